@@ -1,0 +1,1 @@
+"""The golden traces' workshop: the slow oracle, the families of cases, the generator, and adapters for others."""

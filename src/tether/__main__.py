@@ -1,0 +1,5 @@
+"""`python -m tether` is `tether`."""
+
+from tether.cli import main
+
+raise SystemExit(main())

@@ -1,0 +1,136 @@
+"""What an algorithm is, and how it gives credit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tether.learner.learner import Learner
+from tether.ops.kl import Estimator, FixedKL, KLController, kl_estimate
+from tether.ops.rewards import clip_scores, missing_end_penalty, token_rewards
+from tether.ops.statistics import masked_mean, masked_variance, whiten
+from tether.protocols import AdvantageEstimator, Objective
+from tether.types import EvaluatedBatch, Experience, Measures, TokenOutputs, extend
+
+TokenObjective = Objective[Experience, TokenOutputs]
+
+
+@dataclass(frozen=True)
+class Coefficients:
+    """The weights that controllers move from step to step."""
+
+    reference: float  # of the KL to the reference
+    old: float  # of the KL(old || new) penalty
+
+
+@dataclass(frozen=True)
+class Controllers:
+    """The state of both KL controllers."""
+
+    reference: KLController
+    old: KLController
+
+    def coefficients(self) -> Coefficients:
+        """The weights now."""
+        return Coefficients(self.reference.coef, self.old.coef)
+
+    def after(self, *, kl_reference: float | None, kl_old: float | None, samples: int) -> Controllers:
+        """The controllers once a step's KLs were measured; one that was not measured stays."""
+        return Controllers(
+            self.reference if kl_reference is None else self.reference.after(kl_reference, samples),
+            self.old if kl_old is None else self.old.after(kl_old, samples),
+        )
+
+
+class UpdateRule(Protocol):
+    """How a batch of experience becomes optimiser steps."""
+
+    def __call__(
+        self, learner: Learner, experience: Experience, objective: TokenObjective, generator: torch.Generator
+    ) -> Measures:
+        """Update, and report."""
+        ...
+
+
+@dataclass(frozen=True)
+class Crediting:
+    """How scores and KL become rewards, and what is done to rewards and advantages."""
+
+    kl_place: Literal["reward", "loss", "none"] = "reward"
+    kl_estimator: Estimator = "k1"
+    missing_end_penalty: float | None = None
+    score_clip: float | None = None
+    whiten_rewards: bool = False
+    whiten_advantages: bool = False
+    bootstrap_truncated: bool = False
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Everything the loop needs to know of an algorithm."""
+
+    name: str
+    estimator: AdvantageEstimator
+    objective: Callable[[Coefficients], TokenObjective]
+    update: UpdateRule
+    minibatch_size: int
+    crediting: Crediting
+    controllers: Controllers = Controllers(FixedKL(0.0), FixedKL(0.0))
+    needs_critic: bool = False
+    needs_groups: bool = False
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether the KL to the reference acts anywhere."""
+        return self.crediting.kl_place != "none"
+
+    def credit(self, batch: EvaluatedBatch, kl_coef: float) -> tuple[Experience, Measures]:
+        """Rewards, advantages and returns of a batch, over the whole of it: minibatches never change a baseline."""
+        rules, mask = self.crediting, batch.response_mask
+        scores = missing_end_penalty(batch.scores, batch.truncated, rules.missing_end_penalty)
+        scores = clip_scores(scores, rules.score_clip)
+        kl = None
+        if rules.kl_place == "reward":
+            assert batch.ref_logprobs is not None
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, rules.kl_estimator)
+        rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef)
+        if rules.whiten_rewards:
+            rewards = whiten(rewards, mask, shift_mean=False)
+        final_values = None
+        if rules.bootstrap_truncated and batch.final_values is not None:
+            final_values = torch.where(batch.truncated, batch.final_values, 0.0)
+        advantages, returns = self.estimator(
+            rewards, mask, values=batch.values, final_values=final_values, group_ids=batch.group_ids
+        )
+        measures = credit_measures(batch, scores, advantages, returns)
+        if rules.whiten_advantages:
+            advantages = whiten(advantages, mask)
+        columns: dict[str, Any] = {"rewards": rewards, "advantages": advantages, "returns": returns}
+        return extend(batch, Experience, **columns), measures
+
+
+def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, returns: Tensor | None) -> Measures:
+    """What can be said of a batch before it is learned from."""
+    mask, measures = batch.response_mask, Measures()
+    tokens, rows = mask.sum(), len(batch)
+    measures.add("score", scores.sum(), rows)
+    measures.add("score_std", scores.std(correction=0))
+    measures.add("response_length", tokens, rows)
+    measures.add("truncated", batch.truncated.sum(), rows)
+    measures.add("advantage_std", masked_variance(advantages, mask).sqrt())
+    gap = (batch.old_logprobs - batch.untruncated_logprobs).abs().masked_fill(~mask, 0.0)
+    measures.add("sampler_gap", gap.sum(), tokens)
+    measures.add("sampler_gap_max", gap.max())
+    if batch.ref_logprobs is not None:
+        for estimator in ("k1", "k3"):
+            kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator).masked_fill(~mask, 0.0)
+            measures.add(f"kl_ref_{estimator}", kl.sum(), rows)
+    if returns is not None and batch.values is not None:
+        unexplained = masked_variance(returns - batch.values, mask)
+        measures.add("explained_variance", 1.0 - unexplained / masked_variance(returns, mask).clamp_min(1e-12))
+        measures.add("value", masked_mean(batch.values, mask))
+    return measures

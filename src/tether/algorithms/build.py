@@ -1,0 +1,28 @@
+"""From a recipe to the algorithm it asks for: the only place that maps a method's name to its value."""
+
+from __future__ import annotations
+
+from tether.algorithms.algorithm import Algorithm
+from tether.algorithms.grpo import grpo
+from tether.algorithms.ppo import ppo
+from tether.algorithms.reinforce import reinforce
+from tether.algorithms.rloo import rloo
+from tether.algorithms.trpo import trpo
+from tether.config.recipes import GRPORecipe, PPORecipe, ReinforceRecipe, RLOORecipe, RLRecipe, TRPORecipe
+
+
+def build_algorithm(recipe: RLRecipe) -> Algorithm:
+    """The algorithm of a recipe that learns from rollouts."""
+    match recipe:
+        case PPORecipe():
+            return ppo(recipe.ppo, recipe.kl, recipe.reward)
+        case ReinforceRecipe():
+            return reinforce(recipe.reinforce, recipe.kl, recipe.reward)
+        case RLOORecipe():
+            return rloo(recipe.rloo, recipe.kl, recipe.reward)
+        case GRPORecipe():
+            return grpo(recipe.grpo, recipe.kl, recipe.reward)
+        case TRPORecipe():
+            return trpo(recipe.trpo, recipe.kl, recipe.reward)
+        case _:
+            raise ValueError(f"{recipe.method} does not learn from rollouts")

@@ -1,0 +1,33 @@
+"""GRPO (Shao et al. 2024) and the normalisation choices people make of it."""
+
+from __future__ import annotations
+
+from tether.algorithms.algorithm import Algorithm, Controllers
+from tether.algorithms.estimators import GroupRelative
+from tether.algorithms.objectives import Clip, PolicyObjective
+from tether.algorithms.shared import aggregation, crediting, kl_in_loss, reference_controller
+from tether.algorithms.updates import MinibatchEpochs
+from tether.config.methods import GRPOSettings
+from tether.config.parts import KLSettings, RewardSettings
+from tether.ops.kl import FixedKL
+
+
+def grpo(settings: GRPOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
+    """GRPO: each sample against its group's mean and deviation."""
+    clip = Clip(settings.clip_range, settings.clip_range_high or settings.clip_range, settings.dual_clip)
+    return Algorithm(
+        name="grpo",
+        estimator=GroupRelative(settings.scale_by_std, settings.std_epsilon),
+        objective=lambda coefficients: PolicyObjective(
+            surrogate=clip,
+            aggregation=aggregation(settings.aggregation),
+            entropy_coef=settings.entropy_coef,
+            kl_coef=kl_in_loss(kl, coefficients),
+            kl_estimator=kl.estimator,
+        ),
+        update=MinibatchEpochs(settings.epochs, settings.minibatch_size, settings.max_kl_old),
+        minibatch_size=settings.minibatch_size,
+        crediting=crediting(kl, reward),
+        controllers=Controllers(reference_controller(kl), FixedKL(0.0)),
+        needs_groups=True,
+    )

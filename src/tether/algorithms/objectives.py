@@ -1,0 +1,213 @@
+"""Objectives: what the learner minimises, as a sum and a size."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from tether.ops.aggregation import Aggregation
+from tether.ops.kl import Estimator, kl_estimate
+from tether.ops.objectives import clip_cases, clip_loss, kl_penalty_loss, reinforce_loss, unclipped_loss, value_loss
+from tether.ops.preferences import count_ranked_prompts, dpo_losses, dpo_margins, kwise_total, ranked_pairs
+from tether.ops.statistics import masked_sum
+from tether.types import Experience, Loss, Measures, PairBatch, RankedBatch, ScoreOutputs, Sequences, TokenOutputs
+
+
+class Surrogate(Protocol):
+    """A per-token policy loss."""
+
+    def __call__(self, logprobs: Tensor, batch: Experience) -> Tensor:
+        """(B, T), to be minimised."""
+        ...
+
+    def measure(self, logprobs: Tensor, batch: Experience, measures: Measures) -> None:
+        """Add what is worth reporting of this surrogate alone."""
+        ...
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """-A log pi."""
+
+    def __call__(self, logprobs: Tensor, batch: Experience) -> Tensor:
+        """(B, T)."""
+        return reinforce_loss(logprobs, batch.advantages)
+
+    def measure(self, logprobs: Tensor, batch: Experience, measures: Measures) -> None:
+        """Nothing of its own."""
+
+
+@dataclass(frozen=True)
+class Unclipped:
+    """-r A."""
+
+    def __call__(self, logprobs: Tensor, batch: Experience) -> Tensor:
+        """(B, T)."""
+        return unclipped_loss(logprobs, batch.old_logprobs, batch.advantages)
+
+    def measure(self, logprobs: Tensor, batch: Experience, measures: Measures) -> None:
+        """Nothing of its own."""
+
+
+@dataclass(frozen=True)
+class Clip:
+    """-min(r A, clip(r) A), with the four cases of sign and side counted."""
+
+    low: float
+    high: float
+    dual: float | None = None
+
+    def __call__(self, logprobs: Tensor, batch: Experience) -> Tensor:
+        """(B, T)."""
+        return clip_loss(
+            logprobs, batch.old_logprobs, batch.advantages, clip_low=self.low, clip_high=self.high, dual_clip=self.dual
+        )
+
+    def measure(self, logprobs: Tensor, batch: Experience, measures: Measures) -> None:
+        """The fraction of tokens in each case, and of those whose gradient the clip removed."""
+        cases = clip_cases(
+            logprobs, batch.old_logprobs, batch.advantages, clip_low=self.low, clip_high=self.high, dual_clip=self.dual
+        )
+        tokens = batch.response_mask.sum()
+        for name in ("positive_high", "positive_low", "negative_high", "negative_low"):
+            measures.add(f"clip/{name}", (getattr(cases, name) & batch.response_mask).sum(), tokens)
+        measures.add("clip_fraction", (cases.clipped & batch.response_mask).sum(), tokens)
+
+
+@dataclass(frozen=True)
+class KLPenalty:
+    """-r A + beta k(old || new)."""
+
+    beta: float
+    estimator: Estimator
+
+    def __call__(self, logprobs: Tensor, batch: Experience) -> Tensor:
+        """(B, T)."""
+        return kl_penalty_loss(logprobs, batch.old_logprobs, batch.advantages, beta=self.beta, estimator=self.estimator)
+
+    def measure(self, logprobs: Tensor, batch: Experience, measures: Measures) -> None:
+        """Nothing of its own."""
+
+
+@dataclass(frozen=True)
+class PolicyObjective:
+    """surrogate + value_coef * value loss - entropy_coef * entropy + kl_coef * KL(new || ref), aggregated as told.
+
+    Every term is per token and shares one aggregation, so that the whole is one sum with one size.
+    """
+
+    surrogate: Surrogate
+    aggregation: Aggregation = field(default_factory=Aggregation)
+    value_coef: float = 0.0
+    value_clip: float | None = None
+    entropy_coef: float = 0.0
+    kl_coef: float = 0.0
+    kl_estimator: Estimator = "k3"
+
+    def size(self, batch: Experience) -> float:
+        """Tokens, sequences, or rows of a fixed length."""
+        return self.aggregation.size(batch.response_mask)
+
+    def __call__(self, outputs: TokenOutputs, batch: Experience) -> Loss:
+        """The sum over a micro-batch."""
+        mask = batch.response_mask
+        loss = policy = self.surrogate(outputs.logprobs, batch)
+        if self.entropy_coef != 0.0:
+            loss = loss - self.entropy_coef * outputs.entropy
+        if self.kl_coef != 0.0:
+            assert batch.ref_logprobs is not None
+            loss = loss + self.kl_coef * kl_estimate(outputs.logprobs, batch.ref_logprobs, self.kl_estimator)
+        measures = self._measure(outputs, batch, policy)
+        if outputs.values is not None and batch.returns is not None and batch.values is not None:
+            critic = value_loss(outputs.values, batch.values, batch.returns, clip=self.value_clip)
+            loss = loss + self.value_coef * critic
+            measures.add("value_loss", masked_sum(critic.detach(), mask), mask.sum())
+        return Loss(self.aggregation.total(loss, mask), measures)
+
+    @torch.no_grad()
+    def _measure(self, outputs: TokenOutputs, batch: Experience, policy: Tensor) -> Measures:
+        mask, measures = batch.response_mask, Measures()
+        tokens = mask.sum()
+        kl_old = kl_estimate(batch.old_logprobs, outputs.logprobs, "k3")
+        measures.add("policy_loss", masked_sum(policy, mask), tokens)
+        measures.add("entropy", masked_sum(outputs.entropy, mask), tokens)
+        measures.add("kl_old", masked_sum(kl_old, mask), tokens)
+        self.surrogate.measure(outputs.logprobs, batch, measures)
+        return measures
+
+
+@dataclass(frozen=True)
+class ValueObjective:
+    """The critic alone: value_coef * value loss, over tokens."""
+
+    coef: float = 1.0
+    clip: float | None = None
+
+    def size(self, batch: Experience) -> float:
+        """Tokens."""
+        return float(batch.response_mask.sum())
+
+    def __call__(self, outputs: TokenOutputs, batch: Experience) -> Loss:
+        """The sum over a micro-batch."""
+        assert outputs.values is not None and batch.values is not None and batch.returns is not None
+        losses = value_loss(outputs.values, batch.values, batch.returns, clip=self.clip)
+        total, measures = masked_sum(losses, batch.response_mask), Measures()
+        measures.add("value_loss", total, batch.response_mask.sum())
+        return Loss(self.coef * total, measures)
+
+
+@dataclass(frozen=True)
+class SFTObjective:
+    """-log pi over the answer's tokens."""
+
+    def size(self, batch: Sequences) -> float:
+        """Tokens."""
+        return float(batch.response_mask.sum())
+
+    def __call__(self, outputs: TokenOutputs, batch: Sequences) -> Loss:
+        """The sum over a micro-batch."""
+        return Loss(-masked_sum(outputs.logprobs, batch.response_mask), Measures())
+
+
+@dataclass(frozen=True)
+class DPOObjective:
+    """The logistic loss of the margin between the two answers of a pair."""
+
+    beta: float
+    label_smoothing: float = 0.0
+
+    def size(self, batch: PairBatch) -> float:
+        """Pairs."""
+        return float(batch.chosen.sum())
+
+    def __call__(self, outputs: TokenOutputs, batch: PairBatch) -> Loss:
+        """The sum over a micro-batch, in which the two rows of a pair stand in the same order as in `pair_ids`."""
+        order = torch.argsort(batch.pair_ids, stable=True)
+        chosen, rejected = order[batch.chosen[order]], order[~batch.chosen[order]]
+        policy = outputs.logprobs.masked_fill(~batch.response_mask, 0.0).sum(dim=1)
+        reference = batch.ref_logprobs.masked_fill(~batch.response_mask, 0.0).sum(dim=1)
+        margins = dpo_margins(policy[chosen], policy[rejected], reference[chosen], reference[rejected], beta=self.beta)
+        measures = Measures()
+        measures.add("margin", margins.sum(), len(margins))
+        measures.add("accuracy", (margins > 0).sum(), len(margins))
+        return Loss(dpo_losses(margins, label_smoothing=self.label_smoothing).sum(), measures)
+
+
+@dataclass(frozen=True)
+class RewardModelObjective:
+    """The K-wise ranking loss: all pairs of a prompt are one example."""
+
+    def size(self, batch: RankedBatch) -> float:
+        """Prompts that have at least one pair."""
+        return count_ranked_prompts(batch.ranks, batch.group_ids)
+
+    def __call__(self, outputs: ScoreOutputs, batch: RankedBatch) -> Loss:
+        """The sum over the prompts of a micro-batch."""
+        better, worse, _ = ranked_pairs(batch.ranks, batch.group_ids)
+        margins, measures = (outputs.scores[better] - outputs.scores[worse]).detach(), Measures()
+        measures.add("margin", margins.sum(), len(margins))
+        measures.add("accuracy", (margins > 0).sum(), len(margins))
+        return Loss(kwise_total(outputs.scores, batch.ranks, batch.group_ids), measures)

@@ -1,0 +1,52 @@
+"""PPO (Schulman et al. 2017): clipped, unclipped, or with a KL penalty against the old policy."""
+
+from __future__ import annotations
+
+from tether.algorithms.algorithm import Algorithm, Coefficients, Controllers
+from tether.algorithms.estimators import GAE
+from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped
+from tether.algorithms.shared import aggregation, crediting, kl_in_loss, penalty_controller, reference_controller
+from tether.algorithms.updates import MinibatchEpochs
+from tether.config.methods import PPOSettings
+from tether.config.parts import KLSettings, RewardSettings
+
+
+def ppo(settings: PPOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
+    """PPO: GAE, a surrogate tethered to the old policy, a clipped value loss, epochs of minibatches."""
+    penalised = settings.objective == "kl_penalty"
+
+    def surrogate(coefficients: Coefficients) -> Surrogate:
+        if settings.objective == "clip":
+            return Clip(settings.clip_range, settings.clip_range_high or settings.clip_range, settings.dual_clip)
+        if penalised:
+            return KLPenalty(coefficients.old, settings.penalty.estimator)
+        return Unclipped()
+
+    return Algorithm(
+        name="ppo",
+        estimator=GAE(settings.gamma, settings.lam),
+        objective=lambda coefficients: PolicyObjective(
+            surrogate=surrogate(coefficients),
+            aggregation=aggregation(settings.aggregation),
+            value_coef=settings.value_coef,
+            value_clip=settings.value_clip,
+            entropy_coef=settings.entropy_coef,
+            kl_coef=kl_in_loss(kl, coefficients),
+            kl_estimator=kl.estimator,
+        ),
+        update=MinibatchEpochs(
+            settings.epochs,
+            settings.minibatch_size,
+            settings.max_kl_old,
+            measure_after=penalised and settings.penalty.adaptive,
+        ),
+        minibatch_size=settings.minibatch_size,
+        crediting=crediting(
+            kl,
+            reward,
+            whiten_advantages=settings.whiten_advantages,
+            bootstrap_truncated=settings.bootstrap_truncated,
+        ),
+        controllers=Controllers(reference_controller(kl), penalty_controller(settings.penalty)),
+        needs_critic=True,
+    )

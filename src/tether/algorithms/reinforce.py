@@ -1,0 +1,33 @@
+"""REINFORCE (Williams 1992), with every choice of the weight on grad log pi."""
+
+from __future__ import annotations
+
+from tether.algorithms.algorithm import Algorithm, Controllers
+from tether.algorithms.estimators import PolicyGradientWeights
+from tether.algorithms.objectives import PolicyObjective, Reinforce
+from tether.algorithms.shared import aggregation, crediting, kl_in_loss, reference_controller
+from tether.algorithms.updates import MinibatchEpochs
+from tether.config.methods import ReinforceSettings
+from tether.config.parts import KLSettings, RewardSettings
+from tether.ops.kl import FixedKL
+
+
+def reinforce(settings: ReinforceSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
+    """REINFORCE: -A log pi with one of four weights, one pass."""
+    return Algorithm(
+        name="reinforce",
+        estimator=PolicyGradientWeights(settings.weighting, settings.gamma, settings.lam),
+        objective=lambda coefficients: PolicyObjective(
+            surrogate=Reinforce(),
+            aggregation=aggregation(settings.aggregation),
+            value_coef=settings.value_coef,
+            entropy_coef=settings.entropy_coef,
+            kl_coef=kl_in_loss(kl, coefficients),
+            kl_estimator=kl.estimator,
+        ),
+        update=MinibatchEpochs(1, settings.minibatch_size),
+        minibatch_size=settings.minibatch_size,
+        crediting=crediting(kl, reward, whiten_advantages=settings.whiten_advantages),
+        controllers=Controllers(reference_controller(kl), FixedKL(0.0)),
+        needs_critic=settings.needs_critic,
+    )

@@ -1,0 +1,33 @@
+"""RLOO (Kool et al. 2019; Ahmadian et al. 2024): each sample against its siblings."""
+
+from __future__ import annotations
+
+from tether.algorithms.algorithm import Algorithm, Controllers
+from tether.algorithms.estimators import LeaveOneOut
+from tether.algorithms.objectives import Clip, PolicyObjective, Reinforce
+from tether.algorithms.shared import aggregation, crediting, kl_in_loss, reference_controller
+from tether.algorithms.updates import MinibatchEpochs
+from tether.config.methods import RLOOSettings
+from tether.config.parts import KLSettings, RewardSettings
+from tether.ops.kl import FixedKL
+
+
+def rloo(settings: RLOOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
+    """RLOO: each sample against the mean of its siblings."""
+    clip = Clip(settings.clip_range, settings.clip_range)
+    return Algorithm(
+        name="rloo",
+        estimator=LeaveOneOut(),
+        objective=lambda coefficients: PolicyObjective(
+            surrogate=clip if settings.objective == "clip" else Reinforce(),
+            aggregation=aggregation(settings.aggregation),
+            entropy_coef=settings.entropy_coef,
+            kl_coef=kl_in_loss(kl, coefficients),
+            kl_estimator=kl.estimator,
+        ),
+        update=MinibatchEpochs(settings.epochs, settings.minibatch_size, settings.max_kl_old),
+        minibatch_size=settings.minibatch_size,
+        crediting=crediting(kl, reward, whiten_advantages=settings.whiten_advantages),
+        controllers=Controllers(reference_controller(kl), FixedKL(0.0)),
+        needs_groups=True,
+    )

@@ -1,0 +1,143 @@
+"""TRPO: the longest natural-gradient step that raises the surrogate within a hard bound on KL(old || new)."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tether.algorithms.algorithm import Algorithm, Controllers, TokenObjective
+from tether.algorithms.estimators import GAE
+from tether.algorithms.objectives import PolicyObjective, Unclipped, ValueObjective
+from tether.algorithms.shared import crediting, reference_controller
+from tether.algorithms.updates import MinibatchEpochs
+from tether.config.methods import TRPOSettings
+from tether.config.parts import KLSettings, RewardSettings
+from tether.learner.learner import Learner
+from tether.ops.kl import FixedKL, exact_kl
+from tether.ops.trust_region import LineSearch, conjugate_gradient, fisher_vector_product, line_search, step_scale
+from tether.protocols import PolicyModel
+from tether.types import Experience, Measures
+
+
+def trpo(settings: TRPOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
+    """TRPO: GAE, the unclipped surrogate, a trust-region step; then the critic learns by itself."""
+    return Algorithm(
+        name="trpo",
+        estimator=GAE(settings.gamma, settings.lam),
+        objective=lambda _: PolicyObjective(surrogate=Unclipped()),
+        update=TrustRegionStep(settings),
+        minibatch_size=settings.minibatch_size,
+        crediting=crediting(
+            kl,
+            reward,
+            whiten_advantages=settings.whiten_advantages,
+            bootstrap_truncated=settings.bootstrap_truncated,
+        ),
+        controllers=Controllers(reference_controller(kl), FixedKL(0.0)),
+        needs_critic=True,
+    )
+
+
+@dataclass(frozen=True)
+class TrustRegionStep:
+    """One step of the policy, then epochs of the critic.
+
+    The exact KL needs the old policy's whole distribution at every sampled token: (tokens, vocabulary) numbers are
+    held for the length of the update.
+    """
+
+    settings: TRPOSettings
+
+    def __call__(
+        self, learner: Learner, experience: Experience, objective: TokenObjective, generator: torch.Generator
+    ) -> Measures:
+        """s solves (F + damping I) s = g; step back from s * sqrt(2 max_kl / s^T (F + damping I) s) until it holds."""
+        measures = learner.backward(experience, objective)
+        gradient = -learner.flat_gradient("policy")
+        learner.discard()
+        if bool(torch.isfinite(gradient).all()):
+            search = self._move(learner, experience, gradient)
+            measures.count("steps", float(search.accepted))
+            measures.add("kl_old_after", search.kl)
+            measures.add("surrogate_gain", search.surrogate - _surrogate_at_old(experience))
+            measures.add("step_fraction", search.fraction)
+        else:
+            learner.skipped_in_a_row += 1
+            measures.count("skipped_steps")
+        critic = MinibatchEpochs(self.settings.critic_epochs, self.settings.minibatch_size)
+        taught = critic(learner, experience, ValueObjective(), generator)
+        measures.add("value_loss", *taught.weighted["value_loss"])
+        measures.add("grad_norm/critic", *taught.weighted["grad_norm/critic"])
+        return measures
+
+    def _move(self, learner: Learner, experience: Experience, gradient: Tensor) -> LineSearch:
+        settings, region = self.settings, _Region(learner, experience)
+
+        def curvature(vector: Tensor) -> Tensor:
+            return region.fisher_product(vector) + settings.damping * vector
+
+        direction = conjugate_gradient(curvature, gradient, iterations=settings.cg_iterations)
+        full_step = direction * step_scale(direction, curvature(direction), max_kl=settings.max_kl)
+        start = learner.flat_parameters("policy")
+
+        def trial(fraction: float) -> tuple[float, float]:
+            learner.set_flat_parameters("policy", start + fraction * full_step)
+            return region.measure()
+
+        search = line_search(
+            trial,
+            surrogate_before=_surrogate_at_old(experience),
+            max_kl=settings.max_kl,
+            backtrack=settings.backtrack,
+            max_backtracks=settings.max_backtracks,
+        )
+        if not search.accepted:
+            learner.set_flat_parameters("policy", start)
+        return search
+
+
+def _surrogate_at_old(experience: Experience) -> float:
+    """mean r A at r = 1."""
+    mask = experience.response_mask
+    return float(experience.advantages[mask].double().sum() / mask.sum())
+
+
+class _Region:
+    """The old policy's distributions, and the surrogate and exact KL of the present one against them."""
+
+    def __init__(self, learner: Learner, experience: Experience) -> None:
+        self.model: PolicyModel = learner.model  # pyright: ignore[reportAttributeAccessIssue]
+        self.parameters = learner.groups["policy"]
+        self.tokens = float(experience.response_mask.sum())
+        self.micro_batches: list[Experience] = list(learner.micro_batches(experience))
+        with torch.no_grad():
+            self.old = [self.model.distributions(micro) for micro in self.micro_batches]
+
+    def fisher_product(self, vector: Tensor) -> Tensor:
+        """(P,) F v by differentiating the mean exact KL twice; only the plain attention kernel can be."""
+
+        def share(micro: Experience) -> Callable[[], Tensor]:
+            def mean_kl() -> Tensor:
+                new = self.model.distributions(micro)
+                return exact_kl(new.detach(), new).sum() / self.tokens
+
+            return mean_kl
+
+        with sdpa_kernel(SDPBackend.MATH):
+            return fisher_vector_product(map(share, self.micro_batches), self.parameters, vector)
+
+    @torch.no_grad()
+    def measure(self) -> tuple[float, float]:
+        """`(surrogate, kl)` of the present parameters, means over sampled tokens."""
+        surrogate = kl = 0.0
+        for micro, old in zip(self.micro_batches, self.old, strict=True):
+            new = self.model.distributions(micro)
+            sampled = micro.tokens[micro.response_mask][:, None]
+            ratio = torch.exp(new.gather(1, sampled) - old.gather(1, sampled))[:, 0]
+            surrogate += float((ratio * micro.advantages[micro.response_mask]).double().sum())
+            kl += float(exact_kl(old, new).double().sum())
+        return surrogate / self.tokens, kl / self.tokens

@@ -1,0 +1,59 @@
+"""Update rules: how a batch of experience becomes optimiser steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from tether.algorithms.algorithm import TokenObjective
+from tether.learner.batching import minibatches
+from tether.learner.learner import Learner
+from tether.types import Experience, Measures
+
+
+@dataclass(frozen=True)
+class MinibatchEpochs:
+    """K epochs of minibatches (PPO paper, algorithm 1).
+
+    Before each step the forward pass that makes its gradient also measures KL(old || new), by the estimator k3 that is
+    never negative. Above `max_kl` the step is not taken and the update ends. `measure_after` adds one pass without
+    gradients at the end, for a controller that adapts to the KL the update arrived at.
+    """
+
+    epochs: int
+    minibatch_size: int
+    max_kl: float | None = None
+    measure_after: bool = False
+
+    def __call__(
+        self, learner: Learner, experience: Experience, objective: TokenObjective, generator: torch.Generator
+    ) -> Measures:
+        """Take the steps; the first epoch in the batch's own order, the others shuffled."""
+        measures = Measures()
+        stopped = self._epochs(learner, experience, objective, generator, measures)
+        measures.count("early_stop", float(stopped))
+        if self.measure_after:
+            with torch.no_grad():
+                for micro in learner.micro_batches(experience):
+                    total, weight = objective(learner.model(micro), micro).measures.weighted["kl_old"]
+                    measures.add("kl_old_after", total, weight)
+        return measures
+
+    def _epochs(
+        self,
+        learner: Learner,
+        experience: Experience,
+        objective: TokenObjective,
+        generator: torch.Generator,
+        measures: Measures,
+    ) -> bool:
+        for epoch in range(self.epochs):
+            for rows in minibatches(experience, self.minibatch_size, None if epoch == 0 else generator):
+                seen = learner.backward(experience.select(rows), objective)
+                measures.merge(seen)
+                if self.max_kl is not None and seen.mean("kl_old") > self.max_kl:
+                    learner.discard()
+                    return True
+                measures.merge(learner.step())
+        return False

@@ -1,0 +1,258 @@
+"""The command line: a table of verbs, each of which imports what it needs when it runs.
+
+Nothing heavy is imported here, so that `tether --help` answers at once. To add a verb, write `_verb(words) -> int` and
+give it one line in `VERBS`. Errors are raised, never printed: `main` turns them into one line and an exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Iterable
+from difflib import get_close_matches
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+from tether import __version__
+from tether.errors import Stopped, StorageError, TetherError, UsageError
+
+METHODS = {
+    "sft": "supervised fine-tuning on demonstrations",
+    "reward": "a reward model from pairs or rankings",
+    "ppo": "Proximal Policy Optimization: clipped, unclipped or with a KL penalty",
+    "reinforce": "the plain policy gradient, with any of four weightings",
+    "rloo": "REINFORCE with a leave-one-out baseline",
+    "grpo": "group-relative advantages, no critic",
+    "trpo": "a hard trust region",
+    "dpo": "preferences without a reward model",
+}
+
+TRAIN_HELP = """Usage: tether train METHOD [RECIPE.yaml] [--section.key VALUE ...] [--json]
+
+Train a model. A flag sets one key of the recipe: --ppo.clip_range 0.1. Flags win over the file, the file over defaults.
+
+Methods:
+{methods}
+
+Options:
+  --json  print one JSON line a step, in place of the table
+  --help  with a method: every key, its default and what it means
+
+Try: tether train ppo recipes/tiny-ppo.yaml
+"""
+
+TOP_HELP = """Usage: tether VERB ...
+
+Train language models with PPO, right by proof.
+
+Verbs:
+{verbs}
+
+Options:
+  --version  print the version
+  --help     this text; after a verb, that verb's
+
+Exit codes: 0 done, 1 a bug, 2 wrong usage or recipe, 3 stopped and resumable, 4 diverged, 5 data or reward, 6 storage.
+TETHER_DEBUG=1 shows where an error was raised.
+"""
+
+STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}
+
+
+class Verb(NamedTuple):
+    """What `tether VERB` does."""
+
+    summary: str
+    run: Callable[[list[str]], int]
+
+
+# -- verbs --------------------------------------------------------------------------------------------------------
+
+
+def _train(words: list[str]) -> int:
+    json_output = "--json" in words
+    words = [word for word in words if word != "--json"]
+    wants_help = any(word in ("--help", "-h") for word in words)
+    words = [word for word in words if word not in ("--help", "-h")]
+    if not words and wants_help:
+        print(TRAIN_HELP.format(methods=_columns(METHODS)), end="")
+        return 0
+    if not words or words[0].startswith("-"):
+        raise UsageError(f"train needs a method first: tether train METHOD [RECIPE.yaml], one of {', '.join(METHODS)}")
+    method, *rest = words
+    if method not in METHODS:
+        raise UsageError(f"unknown method {method}: {_suggestion(method, METHODS)}")
+    if wants_help:
+        _print_fields(method)
+        return 0
+    path = rest.pop(0) if rest and not rest[0].startswith("-") else None
+
+    from tether.config.load import load_recipe
+
+    recipe = load_recipe(method, path, rest)  # before torch is imported: a wrong key is told at once
+
+    from tether.loops.run import run_recipe
+
+    _find_user_code()
+    return run_recipe(recipe, json_output=json_output)
+
+
+def _conformance(words: list[str]) -> int:
+    parser = _Parser("conformance", "Check an implementation of PPO against the golden traces.")
+    parser.add_argument("--target", metavar="PACKAGE.MODULE:FACTORY", help="makes the adapter; by default Tether's own")
+    parser.add_argument("--family", nargs="+", action="extend", metavar="NAME", help="only these families of cases")
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    options = parser.parse_args(words)
+
+    from tether.conformance.runner import main as run_conformance
+
+    _find_user_code()
+    return run_conformance(options.target, options.json, options.family)
+
+
+VERBS: dict[str, Verb] = {
+    "train": Verb("train a model: PPO and its neighbours, SFT, a reward model", _train),
+    "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
+}
+
+
+# -- the frame ----------------------------------------------------------------------------------------------------
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run one command and return its exit code; every expected error becomes one line on stderr."""
+    words = sys.argv[1:] if argv is None else list(argv)
+    try:
+        code = _dispatch(words)
+        sys.stdout.flush()  # here, where a closed pipe or a full disk can still be told
+        return code
+    except BrokenPipeError:  # `tether --help | head`: the reader left, which is no error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    except (Exception, KeyboardInterrupt) as error:
+        return _report(error, json_output="--json" in words)
+
+
+def _dispatch(words: list[str]) -> int:
+    if not words:
+        print(_top_help(), end="", file=sys.stderr)
+        return UsageError.exit_code
+    verb, *rest = words
+    if verb in ("--help", "-h"):
+        print(_top_help(), end="")
+        return 0
+    if verb == "--version":
+        print(f"tether {__version__}")
+        return 0
+    if verb not in VERBS:
+        kind = "option" if verb.startswith("-") else "verb"
+        raise UsageError(f"unknown {kind} {verb}: {_suggestion(verb, [*VERBS, '--help', '--version'])}")
+    try:
+        return VERBS[verb].run(rest)
+    except SystemExit as stop:  # argparse leaves this way after --help
+        return stop.code if isinstance(stop.code, int) else 0
+
+
+def _report(error: BaseException, *, json_output: bool) -> int:
+    """Say what went wrong on stderr, and as the last line of stdout where JSON was asked for."""
+    message, code = _judge(error)
+    expected = code != TetherError.exit_code or isinstance(error, TetherError)
+    if not expected or os.environ.get("TETHER_DEBUG", "") not in ("", "0"):
+        traceback.print_exception(error)
+    sys.stdout.flush()
+    print(f"tether: {message}", file=sys.stderr)
+    if json_output:
+        print(json.dumps({"error": message, "exit_code": code}), flush=True)
+    return code
+
+
+def _judge(error: BaseException) -> tuple[str, int]:
+    """The message and the exit code of an error."""
+    if isinstance(error, TetherError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by the keyboard", Stopped.exit_code
+    # torch's own out-of-memory error is told by its name, so that torch need not be imported to ask.
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        advice = "lower optimizer.micro_tokens or rollout.max_batch"
+        return f"out of memory: {advice} ({_first_line(error)})", StorageError.exit_code
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
+        return f"storage: {error}", StorageError.exit_code
+    if isinstance(error, ValueError):
+        return f"{error} (TETHER_DEBUG=1 shows where)", UsageError.exit_code
+    return f"this is a bug in Tether, or in code that the recipe names: {type(error).__name__}: {error}", 1
+
+
+# -- small parts --------------------------------------------------------------------------------------------------
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse that raises a UsageError, and knows no abbreviated options."""
+
+    def __init__(self, verb: str, summary: str) -> None:
+        super().__init__(prog=f"tether {verb}", description=summary, allow_abbrev=False)
+
+    def error(self, message: str) -> NoReturn:
+        """Raise instead of exit."""
+        raise UsageError(f"{message}: see `{self.prog} --help`")
+
+
+def _print_fields(method: str) -> None:
+    """Every key of a method's recipe, by section."""
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    from tether.config import RECIPES
+    from tether.config.schema import describe, sections
+
+    recipe_class = RECIPES[method]
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120, highlight=False)
+    leaves = list(describe(recipe_class))
+    widths = [max(len(leaf.key) for leaf in leaves) + 2, max(len(leaf.default_text) for leaf in leaves)]
+    with console.capture() as captured:  # rich would exit by itself on a closed pipe
+        console.print(f"Usage: tether train {method} [RECIPE.yaml] [--section.key VALUE ...] [--json]", markup=False)
+        console.print(f"\n{METHODS[method][0].upper()}{METHODS[method][1:]}.", markup=False)
+        for section, settings in sections(recipe_class).items():
+            inside = [leaf for leaf in leaves if leaf.key.rpartition(".")[0] == section]
+            summary = (settings.__doc__ or "").strip().partition("\n")[0]
+            console.print(f"\n[bold]{section}[/bold]  {escape(summary)}")
+            table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+            table.add_column(style="cyan", no_wrap=True, width=widths[0])
+            table.add_column(style="green", width=widths[1])
+            table.add_column(ratio=1)
+            for leaf in inside:
+                meaning = f"{escape(leaf.description)} [dim]({escape(leaf.type)})[/dim]"
+                table.add_row(f"--{leaf.key}", escape(leaf.default_text), meaning)
+            console.print(table)
+    print(captured.get(), end="")
+
+
+def _find_user_code() -> None:
+    """Let `package.module:name` find code in the working folder; last, so that a `queue.py` there hides nothing."""
+    here = str(Path.cwd())
+    if here not in sys.path:
+        sys.path.append(here)
+
+
+def _top_help() -> str:
+    return TOP_HELP.format(verbs=_columns({name: verb.summary for name, verb in VERBS.items()}))
+
+
+def _columns(rows: dict[str, str]) -> str:
+    width = max(map(len, rows))
+    return "\n".join(f"  {name:<{width}}  {summary}" for name, summary in rows.items())
+
+
+def _suggestion(word: str, known: Iterable[str]) -> str:
+    known = list(known)
+    close = get_close_matches(word, known, n=1)
+    return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).partition("\n")[0] or type(error).__name__

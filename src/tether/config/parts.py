@@ -1,0 +1,142 @@
+"""Settings that several methods share."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+
+from tether.config.base import Count, Fraction, NonNegative, Positive, PositiveFloat, Settings
+
+
+class ModelSettings(Settings):
+    """Which model, and how it is held."""
+
+    path: str = Field(
+        default="tiny-bytes", description="A folder, a Hugging Face id, or tiny-bytes (random, byte-level)."
+    )
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Precision of the weights.")
+    device: str = Field(default="auto", description="auto picks CUDA, then MPS, then CPU; or name one, such as cuda:1.")
+    attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="Attention kernels.")
+
+
+class TaskSettings(Settings):
+    """What the policy is asked and how its answers are scored."""
+
+    name: str = Field(default="match-case", description="A built-in task, or package.module:factory of one.")
+    prompts: str | None = Field(default=None, description="JSONL of prompts, in place of the task's own.")
+    reward: str | None = Field(default=None, description="package.module:function, in place of the task's own reward.")
+
+
+class RolloutSettings(Settings):
+    """How answers are sampled."""
+
+    prompts_per_step: Positive = Field(default=64, description="Prompts in one iteration.")
+    samples_per_prompt: Positive = Field(default=1, description="Answers to each prompt; a group, for RLOO and GRPO.")
+    max_new_tokens: Positive = Field(default=64, description="An answer is cut off after this many tokens.")
+    temperature: PositiveFloat = Field(
+        default=1.0, description="Of sampling, and of every log-probability in training."
+    )
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass.")
+    top_k: Count = Field(default=0, description="Keep this many likeliest tokens; 0 keeps all.")
+    max_batch: Positive = Field(default=64, description="Answers decoded at once.")
+
+
+class RewardSettings(Settings):
+    """What happens to a score before it becomes a reward."""
+
+    missing_end_penalty: float | None = Field(
+        default=None, description="The score of an answer that never ended, in place of its own."
+    )
+    clip: PositiveFloat | None = Field(default=None, description="Scores are clamped to [-clip, clip].")
+    whiten: bool = Field(default=False, description="Divide per-token rewards by their deviation; the mean is kept.")
+    max_failure_rate: Fraction = Field(
+        default=0.1,
+        description="Stop (exit 5) when more than this fraction of a step's scores is missing or not finite.",
+    )
+
+
+class KLSettings(Settings):
+    """The tether to the reference: the policy before RL."""
+
+    place: Literal["reward", "loss", "none"] = Field(
+        default="reward", description="Where the KL to the reference acts."
+    )
+    coef: NonNegative = Field(default=0.05, description="Its weight at the start.")
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k1", description="The per-token estimate.")
+    controller: Literal["fixed", "adaptive", "proportional"] = Field(
+        default="fixed", description="fixed; adaptive doubles and halves (PPO paper); proportional (RLHF papers)."
+    )
+    target: PositiveFloat = Field(default=6.0, description="The KL a sequence should keep to; for the two that adapt.")
+    horizon: PositiveFloat = Field(
+        default=10_000, description="How many samples the proportional controller acts over."
+    )
+
+
+class RolesSettings(Settings):
+    """Who shares what."""
+
+    critic: Literal["head", "separate"] = Field(
+        default="separate", description="A value head on the policy's trunk, or a model of its own."
+    )
+
+
+class OptimizerSettings(Settings):
+    """How gradients become steps."""
+
+    policy_rate: NonNegative = Field(default=1e-5, description="Learning rate of the policy (and of SFT, DPO).")
+    critic_rate: NonNegative = Field(default=1e-5, description="Learning rate of the critic (and of the reward model).")
+    schedule: Literal["constant", "linear", "cosine"] = Field(
+        default="constant", description="Shape of the rates over the run."
+    )
+    warmup: Fraction = Field(default=0.0, description="Fraction of the run over which the rates rise from zero.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's decay rates.")
+    epsilon: PositiveFloat = Field(default=1e-8, description="AdamW's epsilon.")
+    weight_decay: NonNegative = Field(default=0.0, description="AdamW's weight decay.")
+    max_grad_norm: PositiveFloat | None = Field(default=1.0, description="Clip each group's gradient to this norm.")
+    micro_tokens: Positive = Field(
+        default=8192, description="Padded tokens in one forward and backward; changes memory, never the gradient."
+    )
+
+
+class RunSettings(Settings):
+    """The run itself."""
+
+    name: str | None = Field(default=None, description="The run's folder; by default the method and the time.")
+    directory: str = Field(default="runs", description="Where runs are kept.")
+    seed: int = Field(default=0, ge=0, description="Everything random follows from it.")
+    steps: Positive = Field(default=100, description="Iterations (RL) or optimiser steps (SFT, reward, DPO).")
+    save: bool = Field(default=True, description="Save the model at the end.")
+    max_skipped: Positive = Field(default=10, description="Stop (exit 4) after this many updates skipped in a row.")
+
+
+class DataSettings(Settings):
+    """Training records."""
+
+    train: str = Field(description="JSONL file of records.")
+    held_out: str | None = Field(default=None, description="JSONL file for evaluation; never trained on.")
+    max_length: Positive = Field(default=1024, description="Longest row in tokens; a longer record is an error.")
+
+
+class PenaltySettings(Settings):
+    """KL(old || new) as a penalty in the loss (PPO paper, section 4)."""
+
+    coef: NonNegative = Field(default=1.0, description="beta at the start.")
+    adaptive: bool = Field(default=True, description="Halve and double beta to keep the KL near the target.")
+    target: PositiveFloat = Field(default=0.01, description="KL(old || new) per token that beta aims at.")
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="The per-token estimate.")
+
+
+class AggregationSettings(Settings):
+    """What a loss is averaged over."""
+
+    over: Literal["token", "sequence", "fixed"] = Field(
+        default="token", description="Tokens, sequences, or a fixed length."
+    )
+    fixed_length: Positive | None = Field(default=None, description="The length that 'fixed' divides each sequence by.")
+
+    @model_validator(mode="after")
+    def _fixed_needs_length(self) -> AggregationSettings:
+        if (self.over == "fixed") != (self.fixed_length is not None):
+            raise ValueError("fixed_length is needed with over: fixed, and only there")
+        return self

@@ -1,0 +1,119 @@
+"""YAML for recipes: safe, with line numbers, without the surprises of YAML 1.1.
+
+`1e-5` is a number (PyYAML reads text), `no` and `on` are text (PyYAML reads booleans), `2026-01-01` is text, a key
+given twice is an error (PyYAML keeps the last), and there are no aliases, so a file means what it shows.
+"""
+
+from __future__ import annotations
+
+import re
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+import yaml
+from yaml.composer import ComposerError
+from yaml.constructor import ConstructorError
+
+from tether.errors import ConfigError
+
+
+class RecipeLoader(yaml.SafeLoader):
+    """Scalars as in YAML 1.2's core schema, and no aliases."""
+
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own way; filled below, for this class alone)
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        """One node; an alias is refused."""
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise ComposerError(None, None, "recipes have no aliases: write the value out", mark)
+        return super().compose_node(parent, index)
+
+    def construct_plain(self, node: yaml.Node) -> Any:
+        """The node's value; raises YAMLError at the node's line whatever is wrong with it."""
+        try:
+            return self.construct_object(node, deep=True)
+        except (ValueError, TypeError) as error:  # such as `!!int x`
+            raise ConstructorError(None, None, str(error), node.start_mark) from error
+
+
+for _tag, _pattern, _first in (
+    ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+    ("bool", r"true|True|TRUE|false|False|FALSE", list("tTfF")),
+    ("int", r"[-+]?[0-9][0-9_]*", list("-+0123456789")),
+    (
+        "float",
+        r"[-+]?(?:[0-9][0-9_]*\.[0-9_]*(?:[eE][-+]?[0-9]+)?|\.[0-9]+(?:[eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+"
+        r"|\.inf|\.Inf|\.INF)|\.nan|\.NaN|\.NAN",
+        list("-+0123456789."),
+    ),
+):
+    RecipeLoader.add_implicit_resolver(f"tag:yaml.org,2002:{_tag}", re.compile(f"^(?:{_pattern})$"), _first)
+
+
+def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
+    """A whole number; a leading 0 does not make it octal."""
+    return int(str(loader.construct_scalar(node)).replace("_", ""))
+
+
+RecipeLoader.add_constructor("tag:yaml.org,2002:int", _decimal)
+
+
+def read_value(text: str) -> Any:
+    """One value from a flag: `1e-5`, `true`, `null`, `[0.9, 0.95]`."""
+    loader = RecipeLoader(text)
+    try:
+        node = loader.get_single_node()
+        return None if node is None else loader.construct_plain(node)
+    finally:
+        loader.dispose()
+
+
+def read_mapping(path: str) -> tuple[RecipeLoader, yaml.MappingNode | None]:
+    """The file's top-level mapping as nodes, which know their lines; None where the file is empty."""
+    loader = None
+    try:
+        loader = RecipeLoader(Path(path).read_text(encoding="utf-8"))
+        node = loader.get_single_node()
+    except FileNotFoundError:
+        raise ConfigError(f"recipe {path} is not there{_neighbour(path)}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
+    except yaml.YAMLError as error:
+        raise ConfigError(in_one_line(error, path)) from error
+    if node is not None and not isinstance(node, yaml.MappingNode):
+        empty = isinstance(node, yaml.ScalarNode) and node.tag == "tag:yaml.org,2002:null"
+        if not empty:
+            raise ConfigError(
+                f"{path}, line {line_of(node)}: a recipe is a mapping of sections (such as `run:`), not {kind_of(node)}"
+            )
+        node = None
+    return loader, node
+
+
+def line_of(node: yaml.Node) -> int:
+    """Counted from 1."""
+    return node.start_mark.line + 1
+
+
+def kind_of(node: yaml.Node) -> str:
+    """What a node is, for a message."""
+    return {yaml.SequenceNode: "a list", yaml.MappingNode: "a mapping"}.get(type(node), "a single value")
+
+
+def in_one_line(error: yaml.YAMLError, path: str) -> str:
+    """PyYAML's several lines as one that starts with the file and the line."""
+    mark = getattr(error, "problem_mark", None)
+    where = f"{path}, line {mark.line + 1}" if mark is not None else path
+    problem = getattr(error, "problem", None) or " ".join(str(error).split())
+    if problem.startswith("but "):  # PyYAML's sentence begins in the context
+        problem = f"{getattr(error, 'context', '')}, {problem}"
+    return f"{where}: {problem}"
+
+
+def _neighbour(path: str) -> str:
+    folder = Path(path).parent
+    names = [file.name for file in folder.glob("*.y*ml")] if folder.is_dir() else []
+    close = get_close_matches(Path(path).name, names, n=1)
+    return f": did you mean {folder / close[0]}?" if close else ""

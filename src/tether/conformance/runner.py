@@ -1,0 +1,227 @@
+"""Run the golden traces against an implementation and say what passed, what failed where, and what was not claimed."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from rich.console import Console
+
+from tether.conformance.adapter import Unsupported
+from tether.conformance.compare import Mismatch, mismatches, plain
+from tether.conformance.report import render, report_json
+
+__all__ = [
+    "DEFAULT_TARGET",
+    "Failure",
+    "NotClaimed",
+    "Report",
+    "load_families",
+    "load_target",
+    "main",
+    "render",
+    "report_json",
+    "run",
+]
+
+DEFAULT_TARGET = "tether.conformance.tether_adapter:adapter"
+DTYPES = ("float32", "float64")
+
+AdapterFactory: TypeAlias = Callable[[str], Any]
+
+
+@dataclass(frozen=True)
+class Failure:
+    """A case whose result is wrong in one dtype: the first place that differs, and how many do."""
+
+    family: str
+    case: str
+    method: str
+    dtype: str
+    path: str
+    expected: Any
+    actual: Any
+    tolerance: float
+    places: int
+
+
+@dataclass(frozen=True)
+class NotClaimed:
+    """A case, or some results of it, that the implementation does not offer."""
+
+    family: str
+    case: str
+    method: str
+    reason: str
+
+
+@dataclass
+class FamilyResult:
+    """How the cases of one family went. A case fails if it fails in any dtype."""
+
+    about: str
+    cases: int = 0
+    passed: int = 0
+    failed: int = 0
+    not_claimed: int = 0
+
+
+@dataclass
+class Report:
+    """What a run found. `failed` has an entry for each case and dtype; `partly_claimed` cases passed in part."""
+
+    target: str
+    dtypes: tuple[str, ...]
+    families: dict[str, FamilyResult] = field(default_factory=dict)
+    failed: list[Failure] = field(default_factory=list)
+    not_claimed: list[NotClaimed] = field(default_factory=list)
+    partly_claimed: list[NotClaimed] = field(default_factory=list)
+
+    @property
+    def cases(self) -> int:
+        """How many cases were asked for."""
+        return sum(family.cases for family in self.families.values())
+
+    @property
+    def passed(self) -> int:
+        """How many cases passed in every dtype."""
+        return sum(family.passed for family in self.families.values())
+
+    @property
+    def failed_cases(self) -> int:
+        """How many cases failed in at least one dtype."""
+        return sum(family.failed for family in self.families.values())
+
+
+def load_families(names: Sequence[str] | None = None) -> list[dict[str, Any]]:
+    """The traces, in alphabetical order, or only the families named."""
+    folder = files("tether.conformance") / "traces"
+    available = sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
+    for name in names or ():
+        if name not in available:
+            raise ValueError(f"families: there is no family {name!r}; choose from {', '.join(available)}")
+    chosen = [name for name in available if not names or name in names]
+    return [json.loads((folder / f"{name}.json").read_text(encoding="utf-8")) for name in chosen]
+
+
+def load_target(target: str) -> AdapterFactory:
+    """The factory that `package.module:attribute` names. The current directory counts as a place to import from."""
+    module_name, colon, attribute = target.partition(":")
+    if not (colon and module_name and attribute):
+        raise ValueError(f"target: {target!r} names no attribute; write package.module:factory, like {DEFAULT_TARGET}")
+    if str(Path.cwd()) not in sys.path:
+        sys.path.insert(0, str(Path.cwd()))
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        missing = error.name or module_name
+        if module_name == missing or module_name.startswith(f"{missing}."):
+            repair = "check the spelling, and run from the directory that holds it or install it"
+            raise ValueError(f"target: there is no module {missing!r}; {repair}") from error
+        raise ValueError(f"target: {module_name} imports {missing!r}, which is not installed; install it") from error
+    if not hasattr(module, attribute):
+        offered = ", ".join(name for name in vars(module) if not name.startswith("_")) or "nothing"
+        raise ValueError(f"target: {module_name} has no attribute {attribute!r}; it has {offered}")
+    factory = getattr(module, attribute)
+    if not callable(factory):
+        raise ValueError(f"target: {target} is not callable; name a function that takes a dtype and returns an adapter")
+    return factory
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """What one case came to in one dtype."""
+
+    failures: tuple[Failure, ...] = ()
+    refused: str | None = None  # why the whole case is not claimed
+    left_out: str | None = None  # which results are not claimed
+
+
+def _checked(family: str, case: dict[str, Any], adapter: Any, dtype: str) -> _Verdict:
+    """Ask one question and hold the answer against the trace."""
+    method = getattr(adapter, case["method"], None)
+    if method is None:
+        return _Verdict(refused="no such method")
+    tolerance = case["tolerance"][dtype]
+
+    def failure(first: Mismatch, places: int) -> _Verdict:
+        where = (family, case["name"], case["method"], dtype)
+        return _Verdict((Failure(*where, first.path, first.expected, first.actual, tolerance, places),))
+
+    try:
+        result = plain(method(**copy.deepcopy(case["inputs"])))
+    except Unsupported as refusal:
+        return _Verdict(refused=str(refusal) or "not offered")
+    except Exception as error:  # whatever an implementation throws is its answer, and is shown
+        return failure(Mismatch("(raised)", case["expected"], f"{type(error).__name__}: {error}"), 1)
+    if not isinstance(result, dict):
+        return failure(Mismatch("(result)", "a dict of results", result), 1)
+    claimed = [name for name in case["expected"] if name in result]
+    missing = ", ".join(name for name in case["expected"] if name not in result)
+    if not claimed:
+        return _Verdict(refused=f"results left out: {missing}")
+    wrong = [m for name in claimed for m in mismatches(case["expected"][name], result[name], tolerance, name)]
+    if wrong:
+        return failure(wrong[0], len(wrong))
+    return _Verdict(left_out=f"results left out: {missing}" if missing else None)
+
+
+def _made(factory: AdapterFactory, dtype: str) -> Any:
+    """The adapter, or one without methods where the implementation does not offer the dtype."""
+    try:
+        return factory(dtype)
+    except Unsupported:
+        return object()
+
+
+def run(
+    adapter_factory: AdapterFactory,
+    dtypes: Sequence[str] = DTYPES,
+    families: Sequence[str] | None = None,
+    target: str = "",
+) -> Report:
+    """Every case of the chosen families, in each dtype."""
+    report = Report(target, tuple(dtypes))
+    adapters = {dtype: _made(adapter_factory, dtype) for dtype in dtypes}
+    for trace in load_families(families):
+        counts = report.families[trace["family"]] = FamilyResult(trace["about"])
+        for case in trace["cases"]:
+            verdicts = [_checked(trace["family"], case, adapter, dtype) for dtype, adapter in adapters.items()]
+            _file(report, counts, NotClaimed(trace["family"], case["name"], case["method"], ""), verdicts)
+    return report
+
+
+def _file(report: Report, counts: FamilyResult, about: NotClaimed, verdicts: list[_Verdict]) -> None:
+    """Enter one case: failed if any dtype failed, else not claimed if any was refused, else passed."""
+    counts.cases += 1
+    failures = [failure for verdict in verdicts for failure in verdict.failures]
+    refused = next((verdict.refused for verdict in verdicts if verdict.refused), None)
+    left_out = next((verdict.left_out for verdict in verdicts if verdict.left_out), None)
+    if failures:
+        counts.failed += 1
+        report.failed.extend(failures)
+    elif refused:
+        counts.not_claimed += 1
+        report.not_claimed.append(NotClaimed(about.family, about.case, about.method, refused))
+    else:
+        counts.passed += 1
+        if left_out:
+            report.partly_claimed.append(NotClaimed(about.family, about.case, about.method, left_out))
+
+
+def main(target: str | None, json_output: bool, families: list[str] | None) -> int:
+    """Run the suite and print the report; 0 if nothing failed, else 1."""
+    name = target or DEFAULT_TARGET
+    report = run(load_target(name), families=families, target=name)
+    if json_output:
+        print(json.dumps(report_json(report), indent=2))
+    else:
+        render(report, Console())
+    return 1 if report.failed else 0

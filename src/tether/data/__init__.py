@@ -1,0 +1,1 @@
+"""Prompts, demonstrations and preferences, as tokens."""

@@ -1,0 +1,1 @@
+"""The learner: micro-batches, gradients, steps. It knows no algorithm."""

@@ -1,0 +1,45 @@
+"""Splitting a batch: minibatches are optimiser steps, micro-batches are what fits in memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from tether.types import Sequences
+
+
+def minibatches(batch: Sequences, size: int, generator: torch.Generator | None = None) -> Iterator[Tensor]:
+    """Row sets of `size` units each (the last may be smaller), in order, or shuffled by `generator`.
+
+    The first epoch is read in order, which is also how the old log-probs were evaluated: the same rows in the same
+    micro-batches give the same bits, so that on the first step every ratio is exactly 1.
+    """
+    units = batch.units()
+    order = torch.arange(len(units)) if generator is None else torch.randperm(len(units), generator=generator)
+    for start in range(0, len(units), size):
+        yield torch.cat([units[index] for index in order[start : start + size].tolist()])
+
+
+def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
+    """Row sets whose padded size (rows x longest) stays within `max_tokens`; units are never split.
+
+    Units of like length are put together to waste little on padding. A unit that is larger than `max_tokens` by
+    itself still goes, alone: the budget bounds memory, it does not drop data.
+    """
+    lengths = batch.lengths().cpu()
+    units = batch.units()
+    longest = torch.tensor([int(lengths[unit].max()) for unit in units])
+    current: list[Tensor] = []
+    rows = 0
+    for index in torch.argsort(longest, descending=True, stable=True).tolist():
+        unit = units[index]
+        widest = int(longest[index]) if not current else int(lengths[current[0]].max())
+        if current and (rows + len(unit)) * widest > max_tokens:
+            yield torch.cat(current)
+            current, rows = [], 0
+        current.append(unit)
+        rows += len(unit)
+    if current:
+        yield torch.cat(current)

@@ -1,0 +1,193 @@
+"""From a recipe to the parts of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tether.algorithms.build import build_algorithm
+from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
+from tether.config.methods import DPOSettings
+from tether.config.parts import DataSettings, OptimizerSettings
+from tether.config.recipes import DPORecipe, Recipe, RewardRecipe, RLRecipe, SFTRecipe
+from tether.data.cursor import DataOrder
+from tether.data.examples import (
+    Ranking,
+    RowEncoder,
+    collate_pairs,
+    collate_rankings,
+    collate_rows,
+    read_demonstrations,
+    read_rankings,
+)
+from tether.learner.batching import micro_batches
+from tether.learner.learner import Learner, LearnerSettings
+from tether.loops.rl import RLParts
+from tether.loops.supervised import SupervisedParts
+from tether.models.heads import ScalarModel
+from tether.models.load import LoadedModel, load_causal_lm, resolve_device
+from tether.models.roles import ActorCritic, ReferencePolicy, Roles
+from tether.protocols import Sampling
+from tether.rewards.tasks import build_task
+from tether.rollout.native import NativeEngine
+from tether.seeds import derive_seed
+from tether.types import PairBatch
+
+
+def load_policy(recipe: Recipe) -> LoadedModel:
+    """The recipe's model on its device."""
+    settings = recipe.model
+    return load_causal_lm(
+        settings.path,
+        dtype=settings.dtype,
+        device=resolve_device(settings.device),
+        seed=derive_seed(recipe.run.seed, "model"),
+        attention=settings.attention,
+    )
+
+
+def learner_settings(optimizer: OptimizerSettings) -> LearnerSettings:
+    """The recipe's optimiser; a reward model learns at the critic's rate."""
+    return LearnerSettings(
+        rates={
+            "policy": optimizer.policy_rate,
+            "critic": optimizer.critic_rate,
+            "reward": optimizer.critic_rate,
+        },
+        micro_tokens=optimizer.micro_tokens,
+        max_grad_norm=optimizer.max_grad_norm,
+        schedule=optimizer.schedule,
+        warmup=optimizer.warmup,
+        betas=optimizer.betas,
+        epsilon=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+    )
+
+
+def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
+    """The parts of a run that learns from rollouts."""
+    algorithm = build_algorithm(recipe)
+    task = build_task(recipe.task)
+    roles = Roles.separate(
+        policy.model,
+        critic=recipe.roles.critic if algorithm.needs_critic else None,
+        with_reference=algorithm.needs_reference,
+        seed=derive_seed(recipe.run.seed, "critic"),
+    )
+    rollout = recipe.rollout
+    return RLParts(
+        algorithm=algorithm,
+        roles=roles,
+        learner=Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device),
+        engine=NativeEngine(policy, max_batch=rollout.max_batch),
+        reward=task.reward(),
+        prompts=DataOrder(task.prompts(), derive_seed(recipe.run.seed, "prompts")),
+        sampling=Sampling(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+        ),
+        prompts_per_step=rollout.prompts_per_step,
+        samples_per_prompt=rollout.samples_per_prompt,
+        max_failure_rate=recipe.reward.max_failure_rate,
+        max_skipped=recipe.run.max_skipped,
+        pad_id=policy.pad_id,
+        seed=recipe.run.seed,
+        steps=recipe.run.steps,
+    )
+
+
+def build_supervised(recipe: Recipe, policy: LoadedModel) -> SupervisedParts[Any]:
+    """The parts of a run that learns from records."""
+    match recipe:
+        case SFTRecipe():
+            return _sft(recipe, policy)
+        case RewardRecipe():
+            return _reward_model(recipe, policy)
+        case DPORecipe():
+            return _dpo(recipe, policy)
+        case _:
+            raise ValueError(f"{recipe.method} does not learn from records")
+
+
+def _sft(recipe: SFTRecipe, policy: LoadedModel) -> SupervisedParts[Any]:
+    encode = _encoder(recipe.data, policy)
+    return SupervisedParts(
+        learner=Learner(ActorCritic(policy.model, None), learner_settings(recipe.optimizer), policy.model.device),
+        objective=SFTObjective(),
+        examples=DataOrder(read_demonstrations(recipe.data.train, encode), derive_seed(recipe.run.seed, "data")),
+        held_out=read_demonstrations(recipe.data.held_out, encode) if recipe.data.held_out else [],
+        collate=lambda rows: collate_rows(rows, policy.pad_id),
+        batch_size=recipe.sft.batch_size,
+        steps=recipe.run.steps,
+        max_skipped=recipe.run.max_skipped,
+    )
+
+
+def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[Any]:
+    width = policy.model.config.get_text_config().hidden_size
+    # A fresh head drawn with deviation 1 / sqrt(width + 1), as in Stiennon et al. (2020).
+    model = ScalarModel.from_policy(
+        policy.model, group="reward", deviation=(width + 1) ** -0.5, seed=derive_seed(recipe.run.seed, "reward head")
+    )
+    train, held_out = _rankings(recipe.data, policy)
+    return SupervisedParts(
+        learner=Learner(model, learner_settings(recipe.optimizer), policy.model.device),
+        objective=RewardModelObjective(),
+        examples=DataOrder(train, derive_seed(recipe.run.seed, "data")),
+        held_out=held_out,
+        collate=lambda rankings: collate_rankings(rankings, policy.pad_id),
+        batch_size=recipe.reward.batch_size,
+        steps=recipe.run.steps,
+        max_skipped=recipe.run.max_skipped,
+    )
+
+
+def _dpo(recipe: DPORecipe, policy: LoadedModel) -> SupervisedParts[Any]:
+    roles = Roles.separate(policy.model, critic=None, with_reference=True, seed=0)
+    assert roles.reference is not None
+    reference, settings = roles.reference, recipe.dpo
+    learner = Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device)
+    train, held_out = _rankings(recipe.data, policy)
+
+    def collate(rankings: Sequence[Ranking]) -> PairBatch:
+        return with_reference(collate_pairs(rankings, policy.pad_id), reference, learner)
+
+    return SupervisedParts(
+        learner=learner,
+        objective=_dpo_objective(settings),
+        examples=DataOrder(train, derive_seed(recipe.run.seed, "data")),
+        held_out=held_out,
+        collate=collate,
+        batch_size=settings.batch_size,
+        steps=recipe.run.steps,
+        max_skipped=recipe.run.max_skipped,
+    )
+
+
+def _dpo_objective(settings: DPOSettings) -> DPOObjective:
+    return DPOObjective(settings.beta, settings.label_smoothing)
+
+
+@torch.no_grad()
+def with_reference(batch: PairBatch, reference: ReferencePolicy, learner: Learner) -> PairBatch:
+    """The batch with the reference's log-probs filled in, in the micro-batches that will be trained on."""
+    column = torch.zeros(batch.tokens.shape)
+    for rows in micro_batches(batch, learner.settings.micro_tokens):
+        micro = batch.select(rows)
+        first, last = micro.span()
+        column[rows, first:last] = reference.logprobs(micro.trimmed().to(learner.device)).float().cpu()
+    return dataclasses.replace(batch, ref_logprobs=column)
+
+
+def _encoder(data: DataSettings, policy: LoadedModel) -> RowEncoder:
+    return RowEncoder(policy.tokenizer, policy.end_id, min(data.max_length, policy.context_length))
+
+
+def _rankings(data: DataSettings, policy: LoadedModel) -> tuple[list[Ranking], list[Ranking]]:
+    encode = _encoder(data, policy)
+    return read_rankings(data.train, encode), read_rankings(data.held_out, encode) if data.held_out else []

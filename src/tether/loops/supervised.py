@@ -1,0 +1,60 @@
+"""Learning from records: demonstrations, rankings and pairs share one loop."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+from tether.data.cursor import DataOrder
+from tether.errors import Diverged
+from tether.learner.learner import Learner
+from tether.protocols import Objective
+from tether.types import Measures, Sequences
+
+Example = TypeVar("Example")
+
+
+@dataclass(frozen=True)
+class SupervisedParts(Generic[Example]):
+    """What a supervised run is made of."""
+
+    learner: Learner
+    objective: Objective[Any, Any]
+    examples: DataOrder[Example]
+    held_out: Sequence[Example]
+    collate: Callable[[Sequence[Example]], Sequences]
+    batch_size: int
+    steps: int
+    max_skipped: int
+
+
+def train_supervised(
+    parts: SupervisedParts[Any], *, stop: Callable[[], bool] = lambda: False
+) -> Iterator[tuple[int, dict[str, float]]]:
+    """One optimiser step a batch; ends early, between two steps, once `stop()` is true."""
+    for step in range(parts.steps):
+        if stop():
+            return
+        parts.learner.set_progress(step / parts.steps)
+        batch = parts.collate(parts.examples.take(step * parts.batch_size, parts.batch_size))
+        measures = parts.learner.backward(batch, parts.objective)
+        measures.merge(parts.learner.step())
+        metrics = measures.values()
+        if step + 1 == parts.steps and parts.held_out:
+            metrics |= {f"held_out/{name}": value for name, value in evaluate_held_out(parts).items()}
+        yield step, metrics
+        if parts.learner.skipped_in_a_row >= parts.max_skipped:
+            raise Diverged(
+                f"{parts.learner.skipped_in_a_row} updates in a row had a loss or gradient that was not finite: lower "
+                "the learning rate, or look at the data"
+            )
+
+
+def evaluate_held_out(parts: SupervisedParts[Any]) -> dict[str, float]:
+    """The objective and its measures over the held-out records, without learning from them."""
+    measures = Measures()
+    for start in range(0, len(parts.held_out), parts.batch_size):
+        batch = parts.collate(parts.held_out[start : start + parts.batch_size])
+        measures.merge(parts.learner.measure(batch, parts.objective))
+    return measures.values()

@@ -1,0 +1,1 @@
+"""Loading causal language models, and what the roles of a run share."""

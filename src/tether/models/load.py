@@ -1,0 +1,251 @@
+"""Loading a causal language model and its tokenizer, with every silent trap turned into an error or a notice."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError
+from torch import nn
+from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+from tether.models.tiny import tiny_model, tiny_tokenizer
+
+TINY = "tiny-bytes"
+NO_LIMIT = 1 << 30  # the context of a model that states none
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model in eval mode with dropout gone, and what the rest of a run needs to know of it.
+
+    `pad_id` is a real token id that never equals `end_id`. `notices` are sentences for the user, one for each choice
+    that was made on their behalf.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    end_id: int
+    pad_id: int
+    context_length: int
+    notices: tuple[str, ...] = ()
+
+
+def load_causal_lm(
+    path: str, *, dtype: torch.dtype | str, device: torch.device | str, seed: int, attention: str = "sdpa"
+) -> LoadedModel:
+    """The model at `path`: "tiny-bytes" (built in code from `seed`), a local folder, or a Hugging Face id.
+
+    Only safetensors are read and no code of the checkpoint is run. A Hugging Face id is looked for in the local
+    cache first, and only then on the network.
+    """
+    place = resolve_device(device)
+    kind = resolve_dtype(dtype, place)
+    if path == TINY:
+        model, tokenizer, notices = tiny_model(seed), tiny_tokenizer(), []
+        model.set_attn_implementation(attention)
+    else:
+        model, tokenizer, notices = _load_pretrained(path, kind, attention, seed)
+    disable_dropout(model)
+    model.to(device=place, dtype=kind)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    return describe(model, tokenizer, notices)
+
+
+def describe(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, notices: list[str] | None = None
+) -> LoadedModel:
+    """A model and tokenizer that are already in memory, as a LoadedModel: ids chosen and checked, notices written."""
+    notices = list(notices or [])
+    end_id = tokenizer.eos_token_id
+    if not isinstance(end_id, int):
+        raise ValueError("model.path: the tokenizer has no end token; set `eos_token` in its tokenizer_config.json")
+    rows = embedding_count(model)
+    if len(tokenizer) > rows:
+        notices.append(
+            f"The tokenizer knows {len(tokenizer)} tokens and the model has embeddings for {rows}: "
+            "a prompt that uses one of the others is refused."
+        )
+    pad_id, pad_notice = choose_pad_id(tokenizer, end_id, rows)
+    context, context_notice = _context_length(model.config)
+    notices += [notice for notice in (pad_notice, context_notice, _other_ends(model, end_id)) if notice]
+    return LoadedModel(model, tokenizer, end_id, pad_id, context, tuple(notices))
+
+
+def embedding_count(model: PreTrainedModel) -> int:
+    """How many token ids the model can read."""
+    return cast(nn.Embedding, model.get_input_embeddings()).weight.shape[0]
+
+
+def resolve_device(device: torch.device | str) -> torch.device:
+    """The device named; "auto" is CUDA where there is one, else MPS, else the CPU."""
+    if str(device) == "auto":
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError("model.device is cuda, and this machine offers no CUDA device: use auto or cpu")
+    if chosen.type == "mps" and not torch.backends.mps.is_available():
+        raise ValueError("model.device is mps, and this machine offers no MPS device: use auto or cpu")
+    return chosen
+
+
+def resolve_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
+    """The dtype named, refused where the device cannot compute in it well."""
+    if isinstance(dtype, str):
+        if dtype not in DTYPES:
+            raise ValueError(f"model.dtype is {dtype!r}: choose one of {', '.join(DTYPES)}")
+        dtype = DTYPES[dtype]
+    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
+        raise ValueError(f"model.dtype is {dtype}, which is slow and imprecise on the CPU: use float32 on CPU")
+    return dtype
+
+
+def choose_pad_id(tokenizer: PreTrainedTokenizerBase, end_id: int, embeddings: int) -> tuple[int, str | None]:
+    """An id to fill padding with, never `end_id` and always one the model has an embedding for; and what to tell.
+
+    Masks come from lengths, so the choice changes no result; it must only be an id that can be embedded.
+    """
+    pad = cast("int | None", tokenizer.pad_token_id)
+    if pad is not None and pad != end_id and pad < embeddings:
+        return pad, None
+    special = [tokenizer.unk_token_id, *tokenizer.all_special_ids, *range(2)]
+    chosen = next(id for id in special if id is not None and id != end_id and id < embeddings)
+    reason = "has no padding token" if pad is None else "pads with its end token"
+    if pad is not None and pad != end_id:
+        reason = "pads with a token that the model has no embedding for"
+    token = tokenizer.convert_ids_to_tokens(chosen)
+    return chosen, (
+        f"The tokenizer {reason}, so token {chosen} ({token}) fills the padding; "
+        "masks come from lengths, so this changes no result."
+    )
+
+
+def check_same_vocabulary(a: LoadedModel, b: LoadedModel, role: str) -> None:
+    """Raise where `b`, which plays `role`, would read `a`'s token ids as other text."""
+    pairs = {
+        "vocabulary size": (len(a.tokenizer), len(b.tokenizer)),
+        "end token id": (a.end_id, b.end_id),
+        "padding token id": (a.pad_id, b.pad_id),
+    }
+    for name, (ours, theirs) in pairs.items():
+        if ours != theirs:
+            raise ValueError(
+                f"the {role} does not share the policy's vocabulary ({name}: policy {ours}, {role} {theirs}): "
+                "choose models of one family, with the same tokenizer"
+            )
+    if a.tokenizer is not b.tokenizer and a.tokenizer.get_vocab() != b.tokenizer.get_vocab():
+        raise ValueError(
+            f"the {role} does not share the policy's vocabulary (equally many tokens, with other ids): "
+            "choose models of one family, with the same tokenizer"
+        )
+
+
+def disable_dropout(model: nn.Module) -> None:
+    """Take dropout out for good, and leave the model in eval mode.
+
+    Eval mode alone is not enough: gradient checkpointing needs `.train()`, which would turn dropout on again and make
+    ratios and KL noise. So the probabilities themselves become 0: of Dropout modules, of floats that functional
+    dropout reads (`attention_dropout`, `resid_pdrop`, ...), and in the configs that modules read them from.
+    """
+    for module in model.modules():
+        for holder in (module, *_configs_of(module)):
+            for name, value in list(vars(holder).items()):
+                if "drop" in name and isinstance(value, float):
+                    setattr(holder, name, 0.0)
+        if isinstance(module, nn.modules.dropout._DropoutNd):  # its `p` has no telling name
+            module.p = 0.0
+    model.eval()
+
+
+def _configs_of(module: nn.Module) -> Iterator[PretrainedConfig]:
+    """The module's config and the configs nested in it."""
+    config = getattr(module, "config", None)
+    if isinstance(config, PretrainedConfig):
+        yield config
+        yield from (part for part in vars(config).values() if isinstance(part, PretrainedConfig))
+
+
+def _load_pretrained(
+    path: str, dtype: torch.dtype, attention: str, seed: int
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str]]:
+    folder = Path(path).expanduser()
+    if folder.is_dir():
+        if not (folder / "config.json").is_file():
+            raise ValueError(f"model.path {path!r} is a folder without a config.json: name the folder of a saved model")
+        return _read(str(folder), dtype, attention, seed, local=True)
+    if folder.is_file():
+        raise ValueError(f"model.path {path!r} is a file: name the folder that holds config.json and the weights")
+    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+        raise ValueError(f"model.path {path!r}: this folder does not exist; correct the path, or use {TINY!r}")
+    try:
+        return _read(path, dtype, attention, seed, local=True)
+    except (OSError, ValueError):  # not (wholly) in the cache: the network says what is really wrong
+        return _read(path, dtype, attention, seed, local=False)
+
+
+def _read(
+    path: str, dtype: torch.dtype, attention: str, seed: int, *, local: bool
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str]]:
+    where: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    try:
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            loaded: Any = AutoModelForCausalLM.from_pretrained(
+                path,
+                dtype=dtype,
+                attn_implementation=attention,
+                use_safetensors=True,
+                output_loading_info=True,
+                **where,
+            )
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        repair = (
+            "the folder must hold the config.json of an architecture that transformers knows, and its weights as "
+            "whole .safetensors files"
+            if Path(path).is_dir()
+            else "no such folder, and the Hugging Face hub did not give it: check the name and the network, "
+            "or download the model and give its folder"
+        )
+        raise ValueError(f"model.path {path!r} could not be loaded: {repair} ({_first_line(error)})") from error
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"model.path {path!r} lacks {len(missing)} weights of a causal language model (first: {missing[0]}), "
+            "which would be random: name a model saved with its language-model head"
+        )
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(path, **where)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ValueError(
+            f"model.path {path!r} has no tokenizer that can be loaded: save one beside the model with "
+            f"tokenizer.save_pretrained ({_first_line(error)})"
+        ) from error
+    unread = len(info["unexpected_keys"])
+    return model, tokenizer, [f"{unread} weights in {path} belong to no part of the model."] if unread else []
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().partition("\n")[0]
+
+
+def _context_length(config: PretrainedConfig) -> tuple[int, str | None]:
+    text = config.get_text_config()
+    for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"):
+        length = getattr(text, name, None)
+        if isinstance(length, int) and length > 0:
+            return length, None
+    return NO_LIMIT, "The model states no context length, so the lengths of prompts and answers are not checked."
+
+
+def _other_ends(model: PreTrainedModel, end_id: int) -> str | None:
+    """Some chat models end a turn with a token that is not the tokenizer's end token; unnoticed, no answer ends."""
+    listed = getattr(model.generation_config, "eos_token_id", None)
+    others = sorted(({listed} if isinstance(listed, int) else set(listed or ())) - {end_id})
+    if not others:
+        return None
+    return f"The model also ends answers with token ids {others}: add them to stop_token_ids for answers to stop there."

@@ -1,0 +1,127 @@
+"""Returns and advantages.
+
+Time runs over *sampled* tokens. Where others stand between two of them (tool output), one step passes and the state
+after the first is the state before the second, so that credit carries across; rewards and values of those others are
+never read. After a row's last sampled token the value is `final_values` where an answer was cut off, else 0.
+All results are (B, T) and 0 off the mask.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """G_t = r_t + gamma * G_(t+1)."""
+    returns = torch.zeros_like(rewards)
+    following = torch.zeros_like(rewards[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        following = torch.where(mask[:, t], rewards[:, t] + gamma * following, following)
+        returns[:, t] = torch.where(mask[:, t], following, 0.0)
+    return returns
+
+
+def total_return(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
+    """R = sum_k gamma^k r_k from the row's first sampled token, the same on each of its sampled tokens."""
+    step = (mask.long().cumsum(dim=1) - 1).clamp_min(0)
+    discounted = (rewards * gamma ** step.to(rewards.dtype)).masked_fill(~mask, 0.0)
+    return discounted.sum(dim=1, keepdim=True).expand_as(rewards).masked_fill(~mask, 0.0)
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float,
+    final_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (Schulman et al. 2016): `(advantages, returns)`.
+
+        delta_t = r_t + gamma * V_(t+1) - V_t
+        A_t     = delta_t + gamma * lam * A_(t+1)
+        returns = A + V
+
+    lam = 0 is the TD residual; lam = 1 is Monte Carlo: reward to go minus value. `final_values` is (B,).
+    """
+    advantages = torch.zeros_like(rewards)
+    next_value = torch.zeros_like(values[:, 0]) if final_values is None else final_values
+    following = torch.zeros_like(values[:, 0])
+    for t in reversed(range(rewards.shape[1])):
+        sampled = mask[:, t]
+        delta = rewards[:, t] + gamma * next_value - values[:, t]
+        following = torch.where(sampled, delta + gamma * lam * following, following)
+        next_value = torch.where(sampled, values[:, t], next_value)
+        advantages[:, t] = torch.where(sampled, following, 0.0)
+    return advantages, (advantages + values).masked_fill(~mask, 0.0)
+
+
+def td_residuals(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, final_values: Tensor | None = None
+) -> Tensor:
+    """delta_t = r_t + gamma * V_(t+1) - V_t."""
+    return gae(rewards, values, mask, gamma=gamma, lam=0.0, final_values=final_values)[0]
+
+
+def n_step(
+    rewards: Tensor, values: Tensor, mask: Tensor, *, gamma: float, n: int, final_values: Tensor | None = None
+) -> Tensor:
+    """A_t = sum_{k<n} gamma^k r_(t+k) + gamma^n V_(t+n) - V_t.
+
+    Where only m < n steps remain, the sum has m terms and gamma^m * final value closes it. n = 1 is the TD residual.
+    """
+    order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)  # sampled tokens first, in their order
+    sampled = mask.gather(1, order)
+    ends = torch.zeros_like(values[:, :1]) if final_values is None else final_values[:, None]
+    closing = ends.expand(-1, n)
+    step_rewards = torch.cat([rewards.gather(1, order).masked_fill(~sampled, 0.0), torch.zeros_like(closing)], dim=1)
+    step_values = torch.cat([torch.where(sampled, values.gather(1, order), ends), closing], dim=1)
+
+    width = mask.shape[1]
+    remaining = sampled.flip(1).long().cumsum(dim=1).flip(1)  # steps left from here on, this one included
+    discount = gamma ** remaining.clamp_max(n).to(values.dtype)
+    advantages = discount * step_values[:, n : n + width] - step_values[:, :width]
+    for k in range(n):
+        advantages = advantages + gamma**k * step_rewards[:, k : k + width]
+    return torch.zeros_like(rewards).scatter(1, order, advantages.masked_fill(~sampled, 0.0))
+
+
+def group_statistics(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """(B,) each: the size, the sum and the sum of squared deviations from the mean of the row's own group."""
+    same = (group_ids[:, None] == group_ids[None, :]).to(scores.dtype)  # (B, B)
+    sizes, sums = same.sum(dim=1), same @ scores
+    squares = same @ (scores - sums / sizes) ** 2
+    return sizes, sums, squares
+
+
+def group_advantages(
+    scores: Tensor, group_ids: Tensor, *, scale_by_std: bool, unbiased: bool = True, epsilon: float = 1e-4
+) -> Tensor:
+    """(B,) s - mean of its group, divided by (the group's std + epsilon) if `scale_by_std` (Shao et al. 2024).
+
+    `scores` and `group_ids` are (B,). A group of one has no baseline and is refused.
+    """
+    sizes, sums, squares = group_statistics(scores, group_ids)
+    refuse_lone_samples(sizes)
+    advantages = scores - sums / sizes
+    if scale_by_std:
+        advantages = advantages / ((squares / (sizes - 1 if unbiased else sizes)).sqrt() + epsilon)
+    return advantages
+
+
+def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) s minus the mean of the other scores of its group (Kool et al. 2019). A group of one is refused."""
+    sizes, sums, _ = group_statistics(scores, group_ids)
+    refuse_lone_samples(sizes)
+    return scores - (sums - scores) / (sizes - 1)
+
+
+def refuse_lone_samples(sizes: Tensor) -> None:
+    """Raise unless every group has at least two samples."""
+    if bool((sizes < 2).any()):
+        raise ValueError(
+            "a group of one sample has no baseline: set rollout.samples_per_prompt to 2 or more, and leave out groups "
+            "that lost all but one sample"
+        )

@@ -1,0 +1,202 @@
+"""Log-probabilities and entropies of tokens from hidden states, without a [batch, time, vocabulary] tensor.
+
+`hidden[b, t]` is what the trunk put out *at* token t, which is about token t + 1. The shift by one happens in
+`states_before` and nowhere else; from there on `x[b, t]` is about token t.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+CHUNK_ELEMENTS = 2**23  # logits held at a time: 32 MiB in fp32, small enough to stay near the cores
+
+
+def states_before(hidden: Tensor, mask: Tensor) -> Tensor:
+    """(N, H) the hidden states in which the N tokens of `mask` were chosen, in row-major order.
+
+    `hidden` is (B, T, H), `mask` (B, T) with column 0 False: the first token has no state before it.
+    """
+    return hidden[:, :-1][mask[:, 1:]]
+
+
+def spread(values: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) the N values laid out on the True places of `mask`, 0 elsewhere: the inverse of reading them off."""
+    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+
+
+def token_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """`(logprobs, entropy)`, each (B, T) and 0 off the mask, of the tokens on it.
+
+    `hidden` (B, T, H), `weight` (V, H), `tokens` (B, T); the rest as in `chunked_logprobs`. Both carry gradients.
+    """
+    states, targets = states_before(hidden, mask), tokens[mask]
+    logprobs, entropy = chunked_logprobs(
+        states,
+        weight,
+        targets,
+        temperature=temperature,
+        bias=bias,
+        scale=scale,
+        softcap=softcap,
+        chunk_elements=chunk_elements,
+    )
+    return spread(logprobs, mask), spread(entropy, mask)
+
+
+def chunked_logprobs(
+    states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """`(logprobs, entropy)` of N tokens: states (N, H), weight (V, H), targets (N,) -> (N,) each.
+
+        y = scale * (states @ weight^T + bias)
+        z = softcap * tanh(y / softcap) / temperature       (y / temperature without a softcap)
+        logprob = z[target] - logsumexp(z),   entropy = logsumexp(z) - sum_v softmax(z)_v z_v
+
+    Logits exist for a few rows at a time, forward and backward; the backward makes them anew. Half-precision inputs
+    are multiplied as they are and reduced in fp32.
+    """
+    rows = max(1, chunk_elements // weight.shape[0])
+    apply = cast(
+        "Callable[..., tuple[Tensor, Tensor]]",
+        _ChunkedLogprobs.apply,  # pyright: ignore[reportUnknownMemberType]
+    )
+    return apply(states, weight, bias, targets, _ToLogits(temperature, scale, softcap), rows)
+
+
+def log_distributions(
+    hidden: Tensor,
+    weight: Tensor,
+    mask: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+) -> Tensor:
+    """(N, V) whole log-distributions at the N tokens of `mask`, differentiable twice: for an exact KL."""
+    logits = _ToLogits(temperature, scale, softcap)(_product(states_before(hidden, mask), weight, bias))
+    return torch.log_softmax(logits, dim=-1)
+
+
+@dataclass(frozen=True)
+class _ToLogits:
+    """From the product with the output matrix to the logits that are sampled from."""
+
+    temperature: float
+    scale: float
+    softcap: float | None
+
+    def __call__(self, product: Tensor) -> Tensor:
+        if self.softcap is not None:
+            return torch.tanh(product * (self.scale / self.softcap)) * (self.softcap / self.temperature)
+        factor = self.scale / self.temperature
+        return product if factor == 1.0 else product * factor
+
+    def pull_back_(self, slope: Tensor, product: Tensor) -> Tensor:
+        """d loss / d product from `slope` = d loss / d logits, in place."""
+        if self.softcap is not None:
+            slope.mul_(1.0 - torch.tanh(product * (self.scale / self.softcap)) ** 2)
+        factor = self.scale / self.temperature
+        return slope if factor == 1.0 else slope.mul_(factor)
+
+
+def _product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    product = torch.nn.functional.linear(states, weight, bias)
+    return product.float() if product.dtype in (torch.float16, torch.bfloat16) else product
+
+
+class _ChunkedLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        to_logits: _ToLogits,
+        rows: int,
+    ) -> tuple[Tensor, Tensor]:
+        dtype = torch.promote_types(states.dtype, torch.float32)
+        logprobs = torch.empty(targets.shape, dtype=dtype, device=states.device)
+        entropy = torch.empty_like(logprobs)
+        normaliser = torch.empty_like(logprobs)
+        for start in range(0, len(targets), rows):
+            part = slice(start, start + rows)
+            logits = to_logits(_product(states[part], weight, bias))
+            top = logits.amax(dim=1, keepdim=True)
+            exponentials = (logits - top).exp_()
+            mass = exponentials.sum(dim=1)
+            normaliser[part] = mass.log() + top[:, 0]
+            entropy[part] = normaliser[part] - exponentials.mul_(logits).sum(dim=1) / mass
+            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - normaliser[part]
+        ctx.save_for_backward(states, weight, bias, targets, normaliser, entropy)
+        ctx.to_logits, ctx.rows = to_logits, rows
+        return logprobs, entropy
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """d logprob / dz = onehot - p,  d entropy / dz = -p (log p + entropy); then the chain rule through z."""
+        grad_logprobs, grad_entropy = grad_outputs
+        states, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        grad_states = torch.empty_like(states) if wants_states else None
+        # Summed in fp32 over the chunks: half-precision sums would lose the small ones.
+        grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if wants_weight else None
+        grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if wants_bias else None
+        through_entropy = bool(grad_entropy.any())
+        for start in range(0, len(targets), ctx.rows):
+            part = slice(start, start + ctx.rows)
+            product = _product(states[part], weight, bias)
+            logits = ctx.to_logits(product)
+            logprobs = logits.sub_(normaliser[part, None])
+            probabilities = logprobs.exp() if through_entropy else logprobs.exp_()
+            if through_entropy:
+                slope = logprobs.add_(entropy[part, None]).mul_(grad_entropy[part, None])
+                slope = slope.add_(grad_logprobs[part, None]).mul_(probabilities).neg_()
+            else:
+                slope = probabilities.mul_(-grad_logprobs[part, None])
+            slope.scatter_add_(1, targets[part, None], grad_logprobs[part, None])
+            slope = ctx.to_logits.pull_back_(slope, product).to(states.dtype)
+            if grad_states is not None:
+                torch.mm(slope, weight, out=grad_states[part])
+            if grad_weight is not None:
+                if grad_weight.dtype == slope.dtype:
+                    grad_weight.addmm_(slope.t(), states[part])
+                else:
+                    grad_weight += slope.t() @ states[part]
+            if grad_bias is not None:
+                grad_bias += slope.sum(dim=0)
+        return (
+            grad_states,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
+            None,
+            None,
+        )

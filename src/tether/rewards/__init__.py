@@ -1,0 +1,1 @@
+"""Rewards and tasks: what makes an answer good."""

@@ -1,0 +1,1 @@
+"""Engines that sample answers: scripted (a shipped fake) and native (any Hugging Face model)."""

@@ -1,0 +1,184 @@
+"""Sampling from any Hugging Face causal language model in process: no weights are copied, no server is needed.
+
+A call is cut into chunks of at most `max_batch` sequences, longest prompts first. In a chunk each prompt is read once
+and its cache rows are repeated for its samples; then one token is drawn for every unfinished sequence per step, and
+sequences that end leave the batch and its cache, so that they cost nothing more.
+
+The result depends on the seed, the prompt's id and the sample's index. Batching changes logits only by rounding, and
+each draw uses a uniform of its own, so the same tokens come out whoever shares the batch (up to a uniform that falls
+within rounding of a boundary between two tokens: about once in a million draws in float32). A prompt that is given twice in
+one call, as happens where a step runs over the end of an epoch, gets further samples rather than the same ones again.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from tether.data.chat import prompt_token_ids
+from tether.models.load import LoadedModel, embedding_count
+from tether.protocols import Sampling
+from tether.rollout.assemble import assemble_rollout, check_request
+from tether.rollout.forward import CachedBatch
+from tether.rollout.sampling import Draw, check_sampling, draw, sample_uniforms
+from tether.types import Prompt, Rollout
+
+
+@dataclass(frozen=True)
+class _Sequence:
+    """One answer to be sampled."""
+
+    prompt: Prompt
+    group: int  # index of the prompt in the call
+    sample: int
+    stream: int  # which of the prompt id's random streams it draws from
+    prompt_ids: list[int]
+
+
+class NativeEngine:
+    """Batched sampling with a KV cache. Answers include the stop token, which is sampled and so is trained.
+
+    The distribution is the model's own, over every row of its output layer: ids past the tokenizer's length (padding
+    of the embedding) are not masked out, because the trainer sees them too and masking would make the engine's
+    log-probs differ from the trainer's. Trained models give such ids no measurable probability.
+
+    `completion` is the text of the answer without special tokens. `policy_version` is stamped on every rollout; the
+    loop sets it. A cache whose rows cannot be selected keeps its finished sequences to the end of the chunk: the
+    result is the same and only the saving is lost.
+    """
+
+    def __init__(self, loaded: LoadedModel, *, max_batch: int = 64) -> None:
+        if max_batch < 1:
+            raise ValueError(f"max_batch is {max_batch}: it must be at least 1")
+        self.loaded = loaded
+        self.max_batch = max_batch
+        self.policy_version = 0
+
+    def generate(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, samples_per_prompt: int, seed: int
+    ) -> list[Rollout]:
+        """`samples_per_prompt` rollouts of each prompt, in the order given; `group_id` is the prompt's index."""
+        check_request(prompts, samples_per_prompt)
+        check_sampling(sampling)
+        work: list[_Sequence] = []
+        streams: Counter[str] = Counter()
+        for group, (prompt, ids) in enumerate(
+            zip(prompts, self._encode(prompts, sampling.max_new_tokens), strict=True)
+        ):
+            for sample in range(samples_per_prompt):
+                work.append(_Sequence(prompt, group, sample, streams[prompt.id], ids))
+                streams[prompt.id] += 1
+        work.sort(key=lambda item: -len(item.prompt_ids))  # stable: samples of one prompt stay side by side
+        rollouts: list[Rollout] = []
+        with _eval_mode(self.loaded.model):
+            for start in range(0, len(work), self.max_batch):
+                rollouts += self._sample_chunk(work[start : start + self.max_batch], sampling, seed)
+        return sorted(rollouts, key=lambda rollout: (rollout.group_id, rollout.sample_id))
+
+    def _encode(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
+        """Each prompt's ids, checked against the model before anything is computed."""
+        context = self.loaded.context_length
+        known = embedding_count(self.loaded.model)
+        encoded = [prompt_token_ids(self.loaded.tokenizer, prompt) for prompt in prompts]
+        for prompt, ids in zip(prompts, encoded, strict=True):
+            if len(ids) + max_new_tokens > context:
+                raise ValueError(
+                    f"prompt {prompt.id!r} has {len(ids)} tokens, and with sampling.max_new_tokens {max_new_tokens} "
+                    f"exceeds the model's context of {context}: shorten the prompt, or set max_new_tokens to at most "
+                    f"{max(context - len(ids), 0)}"
+                )
+            if max(ids) >= known:
+                raise ValueError(
+                    f"prompt {prompt.id!r} holds token {max(ids)}, and the model has embeddings for {known} tokens "
+                    "only: use the tokenizer that belongs to the model"
+                )
+        return encoded
+
+    def _sample_chunk(self, chunk: list[_Sequence], sampling: Sampling, seed: int) -> list[Rollout]:
+        uniforms = torch.stack(
+            [sample_uniforms(seed, item.prompt.id, item.stream, sampling.max_new_tokens) for item in chunk]
+        )
+        stops = {self.loaded.end_id, *sampling.stop_token_ids}
+        answers = self._decode(chunk, uniforms, sampling, stops)
+        ids = [answer.tokens.tolist() for answer in answers]
+        texts = self.loaded.tokenizer.batch_decode(ids, skip_special_tokens=True)
+        return [
+            assemble_rollout(
+                item.prompt,
+                group_id=item.group,
+                sample_id=item.sample,
+                prompt_ids=item.prompt_ids,
+                answer_ids=tokens,
+                behavior=answer.behavior,
+                untruncated=answer.untruncated,
+                completion=text,
+                finish="stop" if tokens[-1] in stops else "length",
+                policy_version=self.policy_version,
+            )
+            for item, tokens, answer, text in zip(chunk, ids, answers, texts, strict=True)
+        ]
+
+    @torch.inference_mode()
+    def _decode(self, chunk: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
+        """The drawn tokens and log-probs of each sequence, (length,) each, on the CPU.
+
+        A step makes one transfer from the device, of the drawn tokens, to see who stopped; log-probs wait for the end.
+        """
+        groups = sorted({item.group: item.prompt_ids for item in chunk}.items(), key=lambda group: -len(group[1]))
+        place = {group: row for row, (group, _) in enumerate(groups)}
+        batch = CachedBatch(self.loaded, room=sampling.max_new_tokens)
+        logits = batch.read([ids for _, ids in groups], [place[item.group] for item in chunk])
+        wide = torch.float32 if batch.device.type == "mps" else torch.float64
+        uniforms = uniforms.to(batch.device, wide)
+        rows = list(range(len(chunk)))  # the sequence that each row of the batch holds; -1 once it is finished
+        history: list[tuple[list[int], Draw]] = []
+        for step in range(sampling.max_new_tokens):
+            drawn = draw(logits, uniforms[:, step], sampling)
+            tokens = drawn.tokens.tolist()
+            _check_finite(tokens, rows, chunk, step)
+            history.append((rows, drawn))
+            rows = [-1 if token in stops else row for token, row in zip(tokens, rows, strict=True)]
+            running = [place for place, row in enumerate(rows) if row >= 0]
+            if not running or step + 1 == sampling.max_new_tokens:
+                break
+            inputs = drawn.tokens
+            if len(running) < len(rows) and batch.can_select:
+                kept = torch.tensor(running, device=batch.device)
+                batch.select(kept)
+                inputs, uniforms, rows = inputs[kept], uniforms[kept], [rows[place] for place in running]
+            logits = batch.step(inputs)
+        return _by_sequence(history, len(chunk))
+
+
+def _check_finite(tokens: list[int], rows: list[int], chunk: list[_Sequence], step: int) -> None:
+    for token, row in zip(tokens, rows, strict=True):
+        if token < 0 <= row:
+            raise FloatingPointError(
+                f"the model's logits are not finite at step {step} of prompt {chunk[row].prompt.id!r}: its weights "
+                "have diverged or its dtype overflows; go back to an earlier checkpoint, or use float32 or bfloat16"
+            )
+
+
+def _by_sequence(history: list[tuple[list[int], Draw]], count: int) -> list[Draw]:
+    """Steps of many sequences -> sequences of many steps; what finished rows (-1) drew afterwards is left out."""
+    owners = torch.tensor([row for rows, _ in history for row in rows])
+    order = owners.argsort(stable=True)[(owners < 0).sum() :]  # by sequence, and within it by step
+    lengths = owners[owners >= 0].bincount(minlength=count).tolist()
+    columns = [torch.cat(column).cpu()[order].split(lengths) for column in zip(*(d for _, d in history), strict=True)]
+    return [Draw(*column) for column in zip(*columns, strict=True)]
+
+
+@contextmanager
+def _eval_mode(model: nn.Module) -> Iterator[None]:
+    """Eval mode for a while: in training mode gradient checkpointing would silently turn the cache off."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)

@@ -1,0 +1,110 @@
+"""The mathematics of drawing a token, as pure functions of tensors.
+
+Per step, with logits z and temperature τ:
+
+    untruncated   log p  = log-softmax(z / τ)                     over every id the model has a logit for
+    behaviour     log q  = log p, kept ids only, renormalised     top-k first, then top-p
+    token                = the first id whose CDF under q reaches u,  u uniform on (0, 1]
+
+One uniform per (sample, step), from a stream that depends on the seed, the prompt's id and the sample's index alone.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tether.protocols import Sampling
+from tether.seeds import derive_seed
+
+
+class Draw(NamedTuple):
+    """One token for each row, and its log-probability."""
+
+    tokens: Tensor  # (B,) int64; -1 where the row's logits give no distribution (NaN, +inf, or all -inf)
+    behavior: Tensor  # (B,) float32, under the distribution sampled from
+    untruncated: Tensor  # (B,) float32, over the whole vocabulary at the same temperature
+
+
+def check_sampling(sampling: Sampling) -> None:
+    """Raise on settings that describe no distribution."""
+    if sampling.max_new_tokens < 1:
+        raise ValueError(f"sampling.max_new_tokens is {sampling.max_new_tokens}: it must be at least 1")
+    if not 0.0 <= sampling.temperature < math.inf:
+        raise ValueError(f"sampling.temperature is {sampling.temperature}: it must be 0 (greedy) or positive")
+    if not 0.0 < sampling.top_p <= 1.0:
+        raise ValueError(f"sampling.top_p is {sampling.top_p}: it must be above 0 and at most 1 (1 keeps every token)")
+    if sampling.top_k < 0:
+        raise ValueError(f"sampling.top_k is {sampling.top_k}: it must be 0 (keep every token) or positive")
+
+
+def sample_uniforms(seed: int, prompt_id: str, sample: int, steps: int) -> Tensor:
+    """(steps,) float64 uniforms on (0, 1] for one sample; a longer request begins with the shorter one."""
+    generator = torch.Generator().manual_seed(derive_seed(seed, sample, prompt_id))
+    return 1.0 - torch.rand(steps, generator=generator, dtype=torch.float64)
+
+
+def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Draw:
+    """One token for each row of `logits` (B, V), by `uniforms` (B,).
+
+    Temperature 0 is greedy: the most likely token, with both log-probabilities taken at temperature 1 over the whole
+    vocabulary (the log-probability under the one-point distribution would be 0 everywhere, and say nothing).
+    A logit of -inf is a token that cannot be drawn; NaN and +inf are errors, reported as token -1.
+    """
+    logprobs = torch.log_softmax(logits.float() / (sampling.temperature or 1.0), dim=-1)
+    if sampling.temperature == 0.0:
+        behavior, tokens = logprobs, logprobs.argmax(dim=-1)
+    else:
+        behavior = truncate(logprobs, top_k=sampling.top_k, top_p=sampling.top_p)
+        tokens = inverse_cdf(behavior, uniforms)
+    chosen = tokens.unsqueeze(-1)
+    untruncated = logprobs.gather(-1, chosen).squeeze(-1)
+    behavior = untruncated if behavior is logprobs else behavior.gather(-1, chosen).squeeze(-1)
+    # One NaN or +inf makes the whole row's log-softmax NaN, so the drawn token's value tells of every logit.
+    return Draw(tokens.masked_fill(untruncated.isnan(), -1), behavior, untruncated)
+
+
+def truncate(logprobs: Tensor, *, top_k: int, top_p: float) -> Tensor:
+    """(B, V) log-probs of the truncated distribution, renormalised; -inf for ids left out. Top-k first, then top-p.
+
+        top-k keeps i  iff  fewer than k ids are strictly more likely than i
+        top-p keeps i  iff  the ids strictly more likely than i hold less than top_p of the mass that top-k left
+
+    Both are rules about values, not positions: equally likely ids stay or go together, so the result does not depend
+    on how a sort happens to order ties, and the most likely id always stays.
+    """
+    vocabulary = logprobs.shape[-1]
+    top_k = top_k if 0 < top_k < vocabulary else 0
+    if not top_k and top_p >= 1.0:
+        return logprobs
+    if top_k:
+        ranked = logprobs.topk(top_k, dim=-1).values  # (B, K), most likely first
+        logprobs = logprobs.masked_fill(logprobs < ranked[:, -1:], -math.inf)
+    else:
+        ranked = logprobs.sort(dim=-1, descending=True).values
+    if top_p < 1.0:
+        heights = ranked.exp()
+        above = heights.cumsum(dim=-1) - heights  # mass of the ids ranked before each
+        mass = logprobs.exp().sum(dim=-1, keepdim=True)
+        least = ranked.masked_fill(above >= top_p * mass, math.inf).amin(dim=-1, keepdim=True)
+        logprobs = logprobs.masked_fill(logprobs < least, -math.inf)
+    return torch.log_softmax(logprobs, dim=-1)
+
+
+def inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
+    """(B,) the first id of each row whose cumulative probability reaches u · total, for u in (0, 1].
+
+    An id of probability 0 adds nothing to the sum before it, so it is never the first to reach a positive target.
+    """
+    probabilities = logprobs.exp()
+    # In float64 (where the device has it) rounding in a long sum stays far below any probability that matters.
+    wide = torch.float32 if logprobs.device.type == "mps" else torch.float64
+    cdf = probabilities.cumsum(dim=-1, dtype=wide)
+    target = uniforms.to(wide).unsqueeze(-1) * cdf[:, -1:]
+    tokens = torch.searchsorted(cdf, target).clamp_(max=logprobs.shape[-1] - 1)
+    # A parallel scan may round up at an id of probability 0; then, about once in 2**50 draws, take the likeliest.
+    possible = probabilities.gather(-1, tokens) > 0
+    return torch.where(possible, tokens, probabilities.argmax(dim=-1, keepdim=True)).squeeze(-1)

@@ -1,0 +1,279 @@
+"""The data at each stage of a run, as frozen dataclasses.
+
+Each stage is a type of its own, so reading an advantage before it exists is a type error, not a None. The stages:
+
+    Prompt -> Rollout -> (with Score) TokenBatch -> EvaluatedBatch -> Experience
+
+One convention holds everywhere: **`x[b, t]` is about token `t` of row `b`**. `logprobs[b, t]` is
+log pi(token t | tokens before t); `values[b, t]` is V(tokens before t), the value of the state in which token t was
+chosen. Column 0 has nothing before it and is never part of `response_mask`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal, Self, TypedDict, TypeVar
+
+import torch
+from torch import Tensor
+
+Finish = Literal["stop", "length", "error"]
+
+
+class Message(TypedDict):
+    """One turn of a conversation."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """What the policy is asked. `answer` is the reference answer where a check needs one."""
+
+    id: str
+    messages: tuple[Message, ...]
+    answer: str | None = None
+    meta: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @classmethod
+    def from_text(cls, id: str, text: str, answer: str | None = None) -> Prompt:
+        """A prompt of one user turn."""
+        return cls(id=id, messages=(Message(role="user", content=text),), answer=answer)
+
+
+@dataclass(frozen=True)
+class Rollout:
+    """One sampled answer, on the CPU, with what the engine said while sampling it.
+
+    All columns have length T = prompt + answer tokens. `response_mask` is True where the policy sampled the token; it
+    comes from lengths, never from token ids. `behavior_logprobs` is the log-probability under the distribution that
+    was really sampled from (temperature and truncation applied); `untruncated_logprobs` is at the same temperature
+    over the whole vocabulary, and the two are equal when neither top-p nor top-k is set. Both are 0 off the mask.
+    """
+
+    prompt: Prompt
+    group_id: int
+    sample_id: int
+    token_ids: Tensor  # (T,) int64
+    response_mask: Tensor  # (T,) bool
+    behavior_logprobs: Tensor  # (T,) float32
+    untruncated_logprobs: Tensor  # (T,) float32
+    completion: str
+    finish: Finish
+    policy_version: int = 0
+
+    @property
+    def response_length(self) -> int:
+        """How many tokens the policy sampled."""
+        return int(self.response_mask.sum())
+
+
+@dataclass(frozen=True)
+class Score:
+    """What a reward gave one rollout. An invalid score is masked out of the batch and counted, never read as zero."""
+
+    value: float
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    valid: bool = True
+
+
+BatchT = TypeVar("BatchT", bound="Sequences")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sequences:
+    """Padded rows of tokens. Padding may stand on either side: `attention_mask` says what is real.
+
+    `temperature` is the one the tokens were sampled at; every log-probability of the batch is taken at it.
+    """
+
+    tokens: Tensor  # (B, T) int64
+    attention_mask: Tensor  # (B, T) bool, True on real tokens
+    response_mask: Tensor  # (B, T) bool, True where the token is trained on
+    temperature: float = 1.0
+
+    def __len__(self) -> int:
+        return self.tokens.shape[0]
+
+    def units(self) -> list[Tensor]:
+        """Row indices that must stay together in one micro-batch; here each row stands alone."""
+        return [torch.tensor([row]) for row in range(len(self))]
+
+    def lengths(self) -> Tensor:
+        """(B,) how many real tokens each row has."""
+        return self.attention_mask.sum(dim=1)
+
+    def select(self, rows: Tensor) -> Self:
+        """The given rows, in the given order."""
+        return self.map_tensors(lambda column: column[rows.to(column.device)])
+
+    def to(self, device: torch.device | str) -> Self:
+        """The same batch on another device."""
+        return self.map_tensors(lambda column: column.to(device, non_blocking=True))
+
+    def span(self) -> tuple[int, int]:
+        """The columns [first, last) outside which every row is padding."""
+        used = self.attention_mask.any(dim=0).nonzero()
+        return (int(used[0]), int(used[-1]) + 1) if used.numel() else (0, self.tokens.shape[1])
+
+    def trimmed(self) -> Self:
+        """Without the columns, at either end, that are padding in every row."""
+        first, last = self.span()
+        width = self.tokens.shape[1]
+        if (first, last) == (0, width):
+            return self
+        return self.map_tensors(
+            lambda column: column[:, first:last] if column.dim() > 1 and column.shape[1] == width else column
+        )
+
+    def map_tensors(self, change: Callable[[Tensor], Tensor]) -> Self:
+        """A copy with `change` applied to every tensor column."""
+        columns = {name: value for name, value in columns_of(self).items() if isinstance(value, Tensor)}
+        return dataclasses.replace(self, **{name: change(value) for name, value in columns.items()})
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenBatch(Sequences):
+    """Scored rollouts, padded together."""
+
+    behavior_logprobs: Tensor  # (B, T) of the distribution sampled from
+    untruncated_logprobs: Tensor  # (B, T) over the whole vocabulary, at the same temperature
+    scores: Tensor  # (B,)
+    group_ids: Tensor  # (B,) int64, equal for samples of one prompt
+    truncated: Tensor  # (B,) bool, the answer was cut off by the length limit
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvaluatedBatch(TokenBatch):
+    """Plus what the roles say of the tokens, before the first update."""
+
+    old_logprobs: Tensor  # (B, T) the trainer's log-probs of the policy that sampled
+    ref_logprobs: Tensor | None  # (B, T) the policy before any RL
+    values: Tensor | None  # (B, T) V(tokens before t)
+    final_values: Tensor | None  # (B,) V(all tokens), for bootstrapping where an answer was cut off
+
+
+@dataclass(frozen=True, kw_only=True)
+class Experience(EvaluatedBatch):
+    """Plus credit: what each token is worth to the update."""
+
+    rewards: Tensor  # (B, T)
+    advantages: Tensor  # (B, T)
+    returns: Tensor | None  # (B, T) the critic's target
+
+
+@dataclass(frozen=True, kw_only=True)
+class PairBatch(Sequences):
+    """Preferred and rejected answers; the two rows of a pair share `pair_ids` and never leave each other."""
+
+    pair_ids: Tensor  # (B,) int64
+    chosen: Tensor  # (B,) bool
+    ref_logprobs: Tensor  # (B, T)
+
+    def units(self) -> list[Tensor]:
+        """The rows of each pair."""
+        return rows_by_id(self.pair_ids)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RankedBatch(Sequences):
+    """Ranked answers (rank 0 is best; equal ranks are ties); all answers of a prompt stay in one step."""
+
+    group_ids: Tensor  # (B,) int64
+    ranks: Tensor  # (B,) int64
+
+    def units(self) -> list[Tensor]:
+        """The rows of each prompt."""
+        return rows_by_id(self.group_ids)
+
+
+@dataclass(frozen=True)
+class TokenOutputs:
+    """What a forward pass gives an objective over tokens."""
+
+    logprobs: Tensor  # (B, T)
+    entropy: Tensor  # (B, T)
+    values: Tensor | None = None  # (B, T)
+
+
+@dataclass(frozen=True)
+class ScoreOutputs:
+    """What a forward pass of a reward model gives: one score a row, read at the last real token."""
+
+    scores: Tensor  # (B,)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """An objective's answer: a sum (not a mean) to be divided by the size of the whole step, and what to report."""
+
+    total: Tensor  # scalar
+    measures: Measures
+
+
+class Measures:
+    """Metrics as (sum, weight) pairs, so that adding up micro-batches, ranks and epochs never distorts a mean.
+
+    A count is a sum without a weight.
+    """
+
+    def __init__(self) -> None:
+        self.weighted: dict[str, tuple[Tensor, Tensor]] = {}
+        self.counts: dict[str, float] = {}
+
+    def add(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
+        """Put `total`, a sum over `weight` things, towards the mean called `name`."""
+        new_total, new_weight = _scalar(total), _scalar(weight)
+        if name in self.weighted:
+            old_total, old_weight = self.weighted[name]
+            new_total = old_total + new_total.to(old_total.device)
+            new_weight = old_weight + new_weight.to(old_weight.device)
+        self.weighted[name] = (new_total, new_weight)
+
+    def count(self, name: str, number: float = 1.0) -> None:
+        """Add `number` to the count called `name`."""
+        self.counts[name] = self.counts.get(name, 0.0) + number
+
+    def merge(self, other: Measures) -> None:
+        """Add the other's sums and counts to these."""
+        for name, (total, weight) in other.weighted.items():
+            self.add(name, total, weight)
+        for name, number in other.counts.items():
+            self.count(name, number)
+
+    def mean(self, name: str) -> float:
+        """One metric's mean."""
+        total, weight = self.weighted[name]
+        return float(total / weight)
+
+    def values(self) -> dict[str, float]:
+        """Every mean and count by name; a mean with no weight is left out, for there was nothing to measure."""
+        means = {name: self.mean(name) for name, (_, weight) in self.weighted.items() if float(weight) != 0.0}
+        return means | self.counts
+
+
+def _scalar(value: Tensor | float) -> Tensor:
+    if isinstance(value, Tensor):
+        return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
+    return torch.tensor(value, dtype=torch.float64)
+
+
+def columns_of(batch: Sequences) -> dict[str, Any]:
+    """The batch's fields by name, uncopied."""
+    return {column.name: getattr(batch, column.name) for column in dataclasses.fields(batch)}
+
+
+def extend(batch: Sequences, stage: type[BatchT], **columns: Any) -> BatchT:
+    """`batch` as the next stage, with its new columns."""
+    return stage(**columns_of(batch), **columns)
+
+
+def rows_by_id(ids: Tensor) -> list[Tensor]:
+    """Row indices grouped by equal id, in the order in which the ids first appear."""
+    groups: dict[int, list[int]] = {}
+    for row in range(len(ids)):
+        groups.setdefault(int(ids[row]), []).append(row)
+    return [torch.tensor(rows) for rows in groups.values()]

@@ -1,0 +1,125 @@
+"""Rules of the house that hold over every file of src/tether: see docs/architecture.md."""
+
+import ast
+import re
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import tether
+
+ROOT = Path(__file__).parents[1]
+SOURCE = ROOT / "src" / "tether"
+FILES = sorted(SOURCE.rglob("*.py"))
+
+# A package may import only packages above it in this list.
+ORDER = [
+    *("config", "types", "protocols", "ops", "models", "data", "runs", "learner"),
+    *("algorithms", "rollout", "rewards", "audit", "loops", "scale", "studio", "cli"),
+]
+ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
+ABOVE["conformance"] = set(ORDER[: ORDER.index("loops")])  # whatever a loop is made of, and no loop
+ABOVE["cli"] |= {"conformance"}
+ABOVE["__main__"] = {"cli"}
+FOR_ALL = {"errors", "seeds", "__init__"}  # these stand on nothing; __init__ holds the version
+ABOVE |= {name: set() for name in FOR_ALL}
+
+# What can run code on being read.
+UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}
+UNSAFE_CALLS = {"eval", "exec"}
+
+
+@cache
+def tree_of(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+
+
+def package_of(file: Path) -> str:
+    """The package of tether that a file is in: src/tether/ops/kl.py is in ops, src/tether/cli.py is cli."""
+    return file.relative_to(SOURCE).parts[0].removesuffix(".py")
+
+
+def imports(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, relative ones made absolute; `from a import b` gives a.b."""
+    package = ["tether", *file.relative_to(SOURCE).parts[:-1]]
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            parent = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*parent, *([node.module] if node.module else [])])
+            yield from ((node.lineno, f"{module}.{alias.name}") for alias in node.names)
+
+
+def imported_packages(file: Path) -> Iterator[tuple[int, str]]:
+    """(line, package of tether) of every import from within tether."""
+    for line, name in imports(file):
+        first, *rest = name.split(".")
+        if first == "tether":
+            inner = rest[0] if rest else "__init__"
+            known = (SOURCE / inner).is_dir() or (SOURCE / f"{inner}.py").is_file()
+            yield line, inner if known or inner in ABOVE else "__init__"  # such as tether.__version__
+
+
+def each_file() -> list:
+    return [pytest.param(file, id=str(file.relative_to(SOURCE))) for file in FILES]
+
+
+@pytest.mark.parametrize("file", each_file())
+def test_a_package_imports_only_packages_above_it(file: Path):
+    package = package_of(file)
+    assert package in ABOVE, f"{package} has no place in the order: give it one here and in docs/architecture.md"
+    allowed = ABOVE[package] | FOR_ALL | {package}
+    wrong = [f"line {line} imports tether.{name}" for line, name in imported_packages(file) if name not in allowed]
+    assert not wrong, f"{file.relative_to(ROOT)}: {'; '.join(wrong)}. {package} may import only {sorted(allowed)}"
+
+
+@pytest.mark.parametrize("file", each_file())
+def test_nothing_is_unpickled_or_evaluated(file: Path):
+    wrong = [f"line {line} imports {name}" for line, name in imports(file) if name.split(".")[0] in UNSAFE_MODULES]
+    for node in ast.walk(tree_of(file)):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS:
+            wrong.append(f"line {node.lineno} calls {node.func.id}")
+    assert not wrong, f"{file.relative_to(ROOT)}: {'; '.join(wrong)}"
+
+
+@pytest.mark.parametrize("file", each_file())
+def test_every_module_says_what_it_is(file: Path):
+    assert ast.get_docstring(tree_of(file)), f"{file.relative_to(ROOT)} needs a docstring"
+
+
+def test_config_imports_no_torch():
+    heavy = {"torch", "transformers", "numpy", "peft"}
+    quick = [file for file in FILES if package_of(file) in ("config", "errors", "cli", "__init__", "__main__")]
+    wrong = [f"{file.name}:{line}" for file in quick for line, name in imports(file) if name.split(".")[0] in heavy]
+    assert not wrong, f"--help must stay instant: {wrong}"
+
+
+def test_the_version_is_said_once():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert project["version"] == tether.__version__
+
+
+def test_every_dependency_has_its_reason():
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    wanted = [
+        *project["dependencies"],
+        *(name for extra in project["optional-dependencies"].values() for name in extra),
+    ]
+    names = {re.split(r"[^A-Za-z0-9_-]", requirement)[0] for requirement in wanted} - {project["name"]}
+    explained = (ROOT / "docs" / "dependencies.md").read_text()
+    missing = sorted(name for name in names if name not in explained)
+    assert not missing, f"say in docs/dependencies.md why these are here: {missing}"
+
+
+def test_the_rules_would_catch_a_breach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(globals(), "SOURCE", tmp_path)
+    (tmp_path / "ops").mkdir()
+    (tmp_path / "loops").mkdir()
+    file = tmp_path / "ops" / "bad.py"
+    file.write_text("from ..loops import rl\nfrom tether import loops\nimport pickle\n")
+    assert [name for _, name in imported_packages(file)] == ["loops", "loops"]
+    assert (3, "pickle") in list(imports(file))
