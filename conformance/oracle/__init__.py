@@ -21,7 +21,7 @@ from conformance.oracle.advantages import (
 from conformance.oracle.aggregation import aggregate, aggregate_micro_batches, sft_loss
 from conformance.oracle.masks import masked_mean, masked_variance, position_ids, response_mask, whiten
 from conformance.oracle.objectives import clip_loss, kl_penalty_loss, reinforce_loss, unclipped_loss, value_loss
-from conformance.oracle.ppo_trace import ppo_trace
+from conformance.oracle.ppo_update import ppo_trace
 from conformance.oracle.preferences import dpo_loss, kwise_loss, pairwise_loss
 from conformance.oracle.probabilities import exact_kl, kl_estimate, token_logprobs
 from conformance.oracle.rewards import missing_end_penalty, token_rewards

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
 import math
 
 import pytest
@@ -20,6 +22,12 @@ def loaded() -> LoadedModel:
     with torch.no_grad():
         model.model.lm_head.weight.mul_(8.0)
     return model
+
+
+@pytest.fixture(scope="session")
+def exact(loaded: LoadedModel) -> LoadedModel:
+    """The same model in float64, where rounding is too small for batching to move a draw over a boundary."""
+    return dataclasses.replace(loaded, model=copy.deepcopy(loaded.model).double())
 
 
 @pytest.fixture

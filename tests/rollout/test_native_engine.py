@@ -27,7 +27,7 @@ OFTEN = tuple(range(0, 256, 10))  # stop tokens that end an answer after about t
         Sampling(12, temperature=0.9, top_k=30, top_p=0.9, stop_token_ids=OFTEN),
         Sampling(12, temperature=0.0),
     ],
-    ids=str,
+    ids=["whole", "cool", "top-k", "top-p", "both", "greedy"],
 )
 def test_logprobs_are_those_of_a_plain_forward_pass(
     loaded: LoadedModel, prompts: list[Prompt], sampling: Sampling, assert_matches_plain_forward
@@ -56,25 +56,27 @@ def test_rollouts_come_in_input_order_with_whole_columns(loaded: LoadedModel, pr
     assert len({rollout.completion for rollout in rollouts}) > len(prompts), "samples of one prompt differ"
 
 
-@pytest.mark.parametrize("sampling", [Sampling(10), Sampling(10, top_p=0.9, stop_token_ids=OFTEN)], ids=str)
+@pytest.mark.parametrize(
+    "sampling", [Sampling(10), Sampling(10, top_p=0.9, stop_token_ids=OFTEN)], ids=["whole", "top-p"]
+)
 def test_the_result_does_not_depend_on_batching(
-    loaded: LoadedModel, prompts: list[Prompt], sampling: Sampling, assert_same_rollouts
+    exact: LoadedModel, prompts: list[Prompt], sampling: Sampling, assert_same_rollouts
 ):
-    reference = NativeEngine(loaded).generate(prompts, sampling, samples_per_prompt=3, seed=4)
+    reference = NativeEngine(exact).generate(prompts, sampling, samples_per_prompt=3, seed=4)
     shuffled = [prompts[i] for i in (3, 0, 6, 5, 1, 4, 2)]
-    assert_same_rollouts(NativeEngine(loaded).generate(shuffled, sampling, samples_per_prompt=3, seed=4), reference)
+    assert_same_rollouts(NativeEngine(exact).generate(shuffled, sampling, samples_per_prompt=3, seed=4), reference)
     for size in (1, 2, 4):
-        engine = NativeEngine(loaded, max_batch=size)
+        engine = NativeEngine(exact, max_batch=size)
         assert_same_rollouts(engine.generate(prompts, sampling, samples_per_prompt=3, seed=4), reference)
-    alone = [NativeEngine(loaded).generate([prompt], sampling, samples_per_prompt=3, seed=4) for prompt in prompts]
+    alone = [NativeEngine(exact).generate([prompt], sampling, samples_per_prompt=3, seed=4) for prompt in prompts]
     assert_same_rollouts([rollout for one in alone for rollout in one], reference)
-    fewer = NativeEngine(loaded).generate(prompts, sampling, samples_per_prompt=1, seed=4)
+    fewer = NativeEngine(exact).generate(prompts, sampling, samples_per_prompt=1, seed=4)
     assert_same_rollouts(fewer, [rollout for rollout in reference if rollout.sample_id == 0])
 
 
-def test_a_prompt_given_twice_gets_further_samples(loaded: LoadedModel, prompts: list[Prompt]):
+def test_a_prompt_given_twice_gets_further_samples(exact: LoadedModel, prompts: list[Prompt]):
     def tokens(given: list[Prompt], samples: int) -> list[list[int]]:
-        rollouts = NativeEngine(loaded).generate(given, Sampling(6), samples_per_prompt=samples, seed=0)
+        rollouts = NativeEngine(exact).generate(given, Sampling(6), samples_per_prompt=samples, seed=0)
         assert [r.group_id for r in rollouts] == [group for group in range(len(given)) for _ in range(samples)]
         return [rollout.token_ids.tolist() for rollout in rollouts]
 
@@ -99,9 +101,9 @@ def test_the_seed_decides_and_the_global_stream_does_not(loaded: LoadedModel, pr
     assert completions(1) != first
 
 
-def test_a_longer_limit_continues_the_same_answers(loaded: LoadedModel, prompts: list[Prompt]):
-    short = NativeEngine(loaded).generate(prompts, Sampling(5), samples_per_prompt=2, seed=0)
-    long = NativeEngine(loaded).generate(prompts, Sampling(20), samples_per_prompt=2, seed=0)
+def test_a_longer_limit_continues_the_same_answers(exact: LoadedModel, prompts: list[Prompt]):
+    short = NativeEngine(exact).generate(prompts, Sampling(5), samples_per_prompt=2, seed=0)
+    long = NativeEngine(exact).generate(prompts, Sampling(20), samples_per_prompt=2, seed=0)
     for a, b in zip(short, long, strict=True):
         assert torch.equal(a.token_ids, b.token_ids[: len(a.token_ids)])
 
@@ -159,17 +161,17 @@ def test_finished_sequences_leave_the_batch_and_prompts_are_read_once(loaded: Lo
 
 
 def test_a_cache_that_cannot_select_rows_gives_the_same_result(
-    loaded: LoadedModel, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, assert_same_rollouts
+    exact: LoadedModel, prompts: list[Prompt], monkeypatch: pytest.MonkeyPatch, assert_same_rollouts
 ):
     sampling = Sampling(15, stop_token_ids=OFTEN)
 
     def generate():
-        return NativeEngine(loaded).generate(prompts, sampling, samples_per_prompt=2, seed=0)
+        return NativeEngine(exact).generate(prompts, sampling, samples_per_prompt=2, seed=0)
 
     expected = generate()
     monkeypatch.setattr(CachedBatch, "can_select", False)
     found = []
-    shapes = forward_rows(loaded.model, lambda: found.extend(generate()))
+    shapes = forward_rows(exact.model, lambda: found.extend(generate()))
     assert_same_rollouts(found, expected)
     assert {rows for rows, columns in shapes if columns == 1} == {len(found)}
 

@@ -90,6 +90,11 @@ def test_the_drawn_id_is_the_first_whose_cumulative_probability_reaches_u(
     assert before / total - 1e-9 <= uniform <= upto / total + 1e-9
 
 
+def test_a_uniform_on_the_boundary_belongs_to_the_id_before_it():
+    even = torch.zeros(3, 4).log_softmax(-1)
+    assert inverse_cdf(even, torch.tensor([0.25, 0.5, 1.0], dtype=torch.float64)).tolist() == [0, 1, 3]
+
+
 @pytest.mark.parametrize("uniform", [1.0, 5e-324, 2.0**-53, 0.5])
 def test_ids_of_probability_zero_are_never_drawn(uniform: float):
     logprobs = torch.tensor([-math.inf, 0.0, -math.inf, 0.0, -math.inf]).log_softmax(-1)[None]

@@ -60,10 +60,10 @@ class TrustRegionStep:
         gradient = -learner.flat_gradient("policy")
         learner.discard()
         if bool(torch.isfinite(gradient).all()):
-            search = self._move(learner, experience, gradient)
+            search = self.move(learner, experience, gradient)
             measures.count("steps", float(search.accepted))
             measures.add("kl_old_after", search.kl)
-            measures.add("surrogate_gain", search.surrogate - _surrogate_at_old(experience))
+            measures.add("surrogate_gain", search.surrogate - surrogate_at_old(experience))
             measures.add("step_fraction", search.fraction)
         else:
             learner.skipped_in_a_row += 1
@@ -74,11 +74,12 @@ class TrustRegionStep:
         measures.add("grad_norm/critic", *taught.weighted["grad_norm/critic"])
         return measures
 
-    def _move(self, learner: Learner, experience: Experience, gradient: Tensor) -> LineSearch:
-        settings, region = self.settings, _Region(learner, experience)
+    def move(self, learner: Learner, experience: Experience, gradient: Tensor) -> LineSearch:
+        """Set the policy's parameters to the best step along the natural gradient, or leave them."""
+        settings, region = self.settings, TrustRegion(learner, experience)
 
         def curvature(vector: Tensor) -> Tensor:
-            return region.fisher_product(vector) + settings.damping * vector
+            return region.curvature(vector, damping=settings.damping)
 
         direction = conjugate_gradient(curvature, gradient, iterations=settings.cg_iterations)
         full_step = direction * step_scale(direction, curvature(direction), max_kl=settings.max_kl)
@@ -90,7 +91,7 @@ class TrustRegionStep:
 
         search = line_search(
             trial,
-            surrogate_before=_surrogate_at_old(experience),
+            surrogate_before=surrogate_at_old(experience),
             max_kl=settings.max_kl,
             backtrack=settings.backtrack,
             max_backtracks=settings.max_backtracks,
@@ -100,13 +101,13 @@ class TrustRegionStep:
         return search
 
 
-def _surrogate_at_old(experience: Experience) -> float:
+def surrogate_at_old(experience: Experience) -> float:
     """mean r A at r = 1."""
     mask = experience.response_mask
     return float(experience.advantages[mask].double().sum() / mask.sum())
 
 
-class _Region:
+class TrustRegion:
     """The old policy's distributions, and the surrogate and exact KL of the present one against them."""
 
     def __init__(self, learner: Learner, experience: Experience) -> None:
@@ -117,8 +118,8 @@ class _Region:
         with torch.no_grad():
             self.old = [self.model.distributions(micro) for micro in self.micro_batches]
 
-    def fisher_product(self, vector: Tensor) -> Tensor:
-        """(P,) F v by differentiating the mean exact KL twice; only the plain attention kernel can be."""
+    def curvature(self, vector: Tensor, *, damping: float) -> Tensor:
+        """(P,) (F + damping I) v, by differentiating the exact KL twice; of attention kernels only the plain can be."""
 
         def share(micro: Experience) -> Callable[[], Tensor]:
             def mean_kl() -> Tensor:
@@ -128,7 +129,8 @@ class _Region:
             return mean_kl
 
         with sdpa_kernel(SDPBackend.MATH):
-            return fisher_vector_product(map(share, self.micro_batches), self.parameters, vector)
+            product = fisher_vector_product(map(share, self.micro_batches), self.parameters, vector)
+        return product + damping * vector
 
     @torch.no_grad()
     def measure(self) -> tuple[float, float]:

@@ -76,7 +76,7 @@ class Adapter(Protocol):
 
     # -- rewards --------------------------------------------------------------------------------------------------
     def token_rewards(self, scores: Row, kl: Grid, mask: Mask, kl_coef: float) -> dict[str, Any]:
-        """`rewards` (B,T): -kl_coef * kl on every True token, plus the score on the row's last True token; 0 elsewhere."""
+        """`rewards` (B,T): -kl_coef * kl on True tokens, plus the row's score on its last True token; 0 elsewhere."""
         ...
 
     def missing_end_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Protocol
 
+from tether.errors import DataError
 from tether.types import Prompt
 
 
@@ -22,7 +23,7 @@ def prompt_token_ids(tokenizer: Encoder, prompt: Prompt) -> list[int]:
     contents of the messages joined by newlines, with no special tokens.
     """
     if not any(message["content"] for message in prompt.messages):
-        raise ValueError(f"prompt {prompt.id!r} is empty: give it at least one message with content")
+        raise DataError(f"prompt {prompt.id!r} is empty: give it at least one message with content")
     if getattr(tokenizer, "chat_template", None):
         messages = [dict(message) for message in prompt.messages]
         template: Any = tokenizer
@@ -31,5 +32,5 @@ def prompt_token_ids(tokenizer: Encoder, prompt: Prompt) -> list[int]:
         text = "\n".join(message["content"] for message in prompt.messages)
         ids = tokenizer.encode(text, add_special_tokens=False)
     if not ids:
-        raise ValueError(f"prompt {prompt.id!r} has no tokens: give it content that the tokenizer and template keep")
+        raise DataError(f"prompt {prompt.id!r} has no tokens: give it content that the tokenizer and template keep")
     return list(ids)

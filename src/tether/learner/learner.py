@@ -29,6 +29,10 @@ class LearnerSettings:
     epsilon: float = 1e-8
     weight_decay: float = 0.0
 
+    def adamw(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimiser, unless the learner is given another."""
+        return torch.optim.AdamW(parameter_groups, betas=self.betas, eps=self.epsilon, weight_decay=self.weight_decay)
+
 
 class Learner:
     """Holds the optimiser. `backward` adds up a gradient, `step` applies it, `discard` throws it away.
@@ -38,22 +42,23 @@ class Learner:
     weights never become non-finite.
     """
 
-    def __init__(self, model: TrainedModel, settings: LearnerSettings, device: torch.device | str = "cpu") -> None:
+    def __init__(
+        self,
+        model: TrainedModel,
+        settings: LearnerSettings,
+        device: torch.device | str = "cpu",
+        make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+    ) -> None:
         self.model = model
         self.settings = settings
         self.device = torch.device(device)
         self.groups = model.parameter_groups()
         missing = sorted(self.groups.keys() - settings.rates.keys())
         assert not missing, f"no learning rate for the parameter groups {missing}"
-        self.optimizer = torch.optim.AdamW(
-            [
-                {"params": parameters, "lr": settings.rates[name], "name": name}
-                for name, parameters in self.groups.items()
-            ],
-            betas=settings.betas,
-            eps=settings.epsilon,
-            weight_decay=settings.weight_decay,
-        )
+        parameter_groups = [
+            {"params": parameters, "lr": settings.rates[name], "name": name} for name, parameters in self.groups.items()
+        ]
+        self.optimizer = make_optimizer(parameter_groups) if make_optimizer else settings.adamw(parameter_groups)
         self.skipped_in_a_row = 0
         self._finite = True
 

@@ -12,6 +12,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
+from tether.errors import ConfigError
 from tether.models.tiny import tiny_model, tiny_tokenizer
 
 TINY = "tiny-bytes"
@@ -62,7 +63,7 @@ def describe(
     notices = list(notices or [])
     end_id = tokenizer.eos_token_id
     if not isinstance(end_id, int):
-        raise ValueError("model.path: the tokenizer has no end token; set `eos_token` in its tokenizer_config.json")
+        raise ConfigError("model.path: the tokenizer has no end token; set `eos_token` in its tokenizer_config.json")
     rows = embedding_count(model)
     if len(tokenizer) > rows:
         notices.append(
@@ -88,9 +89,9 @@ def resolve_device(device: torch.device | str) -> torch.device:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
     chosen = torch.device(device)
     if chosen.type == "cuda" and not torch.cuda.is_available():
-        raise ValueError("model.device is cuda, and this machine offers no CUDA device: use auto or cpu")
+        raise ConfigError("model.device is cuda, and this machine offers no CUDA device: use auto or cpu")
     if chosen.type == "mps" and not torch.backends.mps.is_available():
-        raise ValueError("model.device is mps, and this machine offers no MPS device: use auto or cpu")
+        raise ConfigError("model.device is mps, and this machine offers no MPS device: use auto or cpu")
     return chosen
 
 
@@ -98,10 +99,10 @@ def resolve_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype
     """The dtype named, refused where the device cannot compute in it well."""
     if isinstance(dtype, str):
         if dtype not in DTYPES:
-            raise ValueError(f"model.dtype is {dtype!r}: choose one of {', '.join(DTYPES)}")
+            raise ConfigError(f"model.dtype is {dtype!r}: choose one of {', '.join(DTYPES)}")
         dtype = DTYPES[dtype]
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-        raise ValueError(f"model.dtype is {dtype}, which is slow and imprecise on the CPU: use float32 on CPU")
+        raise ConfigError(f"model.dtype is {dtype}, which is slow and imprecise on the CPU: use float32 on CPU")
     return dtype
 
 
@@ -134,12 +135,12 @@ def check_same_vocabulary(a: LoadedModel, b: LoadedModel, role: str) -> None:
     }
     for name, (ours, theirs) in pairs.items():
         if ours != theirs:
-            raise ValueError(
+            raise ConfigError(
                 f"the {role} does not share the policy's vocabulary ({name}: policy {ours}, {role} {theirs}): "
                 "choose models of one family, with the same tokenizer"
             )
     if a.tokenizer is not b.tokenizer and a.tokenizer.get_vocab() != b.tokenizer.get_vocab():
-        raise ValueError(
+        raise ConfigError(
             f"the {role} does not share the policy's vocabulary (equally many tokens, with other ids): "
             "choose models of one family, with the same tokenizer"
         )
@@ -176,12 +177,14 @@ def _load_pretrained(
     folder = Path(path).expanduser()
     if folder.is_dir():
         if not (folder / "config.json").is_file():
-            raise ValueError(f"model.path {path!r} is a folder without a config.json: name the folder of a saved model")
+            raise ConfigError(
+                f"model.path {path!r} is a folder without a config.json: name the folder of a saved model"
+            )
         return _read(str(folder), dtype, attention, seed, local=True)
     if folder.is_file():
-        raise ValueError(f"model.path {path!r} is a file: name the folder that holds config.json and the weights")
+        raise ConfigError(f"model.path {path!r} is a file: name the folder that holds config.json and the weights")
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
-        raise ValueError(f"model.path {path!r}: this folder does not exist; correct the path, or use {TINY!r}")
+        raise ConfigError(f"model.path {path!r}: this folder does not exist; correct the path, or use {TINY!r}")
     try:
         return _read(path, dtype, attention, seed, local=True)
     except (OSError, ValueError):  # not (wholly) in the cache: the network says what is really wrong
@@ -211,17 +214,17 @@ def _read(
             else "no such folder, and the Hugging Face hub did not give it: check the name and the network, "
             "or download the model and give its folder"
         )
-        raise ValueError(f"model.path {path!r} could not be loaded: {repair} ({_first_line(error)})") from error
+        raise ConfigError(f"model.path {path!r} could not be loaded: {repair} ({_first_line(error)})") from error
     model, info = loaded
     if missing := sorted(info["missing_keys"]):
-        raise ValueError(
+        raise ConfigError(
             f"model.path {path!r} lacks {len(missing)} weights of a causal language model (first: {missing[0]}), "
             "which would be random: name a model saved with its language-model head"
         )
     try:
         tokenizer = AutoTokenizer.from_pretrained(path, **where)
     except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ValueError(
+        raise ConfigError(
             f"model.path {path!r} has no tokenizer that can be loaded: save one beside the model with "
             f"tokenizer.save_pretrained ({_first_line(error)})"
         ) from error

@@ -19,7 +19,7 @@ class Aggregation:
     """Which mean a loss is.
 
     token      sum over sampled tokens / their number
-    sequence   mean over rows of each row's own mean (Shao et al. 2024)
+    sequence   mean over rows of each row's own mean (Shao et al. 2024); a row with no sampled token is not one
     fixed      sum over sampled tokens / (rows * fixed_length) (Liu et al. 2025)
     """
 
@@ -31,7 +31,7 @@ class Aggregation:
         if self.over == "token":
             return float(mask.sum())
         if self.over == "sequence":
-            return float(mask.shape[0])
+            return float(mask.any(dim=1).sum())
         assert self.fixed_length is not None
         return float(mask.shape[0] * self.fixed_length)
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tether.data.chat import Encoder
+from tether.errors import ConfigError, DataError
 from tether.types import Finish, Prompt, Rollout
 
 
@@ -65,6 +66,6 @@ def assemble_rollout(
 def check_request(prompts: Sequence[Prompt], samples_per_prompt: int) -> None:
     """Raise on a request that no engine can answer well."""
     if not prompts:
-        raise ValueError("prompts is empty: give the engine at least one prompt")
+        raise DataError("prompts is empty: give the engine at least one prompt")
     if samples_per_prompt < 1:
-        raise ValueError(f"samples_per_prompt is {samples_per_prompt}: it must be at least 1")
+        raise ConfigError(f"samples_per_prompt is {samples_per_prompt}: it must be at least 1")

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tether.errors import ConfigError
 from tether.models.load import LoadedModel
 
 
@@ -92,7 +93,7 @@ class CachedBatch:
         outputs = self.model(**given)
         self.cache = getattr(outputs, "past_key_values", None)
         if self.cache is None:
-            raise ValueError(
+            raise ConfigError(
                 f"model.path: {type(self.model).__name__} returns no cache, which the native engine needs: "
                 "use a model whose forward pass returns past_key_values"
             )

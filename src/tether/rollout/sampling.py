@@ -17,6 +17,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from tether.errors import ConfigError
 from tether.protocols import Sampling
 from tether.seeds import derive_seed
 
@@ -32,13 +33,13 @@ class Draw(NamedTuple):
 def check_sampling(sampling: Sampling) -> None:
     """Raise on settings that describe no distribution."""
     if sampling.max_new_tokens < 1:
-        raise ValueError(f"sampling.max_new_tokens is {sampling.max_new_tokens}: it must be at least 1")
+        raise ConfigError(f"sampling.max_new_tokens is {sampling.max_new_tokens}: it must be at least 1")
     if not 0.0 <= sampling.temperature < math.inf:
-        raise ValueError(f"sampling.temperature is {sampling.temperature}: it must be 0 (greedy) or positive")
+        raise ConfigError(f"sampling.temperature is {sampling.temperature}: it must be 0 (greedy) or positive")
     if not 0.0 < sampling.top_p <= 1.0:
-        raise ValueError(f"sampling.top_p is {sampling.top_p}: it must be above 0 and at most 1 (1 keeps every token)")
+        raise ConfigError(f"sampling.top_p is {sampling.top_p}: it must be above 0 and at most 1 (1 keeps every token)")
     if sampling.top_k < 0:
-        raise ValueError(f"sampling.top_k is {sampling.top_k}: it must be 0 (keep every token) or positive")
+        raise ConfigError(f"sampling.top_k is {sampling.top_k}: it must be 0 (keep every token) or positive")
 
 
 def sample_uniforms(seed: int, prompt_id: str, sample: int, steps: int) -> Tensor:

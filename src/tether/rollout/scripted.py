@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 from tether.data.chat import prompt_token_ids
+from tether.errors import DataError
 from tether.protocols import Sampling
 from tether.rollout.assemble import Tokenizer, assemble_rollout, check_request
 from tether.types import Finish, Prompt, Rollout
@@ -27,7 +28,7 @@ class ScriptedEngine:
 
     def __init__(self, tokenizer: Tokenizer, answers: Answers, *, logprob: float = -1.0, end: bool = True) -> None:
         if end and tokenizer.eos_token_id is None:
-            raise ValueError("the tokenizer has no end token: set its eos_token, or pass end=False")
+            raise DataError("the tokenizer has no end token: set its eos_token, or pass end=False")
         self.tokenizer = tokenizer
         self.answers = answers
         self.logprob = logprob
@@ -58,7 +59,7 @@ class ScriptedEngine:
         length = next((place + 1 for place, id in enumerate(ids) if id in stops), len(ids))
         ids = ids[: min(length, sampling.max_new_tokens)]
         if not ids:
-            raise ValueError(f"the script's answer to prompt {prompt.id!r} has no tokens: give it text, or end=True")
+            raise DataError(f"the script's answer to prompt {prompt.id!r} has no tokens: give it text, or end=True")
         finish: Finish = "stop" if ids[-1] in stops else "length"
         logprobs = torch.full((len(ids),), self.logprob)
         return assemble_rollout(
@@ -79,5 +80,5 @@ class ScriptedEngine:
             return self.answers(prompt, sample)
         completions = self.answers.get(prompt.id)
         if not completions:
-            raise ValueError(f"the script has no answer for prompt {prompt.id!r}: add it to `answers`")
+            raise DataError(f"the script has no answer for prompt {prompt.id!r}: add it to `answers`")
         return completions[sample % len(completions)]

@@ -1,0 +1,268 @@
+"""Tether against the conformance suite: each method calls what training itself calls."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tether.algorithms.estimators import PolicyGradientWeights
+from tether.conformance.adapter import Grid, Mask, Row
+from tether.conformance.two_parameters import early_stop, ppo_trace, trpo_step
+from tether.ops import advantages, kl, logprobs, masks, objectives, preferences, rewards, statistics, trust_region
+from tether.ops.aggregation import Aggregation
+
+
+def adapter(dtype: str) -> TetherAdapter:
+    """The adapter in "float32" or "float64"."""
+    return TetherAdapter(getattr(torch, dtype))
+
+
+class TetherAdapter:
+    """See `tether.conformance.adapter.Adapter` for what each method means."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def floats(self, values: Any, *, gradient: bool = False) -> Tensor:
+        """A tensor of the adapter's precision."""
+        return torch.tensor(values, dtype=self.dtype, requires_grad=gradient)
+
+    def final(self, values: Row | None) -> Tensor | None:
+        """Final values, where there are any."""
+        return None if values is None else self.floats(values)
+
+    def with_gradient(self, losses: Tensor, by: Tensor) -> dict[str, Any]:
+        """Per-token losses and their gradient."""
+        (gradient,) = torch.autograd.grad(losses.sum(), by)
+        return {"loss": losses.detach(), "grad": gradient}
+
+    # -- masks and statistics -------------------------------------------------------------------------------------
+    def position_ids(self, attention_mask: Mask) -> dict[str, Any]:
+        return {"positions": masks.position_ids(torch.tensor(attention_mask))}
+
+    def response_mask(
+        self, prompt_lengths: list[int], response_lengths: list[int], width: int, side: Any
+    ) -> dict[str, Any]:
+        lengths = torch.tensor(prompt_lengths), torch.tensor(response_lengths)
+        attention, response = masks.masks_from_lengths(*lengths, width, side)
+        return {"mask": response, "attention_mask": attention}
+
+    def masked_mean(self, x: Grid, mask: Mask) -> dict[str, Any]:
+        return {"mean": statistics.masked_mean(self.floats(x), torch.tensor(mask))}
+
+    def masked_variance(self, x: Grid, mask: Mask, unbiased: bool) -> dict[str, Any]:
+        return {"variance": statistics.masked_variance(self.floats(x), torch.tensor(mask), unbiased=unbiased)}
+
+    def whiten(self, x: Grid, mask: Mask, shift_mean: bool, unbiased: bool, epsilon: float) -> dict[str, Any]:
+        options = {"shift_mean": shift_mean, "unbiased": unbiased, "epsilon": epsilon}
+        return {"whitened": statistics.whiten(self.floats(x), torch.tensor(mask), **options)}
+
+    # -- log-probabilities and KL ---------------------------------------------------------------------------------
+    def token_logprobs(self, logits: list[Grid], tokens: list[list[int]], temperature: float) -> dict[str, Any]:
+        hidden, ids = self.floats(logits), torch.tensor(tokens)
+        everywhere = torch.ones_like(ids, dtype=torch.bool)
+        everywhere[:, 0] = False
+        identity = torch.eye(hidden.shape[-1], dtype=self.dtype)  # hidden states that are the logits already
+        found, entropy = logprobs.token_logprobs(
+            hidden, identity, ids, everywhere, temperature=temperature, chunk_elements=2 * hidden.shape[-1]
+        )
+        return {"logprobs": found, "entropy": entropy}
+
+    def kl_estimate(self, logprobs: Grid, other_logprobs: Grid, estimator: Any) -> dict[str, Any]:
+        return {"kl": kl.kl_estimate(self.floats(logprobs), self.floats(other_logprobs), estimator)}
+
+    def exact_kl(self, logits: Grid, other_logits: Grid) -> dict[str, Any]:
+        p, q = (torch.log_softmax(self.floats(x), dim=-1) for x in (logits, other_logits))
+        return {"kl": kl.exact_kl(p, q)}
+
+    # -- rewards --------------------------------------------------------------------------------------------------
+    def token_rewards(self, scores: Row, kl: Grid, mask: Mask, kl_coef: float) -> dict[str, Any]:
+        paid = rewards.token_rewards(self.floats(scores), self.floats(kl), torch.tensor(mask), kl_coef=kl_coef)
+        return {"rewards": paid}
+
+    def missing_end_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:
+        return {"scores": rewards.missing_end_penalty(self.floats(scores), torch.tensor(truncated), penalty)}
+
+    # -- returns and advantages -----------------------------------------------------------------------------------
+    def total_return(self, rewards: Grid, mask: Mask, gamma: float) -> dict[str, Any]:
+        return {"returns": advantages.total_return(self.floats(rewards), torch.tensor(mask), gamma=gamma)}
+
+    def reward_to_go(self, rewards: Grid, mask: Mask, gamma: float) -> dict[str, Any]:
+        return {"returns": advantages.reward_to_go(self.floats(rewards), torch.tensor(mask), gamma=gamma)}
+
+    def td_residuals(
+        self, rewards: Grid, values: Grid, mask: Mask, gamma: float, final_values: Row | None
+    ) -> dict[str, Any]:
+        found = advantages.td_residuals(
+            self.floats(rewards),
+            self.floats(values),
+            torch.tensor(mask),
+            gamma=gamma,
+            final_values=self.final(final_values),
+        )
+        return {"residuals": found}
+
+    def n_step(
+        self, rewards: Grid, values: Grid, mask: Mask, gamma: float, n: int, final_values: Row | None
+    ) -> dict[str, Any]:
+        found = advantages.n_step(
+            self.floats(rewards),
+            self.floats(values),
+            torch.tensor(mask),
+            gamma=gamma,
+            n=n,
+            final_values=self.final(final_values),
+        )
+        return {"advantages": found}
+
+    def gae(
+        self, rewards: Grid, values: Grid, mask: Mask, gamma: float, lam: float, final_values: Row | None
+    ) -> dict[str, Any]:
+        found, returns = advantages.gae(
+            self.floats(rewards),
+            self.floats(values),
+            torch.tensor(mask),
+            gamma=gamma,
+            lam=lam,
+            final_values=self.final(final_values),
+        )
+        return {"advantages": found, "returns": returns}
+
+    def reinforce_weights(
+        self, rewards: Grid, values: Grid | None, mask: Mask, gamma: float, lam: float, weighting: Any
+    ) -> dict[str, Any]:
+        estimate = PolicyGradientWeights(weighting, gamma, lam)
+        weights, _ = estimate(
+            self.floats(rewards),
+            torch.tensor(mask),
+            values=None if values is None else self.floats(values),
+            final_values=None,
+            group_ids=torch.zeros(len(rewards)),
+        )
+        return {"weights": weights}
+
+    def group_advantages(
+        self, scores: Row, group_ids: list[int], scale_by_std: bool, unbiased: bool, epsilon: float
+    ) -> dict[str, Any]:
+        options = {"scale_by_std": scale_by_std, "unbiased": unbiased, "epsilon": epsilon}
+        return {"advantages": advantages.group_advantages(self.floats(scores), torch.tensor(group_ids), **options)}
+
+    def leave_one_out(self, scores: Row, group_ids: list[int]) -> dict[str, Any]:
+        return {"advantages": advantages.leave_one_out(self.floats(scores), torch.tensor(group_ids))}
+
+    # -- objectives -----------------------------------------------------------------------------------------------
+    def reinforce_loss(self, logprobs: Grid, advantages: Grid) -> dict[str, Any]:
+        new = self.floats(logprobs, gradient=True)
+        return self.with_gradient(objectives.reinforce_loss(new, self.floats(advantages)), new)
+
+    def unclipped_loss(self, logprobs: Grid, old_logprobs: Grid, advantages: Grid) -> dict[str, Any]:
+        new = self.floats(logprobs, gradient=True)
+        losses = objectives.unclipped_loss(new, self.floats(old_logprobs), self.floats(advantages))
+        return self.with_gradient(losses, new)
+
+    def clip_loss(
+        self,
+        logprobs: Grid,
+        old_logprobs: Grid,
+        advantages: Grid,
+        mask: Mask,
+        clip_low: float,
+        clip_high: float,
+        dual_clip: float | None,
+    ) -> dict[str, Any]:
+        new, sampled = self.floats(logprobs, gradient=True), torch.tensor(mask)
+        columns = new, self.floats(old_logprobs), self.floats(advantages)
+        options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
+        cases = objectives.clip_cases(*columns, **options)
+        fractions = {
+            case.name: statistics.masked_mean(getattr(cases, case.name).to(self.dtype), sampled)
+            for case in dataclasses.fields(cases)
+        }
+        return self.with_gradient(objectives.clip_loss(*columns, **options), new) | fractions
+
+    def kl_penalty_loss(
+        self, logprobs: Grid, old_logprobs: Grid, advantages: Grid, beta: float, estimator: Any
+    ) -> dict[str, Any]:
+        new = self.floats(logprobs, gradient=True)
+        losses = objectives.kl_penalty_loss(
+            new, self.floats(old_logprobs), self.floats(advantages), beta=beta, estimator=estimator
+        )
+        return self.with_gradient(losses, new)
+
+    def value_loss(self, values: Grid, old_values: Grid, returns: Grid, clip: float | None) -> dict[str, Any]:
+        new = self.floats(values, gradient=True)
+        return self.with_gradient(
+            objectives.value_loss(new, self.floats(old_values), self.floats(returns), clip=clip), new
+        )
+
+    # -- aggregation and updates ----------------------------------------------------------------------------------
+    def aggregate(self, losses: Grid, mask: Mask, mode: Any, fixed_length: int | None) -> dict[str, Any]:
+        mean, sampled = Aggregation(mode, fixed_length), torch.tensor(mask)
+        return {"loss": mean.total(self.floats(losses), sampled) / mean.size(sampled)}
+
+    def aggregate_micro_batches(
+        self, losses: Grid, mask: Mask, mode: Any, fixed_length: int | None, micro_batches: list[list[int]]
+    ) -> dict[str, Any]:
+        mean, sampled, values = Aggregation(mode, fixed_length), torch.tensor(mask), self.floats(losses)
+        size = mean.size(sampled)
+        parts = [mean.total(values[rows], sampled[rows]) / size for rows in micro_batches]
+        return {"loss": torch.stack(parts).sum()}
+
+    def early_stop(self, minibatches: list[dict[str, Any]], limit: float) -> dict[str, Any]:
+        return early_stop(minibatches, limit, self.dtype)
+
+    def adaptive_kl(self, coef: float, target: float, kls: Row) -> dict[str, Any]:
+        return {"coefs": _follow(kl.AdaptiveKL(coef, target), kls, [1] * len(kls))}
+
+    def proportional_kl(
+        self, coef: float, target: float, horizon: float, kls: Row, counts: list[int]
+    ) -> dict[str, Any]:
+        return {"coefs": _follow(kl.ProportionalKL(coef, target, horizon), kls, counts)}
+
+    # -- preferences and supervised -------------------------------------------------------------------------------
+    def dpo_loss(
+        self,
+        chosen: Row,
+        rejected: Row,
+        ref_chosen: Row,
+        ref_rejected: Row,
+        beta: float,
+        label_smoothing: float,
+    ) -> dict[str, Any]:
+        columns = [self.floats(column) for column in (chosen, rejected, ref_chosen, ref_rejected)]
+        margins = preferences.dpo_margins(*columns, beta=beta)
+        return {"loss": preferences.dpo_losses(margins, label_smoothing=label_smoothing), "margin": margins}
+
+    def pairwise_loss(self, chosen: Row, rejected: Row) -> dict[str, Any]:
+        return {"loss": preferences.pairwise_losses(self.floats(chosen), self.floats(rejected)).mean()}
+
+    def kwise_loss(self, scores: Row, ranks: list[int], group_ids: list[int]) -> dict[str, Any]:
+        order, groups = torch.tensor(ranks), torch.tensor(group_ids)
+        total = preferences.kwise_total(self.floats(scores), order, groups)
+        return {"loss": total / preferences.count_ranked_prompts(order, groups)}
+
+    def sft_loss(self, logprobs: Grid, mask: Mask) -> dict[str, Any]:
+        return {"loss": -statistics.masked_mean(self.floats(logprobs), torch.tensor(mask))}
+
+    # -- whole steps ----------------------------------------------------------------------------------------------
+    def conjugate_gradient(self, matrix: Grid, vector: Row, iterations: int) -> dict[str, Any]:
+        known = self.floats(matrix)
+        solution = trust_region.conjugate_gradient(lambda x: known @ x, self.floats(vector), iterations=iterations)
+        return {"solution": solution}
+
+    def ppo_trace(self, setup: dict[str, Any]) -> dict[str, Any]:
+        return ppo_trace(setup, self.dtype)
+
+    def trpo_step(self, setup: dict[str, Any]) -> dict[str, Any]:
+        return trpo_step(setup, self.dtype)
+
+
+def _follow(controller: kl.KLController, kls: Row, counts: list[int]) -> Row:
+    coefs: Row = []
+    for measured, count in zip(kls, counts, strict=True):
+        controller = controller.after(measured, count)
+        coefs.append(controller.coef)
+    return coefs
