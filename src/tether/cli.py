@@ -114,9 +114,28 @@ def _conformance(words: list[str]) -> int:
     return run_conformance(options.target, options.json, options.family)
 
 
+def _models(words: list[str]) -> int:
+    pulling = words[:1] == ["pull"]
+    if pulling:
+        parser = _Parser("models pull", "Fetch a model that Tether knows by name into the cache.")
+        parser.add_argument("name", metavar="NAME", help="as `tether models` lists it")
+        parser.add_argument("--force", action="store_true", help="fetch it anew even if it is there")
+    else:
+        parser = _Parser("models", "List the models that Tether knows by name; `tether models pull NAME` gets one.")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(words[pulling:])
+
+    from tether.models.show import pull_and_show, show_models
+
+    if pulling:
+        return pull_and_show(options.name, force=options.force, json_output=options.json)
+    return show_models(json_output=options.json)
+
+
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model: PPO and its neighbours, SFT, a reward model", _train),
     "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
+    "models": Verb("list the models known by name, and fetch one", _models),
 }
 
 

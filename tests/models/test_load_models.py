@@ -28,6 +28,7 @@ from tether.models.load import (
     load_causal_lm,
     resolve_device,
     resolve_dtype,
+    train_every_embedding,
 )
 from tether.models.tiny import tiny_model, tiny_tokenizer
 
@@ -274,3 +275,20 @@ def test_hub_failure_of_the_cache_lets_the_network_speak(monkeypatch: pytest.Mon
     monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", only_online)
     monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", lambda path, **options: tiny_tokenizer())
     assert load_on_cpu("acme/model").context_length == 256
+
+
+def test_the_end_tokens_embedding_is_trained_even_where_it_is_the_pad_token():
+    config = LlamaConfig(
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, pad_token_id=2
+    )
+    model = LlamaForCausalLM(config)
+    tokens = torch.tensor([[1, 2, 3]])
+
+    def slope_of_row_two():
+        model.zero_grad()
+        model(tokens).logits.sum().backward()
+        return float(model.model.embed_tokens.weight.grad[2].abs().sum())
+
+    assert slope_of_row_two() == 0.0  # the danger is real
+    train_every_embedding(model)
+    assert slope_of_row_two() > 0.0

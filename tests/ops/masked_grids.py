@@ -46,7 +46,7 @@ def spoil(x: Tensor, mask: Tensor, bad: float) -> Tensor:
     return x.masked_fill(~mask, bad)
 
 
-def close(found: Tensor, wanted: Tensor | list, tolerance: float = 1e-12) -> None:
+def close(found: Tensor, wanted: Tensor | list | float, tolerance: float = 1e-12) -> None:
     """Assert that the two are equal to `tolerance`, relative and absolute, and of one shape."""
     torch.testing.assert_close(found, torch.as_tensor(wanted, dtype=found.dtype), rtol=tolerance, atol=tolerance)
 

@@ -75,7 +75,7 @@ def test_identities(sizes: list[int], seed: int):
     close(others_out, relative * counts / (counts - 1))
     for group in ids.unique():
         for advantages in (relative, others_out, group_advantages(scores, ids, scale_by_std=True)):
-            close(advantages[ids == group].sum(), torch.tensor(0.0))
+            close(advantages[ids == group].sum(), 0.0)
     close(leave_one_out(scores + 5.0, ids), others_out)  # a constant added to every score changes nothing
     unscaled = group_advantages(scores, ids, scale_by_std=True, epsilon=0.0)
     close(group_advantages(3.0 * scores + 5.0, ids, scale_by_std=True, epsilon=0.0), unscaled, 1e-9)

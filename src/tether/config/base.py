@@ -16,3 +16,4 @@ Count = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+Option = bool | int | float | str | list[bool | int | float | str] | None

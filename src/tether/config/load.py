@@ -15,9 +15,10 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from tether.config.items import explain_item
 from tether.config.read_yaml import RecipeLoader, in_one_line, kind_of, line_of, read_mapping, read_value
 from tether.config.recipes import RECIPES, Recipe
-from tether.config.schema import REQUIRED, Leaf, as_yaml, defaults, describe, sections
+from tether.config.schema import REQUIRED, Leaf, as_yaml, defaults, describe, kinds_of, sections
 from tether.errors import ConfigError
 
 
@@ -80,7 +81,7 @@ def load_recipe(method: str, path: str | None = None, flags: Sequence[str] = ())
         return keys.recipe_class.model_validate_json(json.dumps(plain), strict=True)
     except ValidationError as error:
         problems = [explain(problem, keys, given, path) for problem in error.errors(include_url=False)]
-        raise ConfigError("\n".join(problems)) from error
+        raise ConfigError("\n".join(dict.fromkeys(problems))) from error
 
 
 # -- YAML ---------------------------------------------------------------------------------------------------------
@@ -222,6 +223,9 @@ def explain(problem: ErrorDetails, keys: Keys, given: dict[str, Given], path: st
     while parts and ".".join(parts) not in (*keys.leaves, *keys.sections):
         parts.pop()  # the index of a list's item
     key = ".".join(parts)
+    if key in keys.leaves and (kinds := kinds_of(keys.leaves[key].annotation)):
+        where = given[key].where if key in given else "the defaults"
+        return explain_item(problem, key, problem["loc"][len(parts) :], kinds, where)
     if problem["type"] == "value_error":  # a rule over several keys; its own words name them and the repair
         return _rule(str(problem.get("ctx", {}).get("error", problem["msg"])), key, given, path)
     leaf = keys.leaves.get(key)
@@ -254,7 +258,7 @@ def _value_in_words(value: Any, leaf: Leaf) -> str:
 
 
 def _a(words: str) -> str:
-    return f"a {words}" if words.startswith(("number", "whole", "list")) else words
+    return f"a {words}" if words.startswith(("number", "whole", "list", "mapping")) else words
 
 
 def _raise_if_any(problems: Iterable[str]) -> None:

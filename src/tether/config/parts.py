@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field, model_validator
 
-from tether.config.base import Count, Fraction, NonNegative, Positive, PositiveFloat, Settings
+from tether.config.base import Count, Fraction, NonNegative, Option, Positive, PositiveFloat, Settings
+from tether.config.rewards import RewardPart, check_names
 
 
 class ModelSettings(Settings):
@@ -23,7 +24,13 @@ class ModelSettings(Settings):
 class TaskSettings(Settings):
     """What the policy is asked and how its answers are scored."""
 
-    name: str = Field(default="match-case", description="A built-in task, or package.module:factory of one.")
+    name: str = Field(
+        default="match-case",
+        description="A built-in task, reasoning-gym:DATASET, or package.module:factory of a task.",
+    )
+    options: dict[str, Option] = Field(
+        default_factory=dict, description="What the task is made with, such as {min_digits: 1, max_digits: 1}."
+    )
     prompts: str | None = Field(default=None, description="JSONL of prompts, in place of the task's own.")
     reward: str | None = Field(default=None, description="package.module:function, in place of the task's own reward.")
 
@@ -43,8 +50,11 @@ class RolloutSettings(Settings):
 
 
 class RewardSettings(Settings):
-    """What happens to a score before it becomes a reward."""
+    """What makes up a score, and what happens to it before it becomes a reward."""
 
+    parts: tuple[RewardPart, ...] = Field(
+        default=(), description="A weighted sum of these, in place of the task's own reward; see docs/rewards.md."
+    )
     missing_end_penalty: float | None = Field(
         default=None, description="The score of an answer that never ended, in place of its own."
     )
@@ -54,6 +64,11 @@ class RewardSettings(Settings):
         default=0.1,
         description="Stop (exit 5) when more than this fraction of a step's scores is missing or not finite.",
     )
+
+    @model_validator(mode="after")
+    def _names(self) -> RewardSettings:
+        check_names(self.parts)
+        return self
 
 
 class KLSettings(Settings):

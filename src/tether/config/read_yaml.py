@@ -30,6 +30,16 @@ class RecipeLoader(yaml.SafeLoader):
             raise ComposerError(None, None, "recipes have no aliases: write the value out", mark)
         return super().compose_node(parent, index)
 
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        """A mapping inside a value; a key that comes twice is refused here as well."""
+        seen: set[str] = set()
+        for key, _ in node.value:
+            if key.value in seen:
+                raise ConstructorError(None, None, f"key {key.value} is given twice: keep one", key.start_mark)
+            if isinstance(key, yaml.ScalarNode):
+                seen.add(key.value)
+        return super().construct_mapping(node, deep=deep)
+
     def construct_plain(self, node: yaml.Node) -> Any:
         """The node's value; raises YAMLError at the node's line whatever is wrong with it."""
         try:

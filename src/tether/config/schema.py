@@ -107,6 +107,14 @@ def alternatives(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
+    """Where a list holds settings told apart by `kind`, each kind's class by name; else nothing."""
+    parts = get_args(annotation)
+    members = alternatives(parts[0]) if get_origin(annotation) is tuple and parts else []
+    classes = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
+    return {get_args(member.model_fields["kind"].annotation)[0]: member for member in classes}
+
+
 def in_words(annotation: Any, bounds: list[Any] | tuple[Any, ...] = ()) -> str:
     """A type as a newcomer would say it: `float | None` above 0 is "number above 0, or null"."""
     origin, parts = get_origin(annotation), get_args(annotation)
@@ -118,8 +126,14 @@ def in_words(annotation: Any, bounds: list[Any] | tuple[Any, ...] = ()) -> str:
         return " or ".join(words) + (", or null" if type(None) in parts else "")
     if origin is Literal:
         return "one of " + ", ".join(map(str, parts))
-    if origin is tuple:
+    if origin is tuple and parts[-1] is not Ellipsis:
         return f"list of {len(parts)} {in_words(parts[0], bounds)}s"
+    if origin is tuple and (kinds := kinds_of(annotation)):
+        return f"list of mappings, each with a kind: {', '.join(kinds)}"
+    if origin is tuple:
+        return f"list of {in_words(parts[0], bounds)}s"
+    if origin is dict:
+        return "mapping of names to values"
     name = {bool: "true or false", int: "whole number", float: "number", str: "text"}.get(annotation, str(annotation))
     return name + _bounds_in_words(bounds)
 

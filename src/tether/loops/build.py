@@ -31,6 +31,7 @@ from tether.models.heads import ScalarModel
 from tether.models.load import LoadedModel, load_causal_lm, resolve_device
 from tether.models.roles import ActorCritic, ReferencePolicy, Roles
 from tether.protocols import Sampling
+from tether.rewards.build import build_reward
 from tether.rewards.tasks import build_task
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
@@ -83,7 +84,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         roles=roles,
         learner=Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device),
         engine=NativeEngine(policy, max_batch=rollout.max_batch),
-        reward=task.reward(),
+        reward=build_reward(recipe.reward.parts, own=task.reward(), policy=policy, seed=recipe.run.seed),
         prompts=DataOrder(task.prompts(), derive_seed(recipe.run.seed, "prompts")),
         sampling=Sampling(
             max_new_tokens=rollout.max_new_tokens,

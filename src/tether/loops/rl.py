@@ -16,6 +16,7 @@ from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner
 from tether.models.roles import Roles
 from tether.protocols import RewardFn, RolloutEngine, Sampling
+from tether.rewards.combine import part_metrics
 from tether.rewards.score import score_rollouts
 from tether.seeds import derive_seed
 from tether.types import Experience, Prompt
@@ -98,7 +99,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers) -> tuple[StepRe
     generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
     measures.merge(algorithm.update(parts.learner, experience, algorithm.objective(coefficients), generator))
 
-    metrics = measures.values() | dropped
+    metrics = measures.values() | dropped | part_metrics(scores)
     metrics |= {"kl_coef": coefficients.reference, "penalty_coef": coefficients.old}
     metrics |= {"seconds/rollout": generated - began, "seconds/step": time.perf_counter() - began}
     controllers = controllers.after(

@@ -1,11 +1,12 @@
 """A GGUF file of the Llama architecture as a Hugging Face folder: config, float32 weights, tokenizer.
 
-transformers can read GGUF too, but keeps the weights packed, and its tokenizer for this family does not split digits
-singly (transformers 5.22 knows no pre-tokenizer "smollm"), so that numbers would become tokens the model never saw.
+transformers reads GGUF too, with the package gguf installed, but its tokenizer for this family does not set digits
+apart (5.22 knows no pre-tokenizer "smollm"): the spaces before a number become tokens that the model never saw there.
 """
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ def convert_gguf(source: Path, folder: Path, progress: Callable[[int, int], None
     ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
     GenerationConfig(**ids).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # which is made for its owner only
 
 
 def _config(gguf: GgufFile) -> LlamaConfig:

@@ -116,7 +116,7 @@ def _read_head(reader: _Reader, path: Path) -> GgufFile:
         key = reader.string()
         metadata[key] = reader.value(reader.scalar("I"))
     rows = [_read_row(reader) for _ in range(tensor_count)]
-    alignment = metadata.get("general.alignment", ALIGNMENT)
+    alignment = metadata.get("general.alignment") or ALIGNMENT
     start = math.ceil(reader.file.tell() / alignment) * alignment
     tensors = {}
     for name, shape, number, offset in rows:

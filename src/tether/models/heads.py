@@ -5,12 +5,16 @@ from __future__ import annotations
 import copy
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from tether.errors import ConfigError
 from tether.models.forward import OutputLayer, hidden_states, trunk_of
+from tether.models.load import disable_dropout, resolve_device, resolve_dtype
 from tether.ops.logprobs import spread, states_before
 from tether.ops.masks import last_index
 from tether.types import ScoreOutputs, Sequences
@@ -57,6 +61,40 @@ class ScalarModel(nn.Module):
         like = OutputLayer.of(model).weight
         return cls(trunk, ScalarHead(like.shape[1], deviation=deviation, seed=seed, like=like), group)
 
+    @classmethod
+    def load(cls, path: str | Path, dtype: torch.dtype | str, device: torch.device | str) -> ScalarModel:
+        """A reward model saved by `save_pretrained`, or a classifier of one label that another tool saved.
+
+        Only a local folder and safetensors are read; dropout is gone. A folder without `scalar_head.json` has bias 0.
+        """
+        folder, place = Path(path).expanduser(), resolve_device(device)
+        if not (folder / "config.json").is_file():
+            raise ConfigError(f"{path} holds no saved reward model: name the folder with its config.json")
+        try:
+            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+                str(folder),
+                dtype=resolve_dtype(dtype, place),
+                use_safetensors=True,
+                local_files_only=True,
+                trust_remote_code=False,
+                output_loading_info=True,
+            )
+            bias_file = folder / "scalar_head.json"
+            bias = float(json.loads(bias_file.read_text())["bias"]) if bias_file.is_file() else 0.0
+        except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
+            reason = str(error).strip().partition("\n")[0]
+            raise ConfigError(f"{path} could not be loaded as a reward model ({reason})") from error
+        classifier, info = loaded
+        score = getattr(classifier, "score", None)
+        if info["missing_keys"] or not isinstance(score, nn.Linear) or score.out_features != 1:
+            raise ConfigError(f"{path} is not a reward model: it needs a saved `score` layer with one output")
+        disable_dropout(classifier)
+        head = ScalarHead(score.in_features, deviation=0.0, seed=0, like=score.weight)
+        with torch.no_grad():
+            head.weight.copy_(score.weight)
+            head.bias.fill_(bias)
+        return cls(trunk_of(classifier), head, "reward").to(place)
+
     def hidden(self, batch: Sequences) -> Tensor:
         """(B, T, H)."""
         return hidden_states(self.trunk, batch)
@@ -79,7 +117,7 @@ class ScalarModel(nn.Module):
         state["score.weight"] = self.head.weight.detach().to(self.trunk.dtype)
         classifier.load_state_dict(state, assign=True, strict=False)
         classifier.save_pretrained(target)
-        (target / "scalar_head.json").write_text(json.dumps({"bias": float(self.head.bias)}) + "\n")
+        (target / "scalar_head.json").write_text(json.dumps({"bias": float(self.head.bias.detach())}) + "\n")
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """All of it, as one group."""

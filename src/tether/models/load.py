@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.errors import ConfigError
+from tether.models.store import resolve_model_path
 from tether.models.tiny import tiny_model, tiny_tokenizer
 
 TINY = "tiny-bytes"
@@ -39,7 +40,8 @@ class LoadedModel:
 def load_causal_lm(
     path: str, *, dtype: torch.dtype | str, device: torch.device | str, seed: int, attention: str = "sdpa"
 ) -> LoadedModel:
-    """The model at `path`: "tiny-bytes" (built in code from `seed`), a local folder, or a Hugging Face id.
+    """The model at `path`: "tiny-bytes" (built in code from `seed`), the name of an embedded model (fetched into the
+    cache where it is absent), a local folder, or a Hugging Face id.
 
     Only safetensors are read and no code of the checkpoint is run. A Hugging Face id is looked for in the local
     cache first, and only then on the network.
@@ -50,8 +52,9 @@ def load_causal_lm(
         model, tokenizer, notices = tiny_model(seed), tiny_tokenizer(), []
         model.set_attn_implementation(attention)
     else:
-        model, tokenizer, notices = _load_pretrained(path, kind, attention, seed)
+        model, tokenizer, notices = _load_pretrained(resolve_model_path(path), kind, attention, seed)
     disable_dropout(model)
+    train_every_embedding(model)
     model.to(device=place, dtype=kind)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return describe(model, tokenizer, notices)
 
@@ -161,6 +164,17 @@ def disable_dropout(model: nn.Module) -> None:
         if isinstance(module, nn.modules.dropout._DropoutNd):  # its `p` has no telling name
             module.p = 0.0
     model.eval()
+
+
+def train_every_embedding(model: nn.Module) -> None:
+    """Give every token's embedding its gradient.
+
+    A checkpoint whose pad token equals its end token has `padding_idx` on the end token, which silently keeps that
+    row from training.
+    """
+    for module in model.modules():
+        if isinstance(module, nn.Embedding):
+            module.padding_idx = None
 
 
 def _configs_of(module: nn.Module) -> Iterator[PretrainedConfig]:

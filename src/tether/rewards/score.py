@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 
 from tether.errors import DataError
 from tether.protocols import RewardFn
+from tether.rewards.combine import failure_reasons
 from tether.types import Rollout, Score
 
 
@@ -23,9 +24,10 @@ def score_rollouts(reward: RewardFn, rollouts: Sequence[Rollout], *, max_failure
         raise DataError(f"the reward gave {len(scores)} scores for {len(rollouts)} rollouts: it must give one for each")
     failed = sum(not (score.valid and math.isfinite(score.value)) for score in scores)
     if failed > max_failure_rate * len(rollouts):
+        reasons = failure_reasons(scores)
         raise DataError(
-            f"{failed} of {len(rollouts)} scores are missing or not finite, above reward.max_failure_rate = "
-            f"{max_failure_rate}: mend the reward, or raise the limit"
+            f"{failed} of {len(rollouts)} scores are missing or not finite{f' ({reasons})' if reasons else ''}, above "
+            f"reward.max_failure_rate = {max_failure_rate}: mend the reward, or raise the limit"
         )
     return scores
 

@@ -1,0 +1,186 @@
+"""The parts of a reward: each a small settings class, told apart by `kind`. docs/rewards.md shows each at work."""
+
+from __future__ import annotations
+
+import re
+from typing import Annotated, Literal
+from urllib.parse import urlsplit
+
+from pydantic import Field, field_validator, model_validator
+
+from tether.config.base import Count, NonNegative, Positive, PositiveFloat, Settings
+
+Extract = Literal["auto", "whole", "last_line", "marker", "last_number", "boxed"]
+
+
+class Part(Settings):
+    """What every part has."""
+
+    name: str | None = Field(
+        default=None, pattern=r"^[A-Za-z0-9_.-]+$", description="What metrics call it; by default its kind."
+    )
+    weight: float = Field(default=1.0, description="What its value is multiplied by in the sum; may be negative.")
+
+    @property
+    def label(self) -> str:
+        """The name, or the kind where none is given."""
+        return self.name or getattr(self, "kind", "")
+
+
+class TaskPart(Part):
+    """The task's own reward, to be combined with others."""
+
+    kind: Literal["task"]
+
+
+class ModelPart(Part):
+    """The score of a reward model that shares the policy's tokenizer."""
+
+    kind: Literal["model"]
+    path: str = Field(description="The folder of a saved reward model, such as runs/reward/model.")
+    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Precision of its weights.")
+    device: str = Field(default="auto", description="auto is where the policy is; or name one, such as cuda:1.")
+    micro_tokens: Positive = Field(default=8192, description="Padded tokens in one forward pass.")
+
+
+class FunctionPart(Part):
+    """A Python function of yours."""
+
+    kind: Literal["function"]
+    function: str = Field(pattern=r"^[^:\s]+:[^:\s]+$", description="package.module:name.")
+    takes: Literal["rollouts", "text"] = Field(
+        default="rollouts",
+        description="rollouts: f(rollouts) gives a number or Score for each; text: f(prompt, completion, answer) "
+        "gives one number.",
+    )
+
+
+class LengthPart(Part):
+    """1 within the limits, falling linearly to 0 at `falloff` beyond them."""
+
+    kind: Literal["length"]
+    unit: Literal["words", "characters"] = Field(default="words", description="Words are split at white space.")
+    target: Count | None = Field(default=None, description="The one best length; in place of min and max.")
+    min: Count | None = Field(default=None, description="1 from here on; by default 0.")
+    max: Count | None = Field(default=None, description="1 up to and with this; by default no limit.")
+    falloff: Positive = Field(default=10, description="So many units outside the limits the value is 0.")
+
+    @model_validator(mode="after")
+    def _limits(self) -> LengthPart:
+        if (self.target is None) == (self.min is None and self.max is None):
+            raise ValueError("length needs target, or min, max or both")
+        if self.min is not None and self.max is not None and self.min > self.max:
+            raise ValueError(f"length has min {self.min} above max {self.max}")
+        return self
+
+
+class RegexPart(Part):
+    """1 where the pattern matches, else 0."""
+
+    kind: Literal["regex"]
+    pattern: str = Field(description="A Python regular expression.")
+    match: Literal["partial", "full"] = Field(
+        default="partial", description="partial: anywhere in the completion; full: all of it, white space stripped."
+    )
+    ignore_case: bool = Field(default=False, description="Letters match in either case.")
+
+    @field_validator("pattern")
+    @classmethod
+    def _compiles(cls, pattern: str) -> str:
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"pattern {pattern!r} is not a regular expression: {error}") from None
+        return pattern
+
+
+class JSONPart(Part):
+    """1 where the completion is valid JSON with the keys asked for, else 0."""
+
+    kind: Literal["json"]
+    keys: tuple[str, ...] = Field(default=(), description="The JSON must be an object that has all of these.")
+    fenced: bool = Field(default=False, description="Let the JSON stand in a ``` fence.")
+
+
+class ExactPart(Part):
+    """1 where the answer equals the prompt's, both normalised, else 0."""
+
+    kind: Literal["exact"]
+    extract: Extract = Field(default="whole", description="What of the completion is the answer.")
+    ignore_case: bool = Field(default=True, description="Letters are equal in either case.")
+
+
+class NumericPart(Part):
+    """1 where the last number in the completion equals the prompt's answer, else 0."""
+
+    kind: Literal["numeric"]
+    tolerance: NonNegative = Field(
+        default=1e-6, description="Numbers are equal within this times the larger of 1 and |answer|."
+    )
+
+
+class MathPart(Part):
+    """1 where the final answer is mathematically the prompt's, else 0."""
+
+    kind: Literal["math"]
+    tolerance: NonNegative = Field(
+        default=1e-6, description="Numbers are equal within this times the larger of 1 and |answer|."
+    )
+
+
+class EndedPart(Part):
+    """1 where the answer ended by itself, 0 where it was cut off."""
+
+    kind: Literal["ended"]
+
+
+class RemotePart(Part):
+    """The score of a reward model behind HTTP."""
+
+    kind: Literal["remote"]
+    url: str = Field(description="Where requests are posted, such as http://127.0.0.1:8421/score.")
+    timeout_seconds: PositiveFloat = Field(default=30.0, description="The most that one request may take in all.")
+    retries: Count = Field(default=2, description="Further tries after a timeout, a lost connection or a 5xx.")
+    backoff_seconds: NonNegative = Field(default=0.5, description="Wait before the first retry; doubled for each next.")
+    batch_size: Positive = Field(default=32, description="Answers in one request.")
+    token_env: str | None = Field(default=None, description="The environment variable that holds the bearer token.")
+    max_response_bytes: Positive = Field(default=1_000_000, description="A longer response is refused.")
+
+    @field_validator("url")
+    @classmethod
+    def _http(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"url {url!r} must start with http:// or https:// and name a host")
+        try:
+            port_is_wrong = parts.port == 0
+        except ValueError:
+            port_is_wrong = True
+        if port_is_wrong:
+            raise ValueError(f"url {url!r} has a port that is not between 1 and 65535")
+        if parts.username is not None or parts.password is not None:
+            raise ValueError("url must hold no user or password, for recipes are saved: use token_env")
+        return url
+
+
+RewardPart = Annotated[
+    TaskPart
+    | ModelPart
+    | FunctionPart
+    | LengthPart
+    | RegexPart
+    | JSONPart
+    | ExactPart
+    | NumericPart
+    | MathPart
+    | EndedPart
+    | RemotePart,
+    Field(discriminator="kind"),
+]
+
+
+def check_names(parts: tuple[Part, ...]) -> None:
+    """Raise where two parts have one name, for metrics could not tell them apart."""
+    names = [part.label for part in parts]
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"parts has {', '.join(twice)} more than once: give each a name of its own")

@@ -1,0 +1,60 @@
+"""`tether models`: what is in the cache and what can be pulled, as a table or as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+from typing import Any
+
+from tether.models.store import EMBEDDED, CachedModel, cached_model, megabytes
+
+
+def show_models(*, json_output: bool) -> int:
+    """Print every model that Tether knows by name."""
+    rows = [_row(name, cached_model(name)) for name in EMBEDDED]
+    if json_output:
+        print(json.dumps(rows))
+        return 0
+    width = max(len(name) for name in EMBEDDED)
+    for row in rows:
+        size = megabytes(row["size"])
+        where = row["path"] or f"available: tether models pull {row['name']}"
+        print(f"{row['name']:<{width}}  {size:>7}  {row['licence']}  {where}")
+        print(f"{'':<{width}}  {row['about']}")
+    print("\nAny folder of a saved model and any Hugging Face id is a model.path too; tiny-bytes is built in.")
+    return 0
+
+
+def pull_and_show(name: str, *, force: bool, json_output: bool) -> int:
+    """Pull a model with a bar on stderr, and print where it is."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
+
+    from tether.models.pull import pull
+
+    columns = (TextColumn("{task.description:<12}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as bar:
+        tasks = {}
+
+        def progress(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bar.add_task(what, total=total)
+            bar.update(tasks[what], completed=done)
+
+        found = pull(name, progress=progress, force=force)
+    print(json.dumps(_row(name, found)) if json_output else f"{name}  {megabytes(found.size)}  {found.path}")
+    return 0
+
+
+def _row(name: str, found: CachedModel | None) -> dict[str, Any]:
+    """`size` is on disk, or what an absent model will take."""
+    model = EMBEDDED[name]
+    return {
+        "name": name,
+        "cached": found is not None,
+        "size": found.size if found else model.size,
+        "path": str(found.path) if found else None,
+        "licence": model.licence,
+        "about": model.about,
+    }

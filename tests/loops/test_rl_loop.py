@@ -1,0 +1,149 @@
+"""The RL loop on the tiny model: it learns, it repeats itself, and bad input gets a clear answer."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tether.config.load import load_recipe
+from tether.errors import DataError
+from tether.loops.build import build_rl, load_policy
+from tether.loops.rl import train_rl
+from tether.loops.run import run_recipe
+from tether.types import Score
+
+SMALL = [
+    *("--run.steps", "2", "--rollout.prompts_per_step", "8", "--rollout.max_new_tokens", "4"),
+    *("--optimizer.policy_rate", "3e-3", "--optimizer.critic_rate", "3e-3"),
+]
+METHODS = {
+    "ppo": [],
+    "ppo penalty": ["--ppo.objective", "kl_penalty"],
+    "ppo head": ["--roles.critic", "head", "--kl.controller", "proportional"],
+    "reinforce": ["--reinforce.weighting", "baselined"],
+    "rloo": ["--rollout.samples_per_prompt", "2"],
+    "grpo": ["--rollout.samples_per_prompt", "2", "--kl.controller", "adaptive"],
+    "trpo": ["--trpo.cg_iterations", "2"],
+}
+
+
+def build(name: str, *flags: str):
+    recipe = load_recipe(name.split()[0], None, [*SMALL, *METHODS[name], *flags])
+    return build_rl(recipe, load_policy(recipe))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_run_repeats_itself_to_the_bit(name):
+    first, second = (
+        [result.metrics for result in train_rl(build(name))],
+        [result.metrics for result in train_rl(build(name))],
+    )
+    for one, other in zip(first, second, strict=True):
+        timeless = {key: value for key, value in one.items() if not key.startswith("seconds")}
+        assert timeless == {key: value for key, value in other.items() if not key.startswith("seconds")}
+
+
+def test_the_sampler_and_the_trainer_agree():
+    for result in train_rl(build("ppo", "--rollout.top_p", "0.8", "--rollout.temperature", "0.7")):
+        assert result.metrics["sampler_gap_max"] < 1e-4
+        mask = result.experience.response_mask
+        gap = result.experience.behavior_logprobs - result.experience.untruncated_logprobs
+        assert bool((gap[mask] >= -1e-6).all())  # what was sampled from is truncated, so its log-probs are higher
+        assert float(gap[mask].max()) > 0.01
+
+
+def test_ppo_learns_the_small_task():
+    recipe = load_recipe("ppo", "recipes/tiny-ppo.yaml", ["--run.steps", "40"])
+    scores = [result.metrics["score"] for result in train_rl(build_rl(recipe, load_policy(recipe)))]
+    assert scores[0] < 0.3
+    assert sum(scores[-3:]) / 3 >= 0.9
+
+
+def test_an_entropy_bonus_really_enters_the_loss():
+    plain, bonus = (list(train_rl(build("ppo", "--ppo.entropy_coef", coef)))[-1].metrics for coef in ("0.0", "0.5"))
+    assert bonus["entropy"] > plain["entropy"]
+
+
+class WithScores:
+    """Replaces a reward's scores."""
+
+    def __init__(self, change):
+        self.change = change
+
+    def __call__(self, rollouts):
+        return [Score(self.change(index)) for index, _ in enumerate(rollouts)]
+
+
+def test_scores_that_are_not_numbers_are_left_out_and_counted():
+    import dataclasses
+
+    parts = build("ppo")
+    bad = WithScores(lambda index: float("nan") if index == 0 else 1.0)
+    parts = dataclasses.replace(parts, reward=bad, max_failure_rate=0.2)
+    for result in train_rl(parts):
+        assert result.metrics["dropped/unscored"] == 1
+        assert result.metrics["score"] == 1.0
+        assert len(result.experience) == 7
+
+
+def test_too_many_bad_scores_end_the_run():
+    import dataclasses
+
+    parts = dataclasses.replace(build("ppo"), reward=WithScores(lambda index: float("nan") if index < 2 else 1.0))
+    with pytest.raises(DataError, match=r"2 of 8 scores.*max_failure_rate"):
+        list(train_rl(parts))
+
+
+def test_a_reward_that_raises_or_miscounts_ends_the_run_with_its_name():
+    import dataclasses
+
+    def broken(rollouts):
+        raise KeyError("answer")
+
+    with pytest.raises(DataError, match="KeyError"):
+        list(train_rl(dataclasses.replace(build("ppo"), reward=broken)))
+    with pytest.raises(DataError, match="one for each"):
+        list(train_rl(dataclasses.replace(build("ppo"), reward=lambda rollouts: [Score(1.0)])))
+
+
+def test_a_group_of_one_is_refused_by_the_recipe():
+    for method in ("rloo", "grpo"):
+        with pytest.raises(ValueError, match=r"samples_per_prompt.*2 or more"):
+            load_recipe(method, None, ["--rollout.samples_per_prompt", "1"])
+
+
+def test_a_prompt_beyond_the_context_is_named():
+    with pytest.raises(ValueError, match="256"):
+        list(train_rl(build("ppo", "--rollout.max_new_tokens", "300")))
+
+
+def test_run_recipe_leaves_config_metrics_and_a_model_that_loads(tmp_path, capsys):
+    recipe = load_recipe("ppo", None, [*SMALL, "--run.directory", str(tmp_path), "--run.name", "small"])
+    assert run_recipe(recipe, json_output=True) == 0
+    folder = tmp_path / "small"
+    printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert [line["step"] for line in printed] == [0, 1]
+    kept = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [line["score"] for line in kept] == [line["score"] for line in printed]
+    assert json.loads((folder / "config.json").read_text())["method"] == "ppo"
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(folder / "model")
+    tokenizer = AutoTokenizer.from_pretrained(folder / "model")
+    assert tokenizer.decode(tokenizer.encode("a b")) == "a b"
+    assert model(torch.tensor([[1, 2]])).logits.shape == (1, 2, 258)
+    with pytest.raises(ValueError, match="already holds a run"):
+        run_recipe(recipe, json_output=True)
+
+
+def test_prompts_from_a_file(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"prompt": "lower:", "answer": "lower", "id": "a"}\n{"prompt": "UPPER:", "answer": "UPPER"}\n')
+    results = list(train_rl(build("ppo", "--task.prompts", str(path))))
+    assert len(results[0].experience) == 8
+    with pytest.raises(DataError, match="no such file"):
+        build("ppo", "--task.prompts", str(tmp_path / "missing.jsonl"))
+    assert Path("recipes").is_dir()
