@@ -14,6 +14,7 @@ import sys
 import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
+from importlib import import_module
 from pathlib import Path
 from typing import NamedTuple, NoReturn
 
@@ -87,7 +88,9 @@ def _train(words: list[str]) -> int:
     if method not in METHODS:
         raise UsageError(f"unknown method {method}: {_suggestion(method, METHODS)}")
     if wants_help:
-        _print_fields(method)
+        from tether.config.show import print_fields
+
+        print_fields(method, METHODS[method])
         return 0
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
 
@@ -132,10 +135,45 @@ def _models(words: list[str]) -> int:
     return show_models(json_output=options.json)
 
 
+def _serve_reward(words: list[str]) -> int:
+    parser = _Parser("serve-reward", "Serve a reward over HTTP, for runs whose recipe has a part of kind remote.")
+    parser.add_argument(
+        "target",
+        metavar="MODEL_OR_PART",
+        help="a reward model's folder, or a part as in a recipe: ended, '{kind: json, keys: [name]}'",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
+    parser.add_argument("--port", type=int, default=8421, metavar="N", help="port (8421); 0 picks a free one")
+    parser.add_argument("--json", action="store_true", help="print the address and the token as JSON")
+    options = parser.parse_args(words)
+
+    from tether.rewards.server import serve
+
+    _find_user_code()
+    return serve(options.target, host=options.host, port=options.port, json_output=options.json)
+
+
+def _in_module(verb: str, module: str) -> Callable[[list[str]], int]:
+    """A verb in a module of its own, light to import, with `SUMMARY`, `add_options(parser)` and `run(options) -> int`."""
+
+    def run(words: list[str]) -> int:
+        its = import_module(module)
+        parser = _Parser(verb, its.SUMMARY)
+        its.add_options(parser)
+        options = parser.parse_args(words)
+        _find_user_code()
+        return its.run(options)
+
+    return run
+
+
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model: PPO and its neighbours, SFT, a reward model", _train),
+    "eval": Verb("measure a model, alone or against another", _in_module("eval", "tether.loops.eval_verb")),
+    "chat": Verb("talk to a model, or to two side by side", _in_module("chat", "tether.loops.chat_verb")),
     "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
     "models": Verb("list the models known by name, and fetch one", _models),
+    "serve-reward": Verb("serve a reward model or a rule over HTTP, for other runs", _serve_reward),
 }
 
 
@@ -218,37 +256,6 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         """Raise instead of exit."""
         raise UsageError(f"{message}: see `{self.prog} --help`")
-
-
-def _print_fields(method: str) -> None:
-    """Every key of a method's recipe, by section."""
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
-    from tether.config import RECIPES
-    from tether.config.schema import describe, sections
-
-    recipe_class = RECIPES[method]
-    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120, highlight=False)
-    leaves = list(describe(recipe_class))
-    widths = [max(len(leaf.key) for leaf in leaves) + 2, max(len(leaf.default_text) for leaf in leaves)]
-    with console.capture() as captured:  # rich would exit by itself on a closed pipe
-        console.print(f"Usage: tether train {method} [RECIPE.yaml] [--section.key VALUE ...] [--json]", markup=False)
-        console.print(f"\n{METHODS[method][0].upper()}{METHODS[method][1:]}.", markup=False)
-        for section, settings in sections(recipe_class).items():
-            inside = [leaf for leaf in leaves if leaf.key.rpartition(".")[0] == section]
-            summary = (settings.__doc__ or "").strip().partition("\n")[0]
-            console.print(f"\n[bold]{section}[/bold]  {escape(summary)}")
-            table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
-            table.add_column(style="cyan", no_wrap=True, width=widths[0])
-            table.add_column(style="green", width=widths[1])
-            table.add_column(ratio=1)
-            for leaf in inside:
-                meaning = f"{escape(leaf.description)} [dim]({escape(leaf.type)})[/dim]"
-                table.add_row(f"--{leaf.key}", escape(leaf.default_text), meaning)
-            console.print(table)
-    print(captured.get(), end="")
 
 
 def _find_user_code() -> None:

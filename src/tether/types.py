@@ -257,7 +257,7 @@ class Measures:
 
 def _scalar(value: Tensor | float) -> Tensor:
     if isinstance(value, Tensor):
-        return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
+        return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)
     return torch.tensor(value, dtype=torch.float64)
 
 

@@ -13,7 +13,9 @@ from tether.config.methods import PPOSettings
 from tether.config.parts import KLSettings, RewardSettings
 from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner, LearnerSettings
+from tether.models.heads import ScalarHead
 from tether.models.roles import Roles
+from tether.models.sharing import Separate
 from tether.models.tiny import tiny_model
 from tether.types import Experience, TokenBatch
 
@@ -41,11 +43,17 @@ def made_up_batch(seed: int = 0, rows: int = ROWS, width: int = WIDTH) -> TokenB
 
 def make_roles(dtype: torch.dtype = torch.float32, critic: str | None = "separate") -> Roles:
     policy = tiny_model(seed=1).to(dtype)
-    roles = Roles.separate(policy, critic=critic, with_reference=True, seed=2, head_deviation=0.1)
-    with torch.no_grad():  # a reference that differs from the policy, so that the KL is not zero
+    roles = Roles.build(Separate(policy), critic=critic, with_reference=True, seed=2)
+    generator = torch.Generator().manual_seed(3)
+    with (
+        torch.no_grad()
+    ):  # a reference that differs from the policy, so that the KL is not zero, and a head that speaks
         assert roles.reference is not None
-        for parameter in roles.reference.model.parameters():
+        for parameter in roles.reference.trunk.parameters():
             parameter.mul_(1.01)
+        if roles.actor.critic is not None:
+            head = roles.actor.critic if isinstance(roles.actor.critic, ScalarHead) else roles.actor.critic.head
+            head.weight.copy_(0.1 * torch.randn(head.weight.shape, generator=generator))
     return roles
 
 

@@ -12,6 +12,7 @@ from tether.algorithms.algorithm import Coefficients
 from tether.algorithms.updates import MinibatchEpochs
 from tether.models.load import disable_dropout
 from tether.models.roles import Roles
+from tether.models.sharing import Separate
 
 NO_KL = Coefficients(0.0, 0.0)
 
@@ -120,10 +121,11 @@ def test_dropout_is_off_in_every_role_even_in_training_mode():
     tokens = torch.arange(16)[None]
     assert not torch.equal(noisy(tokens).logits, noisy(tokens).logits)  # the danger is real
     disable_dropout(model)
-    roles = Roles.separate(model, critic="separate", with_reference=True, seed=0, head_deviation=0.1)
+    roles = Roles.build(Separate(model), critic="separate", with_reference=True, seed=0)
+    torch.nn.init.ones_(roles.actor.critic.head.weight)
     roles.actor.train()
     assert roles.reference is not None
-    roles.reference.model.train()
+    roles.reference.trunk.train()
     batch = made_up_batch(rows=2, width=WIDTH)
     for look in (
         lambda: roles.actor(batch).logprobs,

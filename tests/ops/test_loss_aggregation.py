@@ -80,6 +80,9 @@ def test_a_row_without_tokens_adds_nothing():
     empty = torch.zeros(1, 4, dtype=torch.bool)
     for mode in MODES:
         assert mode.total(LOSSES[:1], empty).item() == 0.0
+    token, sequence, fixed = (mode.size(torch.cat([MASK, empty])) for mode in MODES)
+    assert (token, sequence) == (4.0, 2.0)  # it is no sequence to average over
+    assert fixed == 21.0  # 3 rows of 7: the divisor of this mode does not depend on lengths
 
 
 def test_a_mean_of_micro_batch_means_is_another_number():

@@ -99,7 +99,7 @@ def test_the_clip_is_a_pessimistic_bound(seed, clip):
 
 
 def test_no_advantage_no_loss_no_case():
-    new, old, zero = grid(0.0, 1.0, -1.0), grid(0.0, 0.0, 0.0), grid(0.0, 0.0, 0.0)
+    new, old, zero = grid(0.0, 2.0, -1.0), grid(0.0, 0.0, 0.0), grid(0.0, 0.0, 0.0)  # ratios 1, 7.4, 0.37
     assert not clip_loss(new, old, zero, clip_low=0.2, clip_high=0.2).any()
     cases = clip_cases(new, old, zero, clip_low=0.2, clip_high=0.2, dual_clip=3.0)
     assert not any(bool(case.any()) for case in vars(cases).values())

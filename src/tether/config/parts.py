@@ -31,7 +31,9 @@ class TaskSettings(Settings):
     options: dict[str, Option] = Field(
         default_factory=dict, description="What the task is made with, such as {min_digits: 1, max_digits: 1}."
     )
-    prompts: str | None = Field(default=None, description="JSONL of prompts, in place of the task's own.")
+    prompts: str | None = Field(
+        default=None, description="File of prompts, in place of the task's own; see docs/data.md."
+    )
     reward: str | None = Field(default=None, description="package.module:function, in place of the task's own reward.")
 
 
@@ -91,9 +93,22 @@ class KLSettings(Settings):
 class RolesSettings(Settings):
     """Who shares what."""
 
-    critic: Literal["head", "separate"] = Field(
-        default="separate", description="A value head on the policy's trunk, or a model of its own."
+    mode: Literal["separate", "adapters", "top"] = Field(
+        default="separate",
+        description="Four models; adapters on one frozen base; or top layers on one frozen trunk that is run once a row.",
     )
+    critic: Literal["head", "separate"] = Field(
+        default="separate",
+        description="A value head on the policy's trunk, or a critic of its own (in the mode above).",
+    )
+    critic_from: str | None = Field(
+        default=None,
+        description="Folder of a reward model that the critic starts as; by default it starts as the policy.",
+    )
+    lora_rank: Positive = Field(default=16, description="Rank of the adapters.")
+    lora_alpha: PositiveFloat = Field(default=32.0, description="The adapters are scaled by this over their rank.")
+    lora_targets: str = Field(default="all-linear", description="all-linear, or layer names with commas between.")
+    top_layers: Positive = Field(default=4, description="How many layers each role owns in mode top.")
 
 
 class OptimizerSettings(Settings):
@@ -128,9 +143,13 @@ class RunSettings(Settings):
 class DataSettings(Settings):
     """Training records."""
 
-    train: str = Field(description="JSONL file of records.")
-    held_out: str | None = Field(default=None, description="JSONL file for evaluation; never trained on.")
-    max_length: Positive = Field(default=1024, description="Longest row in tokens; a longer record is an error.")
+    train: str = Field(description="File of records: .jsonl, .json, .csv or .parquet; see docs/data.md.")
+    held_out: str | None = Field(default=None, description="File of records for evaluation; never trained on.")
+    max_length: Positive = Field(default=1024, description="Longest row in tokens: prompt, answer and end token.")
+    truncate: bool = Field(
+        default=True,
+        description="Cut a row that is too long at the end of a paragraph; otherwise it is an error.",
+    )
 
 
 class PenaltySettings(Settings):

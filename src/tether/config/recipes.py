@@ -37,6 +37,7 @@ class Recipe(Settings):
     method: ClassVar[str]
 
     model: ModelSettings = Field(default_factory=ModelSettings)
+    roles: RolesSettings = Field(default_factory=RolesSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     run: RunSettings = Field(default_factory=RunSettings)
 
@@ -48,7 +49,6 @@ class RLRecipe(Recipe):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: RewardSettings = Field(default_factory=RewardSettings)
     kl: KLSettings = Field(default_factory=KLSettings)
-    roles: RolesSettings = Field(default_factory=RolesSettings)
 
 
 class PPORecipe(RLRecipe):

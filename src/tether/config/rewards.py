@@ -41,6 +41,11 @@ class ModelPart(Part):
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Precision of its weights.")
     device: str = Field(default="auto", description="auto is where the policy is; or name one, such as cuda:1.")
     micro_tokens: Positive = Field(default=8192, description="Padded tokens in one forward pass.")
+    shared: bool = Field(
+        default=False,
+        description="With roles.mode adapters or top: run on the trunk that the roles share. dtype and device are then "
+        "the policy's.",
+    )
 
 
 class FunctionPart(Part):

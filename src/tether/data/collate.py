@@ -29,13 +29,18 @@ def collate(
 ) -> tuple[TokenBatch, dict[str, float]]:
     """One batch of what can be learned from, and counts of what was left out.
 
-    Left out, never read as zero: an answer without a sampled token, and one whose score is missing or not finite.
+    Left out, never read as zero: an answer that the engine gave up on, one without a sampled token, and one whose score
+    is missing or not finite.
     Where the algorithm compares the samples of a prompt, a sample that lost all its siblings is left out as well.
     """
     if len(rollouts) != len(scores):
         raise DataError(f"the reward gave {len(scores)} scores for {len(rollouts)} rollouts: it must give one for each")
-    kept = [(rollout, score) for rollout, score in zip(rollouts, scores, strict=True) if rollout.response_length > 0]
-    counts = {"dropped/empty": float(len(rollouts) - len(kept))}
+    sampled = [(rollout, score) for rollout, score in zip(rollouts, scores, strict=True) if rollout.finish != "error"]
+    kept = [(rollout, score) for rollout, score in sampled if rollout.response_length > 0]
+    counts = {
+        "dropped/error": float(len(rollouts) - len(sampled)),
+        "dropped/empty": float(len(sampled) - len(kept)),
+    }
     valid = [(rollout, score) for rollout, score in kept if score.valid and math.isfinite(score.value)]
     counts["dropped/unscored"] = float(len(kept) - len(valid))
     if need_groups:

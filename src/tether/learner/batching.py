@@ -29,16 +29,20 @@ def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
     itself still goes, alone: the budget bounds memory, it does not drop data.
     """
     lengths = batch.lengths().cpu()
+    real = batch.attention_mask.cpu()
+    firsts = real.int().argmax(dim=1)
+    lasts = real.shape[1] - real.flip(1).int().argmax(dim=1)
     units = batch.units()
     longest = torch.tensor([int(lengths[unit].max()) for unit in units])
     current: list[Tensor] = []
-    rows = 0
+    rows, first, last = 0, 0, 0
     for index in torch.argsort(longest, descending=True, stable=True).tolist():
         unit = units[index]
-        widest = int(longest[index]) if not current else int(lengths[current[0]].max())
-        if current and (rows + len(unit)) * widest > max_tokens:
+        low, high = int(firsts[unit].min()), int(lasts[unit].max())
+        if current and (rows + len(unit)) * (max(last, high) - min(first, low)) > max_tokens:
             yield torch.cat(current)
             current, rows = [], 0
+        first, last = (min(first, low), max(last, high)) if current else (low, high)
         current.append(unit)
         rows += len(unit)
     if current:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,9 +28,10 @@ from tether.learner.batching import micro_batches
 from tether.learner.learner import Learner, LearnerSettings
 from tether.loops.rl import RLParts
 from tether.loops.supervised import SupervisedParts
-from tether.models.heads import ScalarModel
+from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel, load_causal_lm, resolve_device
-from tether.models.roles import ActorCritic, ReferencePolicy, Roles
+from tether.models.roles import ReferencePolicy, Roles
+from tether.models.sharing import Sharing, build_sharing
 from tether.protocols import Sampling
 from tether.rewards.build import build_reward
 from tether.rewards.tasks import build_task
@@ -68,15 +70,24 @@ def learner_settings(optimizer: OptimizerSettings) -> LearnerSettings:
     )
 
 
+def sharing_of(recipe: Recipe, policy: LoadedModel) -> Sharing:
+    """How this recipe's roles share memory."""
+    return build_sharing(policy.model, recipe.roles, derive_seed(recipe.run.seed, "adapters"))
+
+
 def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
     """The parts of a run that learns from rollouts."""
     algorithm = build_algorithm(recipe)
     task = build_task(recipe.task)
-    roles = Roles.separate(
-        policy.model,
+    sharing = sharing_of(recipe, policy)
+    policy = dataclasses.replace(policy, model=sharing.policy)
+    start = recipe.roles.critic_from
+    roles = Roles.build(
+        sharing,
         critic=recipe.roles.critic if algorithm.needs_critic else None,
         with_reference=algorithm.needs_reference,
         seed=derive_seed(recipe.run.seed, "critic"),
+        start_critic_from=sharing.load_scalar(Path(start), "critic") if start else None,
     )
     rollout = recipe.rollout
     return RLParts(
@@ -84,7 +95,13 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         roles=roles,
         learner=Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device),
         engine=NativeEngine(policy, max_batch=rollout.max_batch),
-        reward=build_reward(recipe.reward.parts, own=task.reward(), policy=policy, seed=recipe.run.seed),
+        reward=build_reward(
+            recipe.reward.parts,
+            own=task.reward(),
+            policy=policy,
+            seed=recipe.run.seed,
+            load_shared=sharing.load_scalar,
+        ),
         prompts=DataOrder(task.prompts(), derive_seed(recipe.run.seed, "prompts")),
         sampling=Sampling(
             max_new_tokens=rollout.max_new_tokens,
@@ -117,8 +134,9 @@ def build_supervised(recipe: Recipe, policy: LoadedModel) -> SupervisedParts[Any
 
 def _sft(recipe: SFTRecipe, policy: LoadedModel) -> SupervisedParts[Any]:
     encode = _encoder(recipe.data, policy)
+    roles = Roles.build(sharing_of(recipe, policy), critic=None, with_reference=False, seed=0)
     return SupervisedParts(
-        learner=Learner(ActorCritic(policy.model, None), learner_settings(recipe.optimizer), policy.model.device),
+        learner=Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device),
         objective=SFTObjective(),
         examples=DataOrder(read_demonstrations(recipe.data.train, encode), derive_seed(recipe.run.seed, "data")),
         held_out=read_demonstrations(recipe.data.held_out, encode) if recipe.data.held_out else [],
@@ -132,9 +150,9 @@ def _sft(recipe: SFTRecipe, policy: LoadedModel) -> SupervisedParts[Any]:
 def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[Any]:
     width = policy.model.config.get_text_config().hidden_size
     # A fresh head drawn with deviation 1 / sqrt(width + 1), as in Stiennon et al. (2020).
-    model = ScalarModel.from_policy(
-        policy.model, group="reward", deviation=(width + 1) ** -0.5, seed=derive_seed(recipe.run.seed, "reward head")
-    )
+    seed = derive_seed(recipe.run.seed, "reward head")
+    head = ScalarHead.like_output(policy.model, deviation=(width + 1) ** -0.5, seed=seed)
+    model = ScalarModel(sharing_of(recipe, policy).scalar_trunk(seed), head, "reward")
     train, held_out = _rankings(recipe.data, policy)
     return SupervisedParts(
         learner=Learner(model, learner_settings(recipe.optimizer), policy.model.device),
@@ -149,7 +167,7 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[
 
 
 def _dpo(recipe: DPORecipe, policy: LoadedModel) -> SupervisedParts[Any]:
-    roles = Roles.separate(policy.model, critic=None, with_reference=True, seed=0)
+    roles = Roles.build(sharing_of(recipe, policy), critic=None, with_reference=True, seed=0)
     assert roles.reference is not None
     reference, settings = roles.reference, recipe.dpo
     learner = Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device)
@@ -186,7 +204,8 @@ def with_reference(batch: PairBatch, reference: ReferencePolicy, learner: Learne
 
 
 def _encoder(data: DataSettings, policy: LoadedModel) -> RowEncoder:
-    return RowEncoder(policy.tokenizer, policy.end_id, min(data.max_length, policy.context_length))
+    longest = min(data.max_length, policy.context_length)
+    return RowEncoder(policy.tokenizer, policy.end_id, longest, truncate=data.truncate)
 
 
 def _rankings(data: DataSettings, policy: LoadedModel) -> tuple[list[Ranking], list[Ranking]]:

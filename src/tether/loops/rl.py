@@ -57,7 +57,7 @@ def train_rl(parts: RLParts, *, stop: Callable[[], bool] = lambda: False) -> Ite
     for step in range(parts.steps):
         if stop():
             return
-        parts.learner.set_progress(step / parts.steps)
+        parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
         result, controllers = rl_step(parts, step, controllers)
         yield result
         if parts.learner.skipped_in_a_row >= parts.max_skipped:

@@ -16,6 +16,8 @@ from tether.loops.build import build_rl, build_supervised, load_policy
 from tether.loops.rl import train_rl
 from tether.loops.supervised import train_supervised
 from tether.models.heads import ScalarModel
+from tether.models.roles import ActorCritic
+from tether.models.save import save_model
 from tether.runs.folder import RunFolder
 
 SHOWN = ("score", "loss", "accuracy", "kl_ref_k3", "kl_old", "entropy", "clip_fraction", "explained_variance")
@@ -32,20 +34,22 @@ def run_recipe(recipe: Recipe, *, json_output: bool) -> int:
         with interruptions() as stop, progress_bar(recipe, json_output, console) as advance:
             done = 0
             if isinstance(recipe, RLRecipe):
-                trained = policy.model
-                for result in train_rl(build_rl(recipe, policy), stop=stop):
+                rl = build_rl(recipe, policy)
+                trained = rl.roles.actor.policy
+                for result in train_rl(rl, stop=stop):
                     folder.record(result.step, result.metrics, result.experience)
                     advance(result.step, result.metrics)
                     done += 1
             else:
                 parts = build_supervised(recipe, policy)
                 model = parts.learner.model
-                trained = model if isinstance(model, ScalarModel) else policy.model
+                assert isinstance(model, ScalarModel | ActorCritic)
+                trained = model if isinstance(model, ScalarModel) else model.policy
                 for step, metrics in train_supervised(parts, stop=stop):
                     folder.record(step, metrics)
                     advance(step, metrics)
                     done += 1
-        place = folder.save_model(trained, policy.tokenizer) if recipe.run.save else folder.path
+        place = save_model(trained, policy.tokenizer, folder.model_path) if recipe.run.save else folder.path
     finally:
         folder.close()
     if done < recipe.run.steps:

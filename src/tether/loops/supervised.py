@@ -36,7 +36,7 @@ def train_supervised(
     for step in range(parts.steps):
         if stop():
             return
-        parts.learner.set_progress(step / parts.steps)
+        parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
         batch = parts.collate(parts.examples.take(step * parts.batch_size, parts.batch_size))
         measures = parts.learner.backward(batch, parts.objective)
         measures.merge(parts.learner.step())

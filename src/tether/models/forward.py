@@ -20,9 +20,13 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
     return model.base_model  # pyright: ignore[reportReturnType]
 
 
-def hidden_states(trunk: PreTrainedModel, batch: Sequences) -> Tensor:
-    """(B, T, H) the trunk's last hidden states, after its final norm; positions start at the first real token."""
-    arguments: dict[str, Any] = {"input_ids": batch.tokens, "attention_mask": batch.attention_mask.long()}
+def hidden_states(trunk: PreTrainedModel, batch: Sequences, embeddings: Tensor | None = None) -> Tensor:
+    """(B, T, H) the trunk's last hidden states, after its final norm; positions start at the first real token.
+
+    `embeddings` (B, T, H), where given, stand in place of those of the batch's tokens.
+    """
+    arguments: dict[str, Any] = {"attention_mask": batch.attention_mask.long()}
+    arguments |= {"input_ids": batch.tokens} if embeddings is None else {"inputs_embeds": embeddings}
     if "position_ids" in inspect.signature(trunk.forward).parameters:
         arguments["position_ids"] = position_ids(batch.attention_mask)
     return trunk(**arguments, use_cache=False).last_hidden_state

@@ -13,11 +13,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from tether.errors import ConfigError
-from tether.models.forward import OutputLayer, hidden_states, trunk_of
+from tether.models.forward import OutputLayer, trunk_of
 from tether.models.load import disable_dropout, resolve_device, resolve_dtype
+from tether.models.lora import has_lora, save_lora
+from tether.models.trunks import Trunk
 from tether.ops.logprobs import spread, states_before
 from tether.ops.masks import last_index
 from tether.types import ScoreOutputs, Sequences
+
+BIAS_FILE = "scalar_head.json"
 
 
 class ScalarHead(nn.Module):
@@ -30,6 +34,12 @@ class ScalarHead(nn.Module):
         dtype = torch.promote_types(like.dtype, torch.float32)
         self.weight = nn.Parameter(weight.to(device=like.device, dtype=dtype))
         self.bias = nn.Parameter(torch.zeros(1, device=like.device, dtype=dtype))
+
+    @classmethod
+    def like_output(cls, model: PreTrainedModel, *, deviation: float, seed: int) -> ScalarHead:
+        """A head for the model's hidden states, its weights drawn with the given deviation."""
+        like = OutputLayer.of(model).weight
+        return cls(like.shape[1], deviation=deviation, seed=seed, like=like)
 
     def forward(self, states: Tensor) -> Tensor:
         """(..., H) -> (...,)."""
@@ -48,18 +58,11 @@ class ScalarHead(nn.Module):
 class ScalarModel(nn.Module):
     """A trunk of its own with a scalar head: a separate critic, or a reward model."""
 
-    def __init__(self, trunk: PreTrainedModel, head: ScalarHead, group: str) -> None:
+    def __init__(self, trunk: Trunk, head: ScalarHead, group: str) -> None:
         super().__init__()
         self.trunk = trunk
         self.head = head
         self.group = group
-
-    @classmethod
-    def from_policy(cls, model: PreTrainedModel, *, group: str, deviation: float, seed: int) -> ScalarModel:
-        """A copy of the policy's trunk with a fresh head, whose weights are drawn with the given deviation."""
-        trunk = copy.deepcopy(trunk_of(model))
-        like = OutputLayer.of(model).weight
-        return cls(trunk, ScalarHead(like.shape[1], deviation=deviation, seed=seed, like=like), group)
 
     @classmethod
     def load(cls, path: str | Path, dtype: torch.dtype | str, device: torch.device | str) -> ScalarModel:
@@ -79,8 +82,7 @@ class ScalarModel(nn.Module):
                 trust_remote_code=False,
                 output_loading_info=True,
             )
-            bias_file = folder / "scalar_head.json"
-            bias = float(json.loads(bias_file.read_text())["bias"]) if bias_file.is_file() else 0.0
+            bias = cls.saved_bias(folder)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(f"{path} could not be loaded as a reward model ({reason})") from error
@@ -93,31 +95,36 @@ class ScalarModel(nn.Module):
         with torch.no_grad():
             head.weight.copy_(score.weight)
             head.bias.fill_(bias)
-        return cls(trunk_of(classifier), head, "reward").to(place)
+        return cls(Trunk(trunk_of(classifier)), head, "reward").to(place)
 
-    def hidden(self, batch: Sequences) -> Tensor:
-        """(B, T, H)."""
-        return hidden_states(self.trunk, batch)
+    @staticmethod
+    def saved_bias(folder: Path) -> float:
+        """The head's bias, which stands beside the Hugging Face layout; 0 where another tool saved the model."""
+        file = folder / BIAS_FILE
+        return float(json.loads(file.read_text())["bias"]) if file.is_file() else 0.0
 
     def forward(self, batch: Sequences) -> ScoreOutputs:
         """One score a row."""
-        return ScoreOutputs(self.head.at_end(self.hidden(batch), batch))
+        return ScoreOutputs(self.head.at_end(self.trunk(batch), batch))
 
     def save_pretrained(self, target: Path) -> None:
-        """In the Hugging Face layout of a sequence classifier with one label, which other tools load.
+        """In the Hugging Face layout of a sequence classifier with one label, or as peft adapters for one.
 
-        That layout has no room for the head's bias: it goes into `scalar_head.json` beside it.
+        Neither layout has room for the head's bias: it goes into a file of its own beside them.
         """
-        config = copy.deepcopy(self.trunk.config)
-        config.num_labels = 1
+        tree, score = self.trunk.model, self.head.weight.detach().to(self.trunk.model.dtype)
         with torch.device("meta"):
+            config = copy.deepcopy(tree.config)
+            config.num_labels = 1
             classifier = AutoModelForSequenceClassification.from_config(config)
-        prefix = classifier.base_model_prefix
-        state = {f"{prefix}.{name}": value for name, value in self.trunk.state_dict().items()}
-        state["score.weight"] = self.head.weight.detach().to(self.trunk.dtype)
-        classifier.load_state_dict(state, assign=True, strict=False)
-        classifier.save_pretrained(target)
-        (target / "scalar_head.json").write_text(json.dumps({"bias": float(self.head.bias.detach())}) + "\n")
+        prefix = f"{classifier.base_model_prefix}."
+        if has_lora(tree):
+            save_lora(tree, target, inside=prefix, extra={"score.weight": score}, kind="SEQ_CLS")
+        else:
+            state = {f"{prefix}{name}": value for name, value in tree.state_dict().items()}
+            classifier.load_state_dict(state | {"score.weight": score}, assign=True, strict=False)
+            classifier.save_pretrained(target)
+        (target / BIAS_FILE).write_text(json.dumps({"bias": float(self.head.bias.detach())}) + "\n")
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """All of it, as one group."""

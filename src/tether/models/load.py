@@ -13,6 +13,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.errors import ConfigError
+from tether.models.lora import CONFIG as ADAPTER_CONFIG
+from tether.models.lora import inject_lora, load_config, load_lora, merge_lora, saved_config
 from tether.models.store import resolve_model_path
 from tether.models.tiny import tiny_model, tiny_tokenizer
 
@@ -41,7 +43,7 @@ def load_causal_lm(
     path: str, *, dtype: torch.dtype | str, device: torch.device | str, seed: int, attention: str = "sdpa"
 ) -> LoadedModel:
     """The model at `path`: "tiny-bytes" (built in code from `seed`), the name of an embedded model (fetched into the
-    cache where it is absent), a local folder, or a Hugging Face id.
+    cache where it is absent), a local folder (of a whole model, or of adapters), or a Hugging Face id.
 
     Only safetensors are read and no code of the checkpoint is run. A Hugging Face id is looked for in the local
     cache first, and only then on the network.
@@ -51,12 +53,27 @@ def load_causal_lm(
     if path == TINY:
         model, tokenizer, notices = tiny_model(seed), tiny_tokenizer(), []
         model.set_attn_implementation(attention)
+    elif (Path(path).expanduser() / ADAPTER_CONFIG).is_file():
+        return _load_adapters(Path(path).expanduser(), kind, place, seed, attention)
     else:
         model, tokenizer, notices = _load_pretrained(resolve_model_path(path), kind, attention, seed)
     disable_dropout(model)
     train_every_embedding(model)
     model.to(device=place, dtype=kind)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return describe(model, tokenizer, notices)
+
+
+def _load_adapters(folder: Path, dtype: torch.dtype, device: torch.device, seed: int, attention: str) -> LoadedModel:
+    """The base model that saved adapters name, with the adapters merged into it."""
+    base = str(saved_config(folder).get("base_model_name_or_path") or "")
+    if not base:
+        raise ConfigError(f"model.path {str(folder)!r} holds adapters that do not say for which model they are")
+    loaded = load_causal_lm(base, dtype=dtype, device=device, seed=seed, attention=attention)
+    inject_lora(loaded.model, load_config(folder), seed)
+    load_lora(loaded.model, folder)
+    merge_lora(loaded.model)
+    loaded.model.requires_grad_(True)
+    return loaded
 
 
 def describe(

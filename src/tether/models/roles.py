@@ -1,20 +1,22 @@
-"""Who is policy, reference, critic and reward, and what they share.
+"""Who is policy, reference, critic and reward.
 
 The learner trains an `ActorCritic`; the loop asks `Roles` to evaluate a batch. Neither knows whether the roles are four
-models, adapters on one trunk, or a shared trunk with parts of their own: that is decided here.
+models, adapters on one base, or tops on a shared trunk: that is decided in `sharing.py`.
 """
 
 from __future__ import annotations
 
-import copy
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.models.forward import OutputLayer, hidden_states, trunk_of
+from tether.models.forward import OutputLayer
 from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.sharing import Separate, Sharing, trainable
+from tether.models.trunks import Trunk
 from tether.types import Sequences, TokenOutputs
 
 
@@ -31,15 +33,18 @@ class Evaluation:
 class ActorCritic(nn.Module):
     """The policy, and a critic where the algorithm needs one: a model of its own, or a head on the policy's trunk."""
 
-    def __init__(self, policy: PreTrainedModel, critic: ScalarModel | ScalarHead | None) -> None:
+    def __init__(
+        self, policy: PreTrainedModel, trunk: Trunk | None = None, critic: ScalarModel | ScalarHead | None = None
+    ) -> None:
         super().__init__()
         self.policy = policy
+        self.trunk = trunk if trunk is not None else Separate(policy).policy_trunk()
         self.critic = critic
         self.output = OutputLayer.of(policy)
 
     def forward(self, batch: Sequences) -> TokenOutputs:
         """Log-probs, entropy and values on the batch's response tokens; one pass of each trunk."""
-        hidden = hidden_states(trunk_of(self.policy), batch)
+        hidden = self.trunk(batch)
         logprobs, entropy = self.output.logprobs(hidden, batch)
         values = None
         if self.critic is not None:
@@ -49,7 +54,7 @@ class ActorCritic(nn.Module):
 
     def evaluate(self, batch: Sequences) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`(logprobs, values, final_values)`: what `forward` gives, and the value after the last token."""
-        hidden = hidden_states(trunk_of(self.policy), batch)
+        hidden = self.trunk(batch)
         logprobs, _ = self.output.logprobs(hidden, batch)
         if self.critic is None:
             return logprobs, None, None
@@ -60,61 +65,64 @@ class ActorCritic(nn.Module):
         if isinstance(self.critic, ScalarHead):
             return self.critic, hidden
         assert self.critic is not None
-        return self.critic.head, self.critic.hidden(batch)
+        return self.critic.head, self.critic.trunk(batch)
 
     def distributions(self, batch: Sequences) -> Tensor:
         """(N, V) whole log-distributions at the batch's response tokens."""
-        return self.output.distributions(hidden_states(trunk_of(self.policy), batch), batch)
+        return self.output.distributions(self.trunk(batch), batch)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """The policy's parameters, and the critic's own (a head on the shared trunk owns only the head)."""
-        groups = {"policy": [p for p in self.policy.parameters() if p.requires_grad]}
+        groups = {"policy": trainable(self.policy)}
         if self.critic is not None:
-            groups["critic"] = [p for p in self.critic.parameters() if p.requires_grad]
+            groups["critic"] = trainable(self.critic)
         return groups
 
 
 class ReferencePolicy:
     """The policy before any RL: frozen."""
 
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.model = model.requires_grad_(False)
-        self.output = OutputLayer.of(model)
+    def __init__(self, trunk: Trunk, output: OutputLayer) -> None:
+        self.trunk = trunk
+        self.output = output
 
     def logprobs(self, batch: Sequences) -> Tensor:
         """(B, T)."""
-        return self.output.logprobs(hidden_states(trunk_of(self.model), batch), batch)[0]
+        return self.output.logprobs(self.trunk(batch), batch)[0]
 
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles as separate models, with the critic perhaps a head on the policy's trunk."""
+    """The roles of a run."""
 
     actor: ActorCritic
     reference: ReferencePolicy | None
 
     @classmethod
-    def separate(
+    def build(
         cls,
-        policy: PreTrainedModel,
+        sharing: Sharing,
         *,
-        critic: str | None,
+        critic: Literal["head", "separate"] | None,
         with_reference: bool,
         seed: int,
-        head_deviation: float = 0.0,
+        start_critic_from: ScalarModel | None = None,
     ) -> Roles:
-        """`critic` is None, "head" or "separate"; reference and critic start as copies of the policy.
+        """The policy and what the algorithm needs beside it.
 
-        A value head starts at zero, so that the first advantages are the rewards themselves.
+        A value head starts at zero, so that the first advantages are the rewards themselves; with `start_critic_from`,
+        the critic takes over a reward model's layers and head.
         """
-        reference = ReferencePolicy(copy.deepcopy(policy)) if with_reference else None
+        reference = ReferencePolicy(*sharing.reference()) if with_reference else None
         value: ScalarModel | ScalarHead | None = None
-        if critic == "separate":
-            value = ScalarModel.from_policy(policy, group="critic", deviation=head_deviation, seed=seed)
-        elif critic == "head":
-            like = OutputLayer.of(policy).weight
-            value = ScalarHead(like.shape[1], deviation=head_deviation, seed=seed, like=like)
-        return cls(ActorCritic(policy, value), reference)
+        if critic == "head":
+            value = ScalarHead.like_output(sharing.policy, deviation=0.0, seed=seed)
+        elif critic == "separate":
+            head = ScalarHead.like_output(sharing.policy, deviation=0.0, seed=seed)
+            value = ScalarModel(sharing.scalar_trunk(seed), head, "critic")
+            if start_critic_from is not None:
+                value.load_state_dict(start_critic_from.state_dict())
+        return cls(ActorCritic(sharing.policy, sharing.policy_trunk(), value), reference)
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences) -> Evaluation:

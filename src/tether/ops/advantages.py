@@ -11,6 +11,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tether.ops.statistics import widened
+
 
 def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """G_t = r_t + gamma * G_(t+1)."""
@@ -90,6 +92,7 @@ def n_step(
 
 def group_statistics(scores: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """(B,) each: the size, the sum and the sum of squared deviations from the mean of the row's own group."""
+    scores = widened(scores)
     same = (group_ids[:, None] == group_ids[None, :]).to(scores.dtype)  # (B, B)
     sizes, sums = same.sum(dim=1), same @ scores
     squares = same @ (scores - sums / sizes) ** 2
@@ -108,14 +111,14 @@ def group_advantages(
     advantages = scores - sums / sizes
     if scale_by_std:
         advantages = advantages / ((squares / (sizes - 1 if unbiased else sizes)).sqrt() + epsilon)
-    return advantages
+    return advantages.to(scores.dtype)
 
 
 def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
     """(B,) s minus the mean of the other scores of its group (Kool et al. 2019). A group of one is refused."""
     sizes, sums, _ = group_statistics(scores, group_ids)
     refuse_lone_samples(sizes)
-    return scores - (sums - scores) / (sizes - 1)
+    return (scores - (sums - scores) / (sizes - 1)).to(scores.dtype)
 
 
 def refuse_lone_samples(sizes: Tensor) -> None:

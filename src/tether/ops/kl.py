@@ -34,7 +34,9 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) 
 
 def exact_kl(log_p: Tensor, log_q: Tensor) -> Tensor:
     """(...,) KL(p || q) = sum_v p_v (log p_v - log q_v) from whole log-distributions (..., V)."""
-    return (log_p.exp() * (log_p - log_q)).sum(dim=-1)
+    never = log_p == -torch.inf
+    difference = torch.where(never, 0.0, log_p) - torch.where(never, 0.0, log_q)
+    return (log_p.exp() * difference).sum(dim=-1)
 
 
 class KLController(Protocol):

@@ -12,7 +12,6 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 CHUNK_ELEMENTS = 2**23  # logits held at a time: 32 MiB in fp32, small enough to stay near the cores
 
@@ -149,19 +148,22 @@ class _ChunkedLogprobs(torch.autograd.Function):
             part = slice(start, start + rows)
             logits = to_logits(_product(states[part], weight, bias))
             top = logits.amax(dim=1, keepdim=True)
-            exponentials = (logits - top).exp_()
+            logits = logits.sub_(top)
+            exponentials = logits.exp()
             mass = exponentials.sum(dim=1)
-            normaliser[part] = mass.log() + top[:, 0]
-            entropy[part] = normaliser[part] - exponentials.mul_(logits).sum(dim=1) / mass
-            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - normaliser[part]
+            log_mass = mass.log()
+            normaliser[part] = log_mass + top[:, 0]
+            entropy[part] = log_mass - exponentials.mul_(logits).sum(dim=1) / mass
+            logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - log_mass
         ctx.save_for_backward(states, weight, bias, targets, normaliser, entropy)
         ctx.to_logits, ctx.rows = to_logits, rows
         return logprobs, entropy
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         """d logprob / dz = onehot - p,  d entropy / dz = -p (log p + entropy); then the chain rule through z."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("chunked_logprobs has no second derivative: use log_distributions")
         grad_logprobs, grad_entropy = grad_outputs
         states, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]

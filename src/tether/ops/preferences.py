@@ -13,22 +13,22 @@ def pairwise_losses(chosen: Tensor, rejected: Tensor) -> Tensor:
 
 
 def ranked_pairs(ranks: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """`(better, worse, weight)`, each (P,): the rows of every pair with rank_better < rank_worse in one prompt.
+    """`(better, worse, pairs)`, each (P,): the rows of every pair with rank_better < rank_worse in one prompt.
 
-    `ranks` (0 is best) and `group_ids` are (B,). Ties make no pair. `weight` is 1 / (pairs of that prompt), so the
-    weights of a prompt sum to 1: all its pairs make one example, and a prompt with many answers is not fitted many
-    times over (Ouyang et al. 2022).
+    `ranks` (0 is best) and `group_ids` are (B,). Ties make no pair. `pairs` is how many the pair's prompt has: weighed
+    by 1 / pairs, all pairs of a prompt make one example, and a prompt with many answers is not fitted many times over
+    (Ouyang et al. 2022).
     """
     same = group_ids[:, None] == group_ids[None, :]
     wins = (ranks[:, None] < ranks[None, :]) & same  # (B, B)
     better, worse = torch.argwhere(wins).unbind(dim=1)
-    pairs_of_prompt = same.double() @ wins.sum(dim=1).double()
-    return better, worse, 1.0 / pairs_of_prompt[better]
+    pairs_of_prompt = same.float() @ wins.sum(dim=1).float()
+    return better, worse, pairs_of_prompt[better]
 
 
 def count_ranked_prompts(ranks: Tensor, group_ids: Tensor) -> float:
     """How many prompts have at least one pair; a prompt whose answers all tie has nothing to teach."""
-    return round(float(ranked_pairs(ranks, group_ids)[2].sum()))
+    return round(float((1.0 / ranked_pairs(ranks, group_ids)[2]).sum()))
 
 
 def kwise_total(scores: Tensor, ranks: Tensor, group_ids: Tensor) -> Tensor:
@@ -36,8 +36,8 @@ def kwise_total(scores: Tensor, ranks: Tensor, group_ids: Tensor) -> Tensor:
 
     `scores` (B,). With two answers a prompt this is the sum of `pairwise_losses`.
     """
-    better, worse, weight = ranked_pairs(ranks, group_ids)
-    return (pairwise_losses(scores[better], scores[worse]) * weight.to(scores.dtype)).sum()
+    better, worse, pairs = ranked_pairs(ranks, group_ids)
+    return (pairwise_losses(scores[better], scores[worse]) / pairs.to(scores.dtype)).sum()
 
 
 def dpo_margins(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float) -> Tensor:

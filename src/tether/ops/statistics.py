@@ -5,6 +5,15 @@ from __future__ import annotations
 from torch import Tensor
 
 
+def widened(x: Tensor) -> Tensor:
+    """`x` in float64, where the device has it.
+
+    A mean that is rounded in fp32 leaves a residue in numbers that are all equal, and dividing by their tiny deviation
+    blows it up.
+    """
+    return x if x.device.type == "mps" else x.double()
+
+
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
     """Scalar: the sum of `x` over True places. What stands elsewhere may be anything, NaN included."""
     return x.masked_fill(~mask, 0.0).sum()
@@ -30,8 +39,9 @@ def whiten(
     Advantages are whitened with the mean removed, rewards with the mean kept (Ziegler et al. 2019, whose released
     code uses the population variance).
     """
-    mean = masked_mean(x, mask)
-    whitened = (x - mean) * (masked_variance(x, mask, unbiased=unbiased) + epsilon).rsqrt()
+    wide = widened(x)
+    mean = masked_mean(wide, mask)
+    whitened = (wide - mean) * (masked_variance(wide, mask, unbiased=unbiased) + epsilon).rsqrt()
     if not shift_mean:
         whitened = whitened + mean
-    return whitened.masked_fill(~mask, 0.0)
+    return whitened.masked_fill(~mask, 0.0).to(x.dtype)

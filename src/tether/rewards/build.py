@@ -11,7 +11,7 @@ from tether.errors import ConfigError
 from tether.models.load import LoadedModel
 from tether.protocols import RewardFn
 from tether.rewards.combine import CombinedReward, WeightedReward, failed
-from tether.rewards.model import RewardModelReward
+from tether.rewards.model import LoadShared, RewardModelReward
 from tether.rewards.remote import RemoteReward, token_from
 from tether.rewards.resolve import resolve
 from tether.rewards.rules import rule_reward
@@ -19,21 +19,34 @@ from tether.seeds import derive_seed
 from tether.types import Rollout, Score
 
 
-def build_reward(parts: Sequence[Part], *, own: RewardFn | None, policy: LoadedModel | None, seed: int) -> RewardFn:
-    """The parts combined; where there are none, the task's own reward."""
+def build_reward(
+    parts: Sequence[Part],
+    *,
+    own: RewardFn | None,
+    policy: LoadedModel | None,
+    seed: int,
+    load_shared: LoadShared | None = None,
+) -> RewardFn:
+    """The parts combined; where there are none, the task's own reward.
+
+    `load_shared` loads a reward model onto the trunk that the run's roles share. Without a policy, as in a reward
+    server, a reward model reads texts by its own tokenizer.
+    """
     if not parts:
         return _present(own, "reward.parts is empty and there is no task: name at least one part")
     return CombinedReward(
-        tuple(WeightedReward(part.label, part.weight, _part(part, own, policy, seed)) for part in parts)
+        tuple(WeightedReward(part.label, part.weight, _part(part, own, policy, seed, load_shared)) for part in parts)
     )
 
 
-def _part(part: Any, own: RewardFn | None, policy: LoadedModel | None, seed: int) -> RewardFn:
+def _part(
+    part: Any, own: RewardFn | None, policy: LoadedModel | None, seed: int, load_shared: LoadShared | None
+) -> RewardFn:
     match part:
         case TaskPart():
             return _present(own, "reward.parts: kind task needs a task, and there is none here")
         case ModelPart():
-            return RewardModelReward.load(part, _present(policy, "reward.parts: kind model needs a policy"))
+            return RewardModelReward.load(part, policy, load_shared)
         case FunctionPart():
             return function_reward(part)
         case RemotePart():

@@ -18,8 +18,8 @@ def extract(completion: str, how: Extract, reference: str | None = None) -> str 
 
     whole: all of it. last_line: its last line that is not blank. marker: what the last `<answer>...</answer>`, or else
     the last `answer:`, `answer is` or `####`, is followed by on its line. last_number: its last number. boxed: what is
-    in the last `\\boxed{...}`. auto: boxed, else marker, else the last number where the reference is a number, else
-    the last line.
+    in the last `\\boxed{...}`. auto: boxed, else marker, else the last line; where the reference is
+    a number, the last number in the box, in the marker's first sentence, or in all of it.
     """
     match how:
         case "whole":
@@ -35,7 +35,7 @@ def extract(completion: str, how: Extract, reference: str | None = None) -> str 
         case "auto":
             found = boxed(completion) or marked(completion)
             if reference is not None and number(reference) is not None:
-                return last_numeral(completion if found is None else found)
+                return last_numeral(completion if found is None else first_sentence(found))
             return found or last_line(completion)
 
 
@@ -54,6 +54,11 @@ def marked(completion: str) -> str | None:
     if not matches:
         return None
     return (matches[-1][1] or matches[-1][2] or "").strip(" \t\r*_`") or None
+
+
+def first_sentence(text: str) -> str:
+    """What comes before the first period with a space after it: the answer, in `7. I had 3 tries.`"""
+    return re.split(r"\.\s", text, maxsplit=1)[0]
 
 
 def boxed(completion: str) -> str | None:

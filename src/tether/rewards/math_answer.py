@@ -10,7 +10,7 @@ import math
 import re
 from fractions import Fraction
 
-from tether.rewards.extract import boxed, last_line, marked
+from tether.rewards.extract import boxed, first_sentence, last_line, marked
 from tether.rewards.numerals import DASHES, NUMERAL, close, number
 
 _SPACING = re.compile(r"\\[,;:! ]|\\q?quad\b|\\displaystyle\b|\\left\b|\\right\b|[$~]|\\[()\[\]]")
@@ -35,12 +35,13 @@ def math_correct(completion: str, reference: str, tolerance: float) -> bool:
     """
     if (answer := boxed(completion)) is not None:
         return same_answer(answer, reference, tolerance)
-    answer = marked(completion) or last_line(completion)
+    after_marker = marked(completion)
+    answer = after_marker or last_line(completion)
     if answer is None:
         return False
     if same_answer(answer, reference, tolerance):
         return True
-    found = _last_number(normalise(answer))
+    found = _last_number(normalise(first_sentence(answer) if after_marker else answer))
     return found is not None and same_answer(found, reference, tolerance)
 
 

@@ -11,6 +11,7 @@ held-out question out of training.
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import math
 from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
@@ -35,6 +36,7 @@ REFUSED = {
     **dict.fromkeys(("binary_matrix", "countdown", "intermediate_integration", "n_queens"), _EVALUATES),
     **dict.fromkeys(("polynomial_multiplication", "puzzle24", "simple_integration"), _EVALUATES),
     **dict.fromkeys(("spiral_matrix", "string_insertion"), _EVALUATES),
+    "composite": "it mixes data sets, and could let in one that is refused",
     "pool_matrix": "its questions do not follow from its seed, so training and held-out ones cannot be told apart",
 }
 
@@ -148,10 +150,9 @@ def _check_oracle(dataset: str, options: Mapping[str, Any]) -> None:
 
 def _factory() -> Any:
     try:
-        from reasoning_gym import factory
+        return importlib.import_module("reasoning_gym.factory")
     except ImportError as missing:
         raise ConfigError("task.name: reasoning-gym is not installed: pip install 'tether-rl[reasoning]'") from missing
-    return factory
 
 
 def _near(word: str, known: Sequence[str] | Mapping[str, Any]) -> str:

@@ -1,0 +1,275 @@
+"""Files of records as rows of named fields: JSONL, JSON, CSV and Parquet, told apart by their ending.
+
+Each reader gives every row with the line it begins on, and raises a DataError that names the file, the line and, as far
+as the format lets it be known, the field.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from tether.errors import DataError
+
+NESTED = ("messages", "answers", "ranks")  # CSV has texts only: these hold JSON text
+LONGEST_CELL = 1 << 27  # Python's csv refuses cells above 128 KiB unless told otherwise
+
+_KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:')
+_BLANK = re.compile(r"[ \t\r\n]*")
+
+
+class Row(NamedTuple):
+    """One record's fields, and where it stands: `file.csv, line 3`."""
+
+    fields: dict[str, Any]
+    place: str
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """The rows of a file, by its ending."""
+    reader = READERS.get(Path(path).suffix.lower())
+    if reader is None:
+        raise DataError(
+            f"{path}: unknown file ending {Path(path).suffix!r}; records are read from {', '.join(READERS)}"
+        )
+    try:
+        yield from reader(path)
+    except FileNotFoundError:
+        raise DataError(f"{path}: there is no such file") from None
+    except IsADirectoryError:
+        raise DataError(f"{path}: this is a folder; name a file of records") from None
+
+
+# -- JSON ---------------------------------------------------------------------------------------------------------
+
+
+def _read_jsonl(path: str) -> Iterator[Row]:
+    """One object a line; blank lines are passed over."""
+    for number, line in enumerate(_text(path).split("\n"), start=1):  # not splitlines: U+2028 may stand in a text
+        if line.strip():
+            place = f"{path}, line {number}"
+            value, end = _decode(line, _skip_blank(line, 0), path, number)
+            if line[end:].strip():
+                raise DataError(f"{place}: more than one value, from column {end + 1} on: one record a line")
+            yield Row(_object(value, place), place)
+
+
+def _read_json(path: str) -> Iterator[Row]:
+    """A list of objects; a record's line is the one on which it opens."""
+    text = _text(path)
+    place = _skip_blank(text, 0)
+    if text[place : place + 1] != "[":
+        raise DataError(
+            f"{path}, line 1: a .json file holds one list of objects; with one object a line it is a .jsonl"
+        )
+    place = _skip_blank(text, place + 1)
+    line, counted = 1, 0
+    while text[place : place + 1] != "]":
+        line, counted = line + text.count("\n", counted, place), place
+        value, end = _decode(text, place, path, line)
+        where = f"{path}, line {line}"
+        yield Row(_object(value, where), where)
+        place = _skip_blank(text, end)
+        if text[place : place + 1] == ",":
+            place = _skip_blank(text, place + 1)
+            if text[place : place + 1] == "]":
+                raise DataError(f"{path}, line {_line(text, place)}: a comma and then no further record")
+        elif text[place : place + 1] != "]":
+            raise DataError(f"{path}, line {_line(text, place)}: expected a comma or ] after the record before")
+    if text[place + 1 :].strip():
+        raise DataError(f"{path}, line {_line(text, place)}: something follows the end of the list")
+
+
+def _decode(text: str, place: int, path: str, line: int) -> tuple[Any, int]:
+    """The JSON value that begins at `place` of `text`, and where it ends; `line` is the line it begins on."""
+    try:
+        return _DECODER.raw_decode(text, place)
+    except json.JSONDecodeError as error:
+        broken = line + text.count("\n", place, error.pos)
+        begun = f", in the record that begins on line {line}" if broken != line else ""
+        keys = _KEY.findall(text, place, error.pos)
+        near = f", near field {keys[-1]!r}" if keys else ", before any field"
+        raise DataError(
+            f"{path}, line {broken}: not valid JSON ({error.msg} at column {error.colno}{near}{begun})"
+        ) from None
+    except DataError as error:
+        raise DataError(f"{path}, line {line}: {error}") from None
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number too long to be read
+        raise DataError(f"{path}, line {line}: not JSON that can be read ({error})") from None
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object whose names are all different: JSON would let the last one win, unsaid."""
+    fields = dict(pairs)
+    if len(fields) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise DataError(f"field {twice!r} is given more than once")
+    return fields
+
+
+_DECODER = json.JSONDecoder(object_pairs_hook=_once)
+
+
+def _object(value: Any, place: str) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: a record must be an object with named fields, not {shown(value)}")
+    return value
+
+
+# -- CSV ----------------------------------------------------------------------------------------------------------
+
+
+def _read_csv(path: str) -> Iterator[Row]:
+    """A header row, then a record a row. Lines are those of the file, also where a quoted cell holds newlines.
+
+    An empty cell is an absent value. Fields that are not texts are given as JSON in their cell.
+    """
+    text = _text(path)
+    header: list[str] | None = None
+    for line, cells in _csv_rows(path, text):
+        place = f"{path}, line {line}"
+        if header is None:
+            header = _header(cells, place)
+            continue
+        if len(cells) > len(header):
+            raise DataError(
+                f"{place}: the row has {len(cells)} cells and the header names {len(header)} fields, the last of them "
+                f"{header[-1]!r}: put quotes round a cell that holds a comma"
+            )
+        fields = {name: cell or None for name, cell in zip(header, cells, strict=False)}
+        yield Row({name: _nested(name, cell, place) for name, cell in fields.items()}, place)
+
+
+def _csv_rows(path: str, text: str) -> list[tuple[int, list[str]]]:
+    """(line it begins on, cells) of every row that is not blank."""
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    header: list[str] = []
+    previous = csv.field_size_limit(LONGEST_CELL)
+    rows: list[tuple[int, list[str]]] = []
+    line = 1
+    try:
+        for cells in reader:
+            if cells:
+                header = header or cells
+                rows.append((line, cells))
+            line = reader.line_num + 1
+    except csv.Error as error:
+        column = _broken_cell(text, line)
+        name = header[column] if column < len(header) else f"column {column + 1}"
+        raise DataError(f"{path}, line {line}: not valid CSV in field {name!r} ({error}): check its quotes") from None
+    finally:
+        csv.field_size_limit(previous)
+    return rows
+
+
+def _broken_cell(text: str, line: int) -> int:
+    """Which cell, counted from 0, of the row that begins on `line` has a quote that is not closed or not followed
+    by a comma.
+    """
+    row = "".join(io.StringIO(text, newline="").readlines()[line - 1 :])
+    column, place = 0, 0
+    cell = re.compile(r'"(?:[^"]|"")*"|[^",\r\n][^,\r\n]*|')
+    while (found := cell.match(row, place)) and row[found.end() : found.end() + 1] == ",":
+        column, place = column + 1, found.end() + 1
+    return column
+
+
+def _header(cells: list[str], place: str) -> list[str]:
+    names = [cell.strip() for cell in cells]
+    for column, name in enumerate(names):
+        if not name:
+            raise DataError(f"{place}: column {column + 1} of the header has no name")
+        if name in names[:column]:
+            raise DataError(f"{place}: the header names field {name!r} more than once")
+    return names
+
+
+def _nested(name: str, cell: str | None, place: str) -> Any:
+    """A cell's value: the JSON in it where the field is not a text. A prompt is a text unless it is messages."""
+    if cell is None or not (name in NESTED or (name == "prompt" and cell.lstrip().startswith("[{"))):
+        return cell
+    try:
+        return json.loads(cell)
+    except (ValueError, RecursionError) as error:
+        if name == "prompt":
+            return cell
+        raise DataError(f"{place}: field {name!r} must hold JSON text, not {shown(cell)} ({error})") from None
+
+
+# -- Parquet ------------------------------------------------------------------------------------------------------
+
+
+def _read_parquet(path: str) -> Iterator[Row]:
+    """A record a row; rows are counted from 1, and stand for lines."""
+    try:
+        import pyarrow as arrow
+        import pyarrow.parquet as parquet
+    except ImportError:
+        raise DataError(
+            f"{path}: reading Parquet needs pyarrow, which is not installed: pip install 'tether-rl[parquet]'"
+        ) from None
+    number = 0
+    try:
+        with parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches():
+                for row in range(batch.num_rows):
+                    number += 1
+                    place = f"{path}, row {number}"
+                    yield Row({name: _cell(batch[name][row], name, place) for name in batch.schema.names}, place)
+    except (arrow.ArrowException, OSError) as error:
+        if isinstance(error, (FileNotFoundError, IsADirectoryError)):
+            raise
+        reason = str(error).partition("\n")[0]
+        raise DataError(f"{path}, after row {number}: not a Parquet file that can be read ({reason})") from None
+
+
+def _cell(scalar: Any, name: str, place: str) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: field {name!r} is not UTF-8 text ({error.reason})") from None
+
+
+# -- small parts --------------------------------------------------------------------------------------------------
+
+
+def _text(path: str) -> str:
+    """The file as text, without the mark that some editors put before UTF-8."""
+    data = Path(path).read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        keys = _KEY.findall(data[: error.start].rpartition(b"\n")[2].decode("utf-8", "replace"))
+        near = f", near field {keys[-1]!r}" if keys else ""
+        raise DataError(f"{path}, line {line}: not UTF-8 text ({error.reason} at byte {error.start}{near})") from None
+
+
+def _skip_blank(text: str, place: int) -> int:
+    found = _BLANK.match(text, place)
+    assert found is not None
+    return found.end()
+
+
+def _line(text: str, place: int) -> int:
+    return text.count("\n", 0, place) + 1
+
+
+def shown(value: Any) -> str:
+    """A value for an error message, cut short."""
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+READERS: dict[str, Callable[[str], Iterator[Row]]] = {
+    ".jsonl": _read_jsonl,
+    ".json": _read_json,
+    ".csv": _read_csv,
+    ".parquet": _read_parquet,
+}

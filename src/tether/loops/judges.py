@@ -1,0 +1,151 @@
+"""Who says which of two answers is better: a score (a rule, a reward model, a task), or a judge behind HTTP."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple, Protocol
+
+from tether.config.rewards import RemotePart
+from tether.protocols import RewardFn
+from tether.rewards.post import PostError, post_json
+from tether.rewards.remote import RemoteReward
+from tether.rewards.score import score_rollouts
+from tether.types import Rollout
+
+Choice = Literal["first", "second", "tie"]
+MIRRORED: dict[Choice, Choice] = {"first": "second", "second": "first", "tie": "tie"}
+VERSION = 1
+
+
+class Pair(NamedTuple):
+    """Two models' answers to one prompt."""
+
+    first: Rollout
+    second: Rollout
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a judge says of one pair; `choice` is None, and `reason` says why, where it could not judge."""
+
+    choice: Choice | None
+    orders_agree: bool = True
+    reason: str = ""
+
+
+class Judge(Protocol):
+    """Compares answers, pair by pair."""
+
+    def __call__(self, pairs: Sequence[Pair]) -> Sequence[Verdict]:
+        """One verdict for each pair, in order."""
+        ...
+
+
+@dataclass(frozen=True)
+class ScoreJudge:
+    """The answer with the higher score wins; scores within `margin` of each other tie. Order cannot matter."""
+
+    reward: RewardFn
+    margin: float = 0.0
+
+    def __call__(self, pairs: Sequence[Pair]) -> list[Verdict]:
+        """One verdict for each pair; none where either answer could not be scored."""
+        firsts, seconds = (self._scores([pair[side] for pair in pairs]) for side in (0, 1))
+        return [self._verdict(one - other) for one, other in zip(firsts, seconds, strict=True)]
+
+    def _scores(self, rollouts: Sequence[Rollout]) -> list[float]:
+        scores = score_rollouts(self.reward, rollouts, max_failure_rate=1.0)
+        return [score.value if score.valid else math.nan for score in scores]
+
+    def _verdict(self, lead: float) -> Verdict:
+        if not math.isfinite(lead):
+            return Verdict(None, reason="an answer could not be scored")
+        if abs(lead) <= self.margin:
+            return Verdict("tie")
+        return Verdict("first" if lead > 0 else "second")
+
+
+class RemoteJudge:
+    """A judge behind HTTP, asked about every pair in both orders: if its choice changes with the order, it is a tie.
+
+    The protocol, version 1 (docs/evaluation.md): POST `{"version": 1, "items": [{"id", "prompt", "messages", "first",
+    "second"}]}`, answered by `{"choices": [{"id", "choice": "first" | "second" | "tie"}]}` in any order. The two orders
+    of a pair are never in one request, and nothing in a request says which model an answer is from.
+    """
+
+    def __init__(self, part: RemotePart, *, token: str | None, seed: int, **options: Any) -> None:
+        self.part = part
+        self.token = token
+        self.waits = RemoteReward(part, token=token, seed=seed, **options)  # retries wait as a reward's do
+
+    def __call__(self, pairs: Sequence[Pair]) -> list[Verdict]:
+        """One verdict for each pair; none where either order was not answered."""
+        straight = self._ask([_item(pair.first, pair.second) for pair in pairs])
+        swapped = self._ask([_item(pair.second, pair.first) for pair in pairs])
+        return [_both_orders(one, other) for one, other in zip(straight, swapped, strict=True)]
+
+    def _ask(self, items: Sequence[dict[str, Any]]) -> list[Verdict]:
+        verdicts: list[Verdict] = []
+        for start in range(0, len(items), self.part.batch_size):
+            batch = items[start : start + self.part.batch_size]
+            verdicts += self._batch(start, [{"id": str(start + place)} | item for place, item in enumerate(batch)])
+        return verdicts
+
+    def _batch(self, start: int, items: list[dict[str, Any]]) -> list[Verdict]:
+        body = json.dumps({"version": VERSION, "items": items}).encode()
+        for attempt in range(self.part.retries + 1):
+            try:
+                answer = post_json(
+                    self.part.url,
+                    body,
+                    token=self.token,
+                    timeout_seconds=self.part.timeout_seconds,
+                    max_bytes=self.part.max_response_bytes,
+                )
+                return read_choices(answer, [item["id"] for item in items])
+            except PostError as error:
+                if not error.retriable or attempt == self.part.retries:
+                    return [Verdict(None, reason=error.reason)] * len(items)
+                self.waits.sleep(self.waits.wait(start, attempt))
+        raise AssertionError("the last attempt returns")
+
+
+def read_choices(answer: bytes, ids: Sequence[str]) -> list[Verdict]:
+    """The choices by id. What is wrong with one item fails that item alone; an unreadable answer fails all."""
+    try:
+        choices = json.loads(answer)["choices"]
+    except (ValueError, RecursionError):
+        return [Verdict(None, reason="not_json")] * len(ids)
+    except (TypeError, KeyError, IndexError):
+        return [Verdict(None, reason="wrong_shape")] * len(ids)
+    if not isinstance(choices, list) or not all(isinstance(choice, dict) for choice in choices):
+        return [Verdict(None, reason="wrong_shape")] * len(ids)
+    named = [choice for choice in choices if isinstance(choice.get("id"), str)]
+    times = Counter(choice["id"] for choice in named)
+    values = {choice["id"]: choice.get("choice") for choice in named}
+    return [_verdict(values.get(id), times[id]) for id in ids]
+
+
+def _verdict(choice: Any, times: int) -> Verdict:
+    if times != 1:
+        return Verdict(None, reason="missing" if times == 0 else "duplicate")
+    known: Choice | None = next((word for word in MIRRORED if word == choice), None)
+    return Verdict(known) if known else Verdict(None, reason="not_a_choice")
+
+
+def _both_orders(straight: Verdict, swapped: Verdict) -> Verdict:
+    if straight.choice is None or swapped.choice is None:
+        return straight if straight.choice is None else swapped
+    if straight.choice == MIRRORED[swapped.choice]:
+        return straight
+    return Verdict("tie", orders_agree=False)
+
+
+def _item(first: Rollout, second: Rollout) -> dict[str, Any]:
+    messages = [dict(message) for message in first.prompt.messages]
+    prompt = messages[-1]["content"]
+    return {"prompt": prompt, "messages": messages, "first": first.completion, "second": second.completion}

@@ -1,0 +1,1 @@
+"""Text metrics and confidence intervals, as pure functions."""

@@ -1,0 +1,172 @@
+"""Three ways for the roles to share memory: not at all, as adapters on one base, or as tops on one trunk."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tether.config.parts import RolesSettings
+from tether.errors import ConfigError
+from tether.models.forward import OutputLayer, trunk_of
+from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.lora import CONFIG, inject_lora, load_lora, lora_config, target_names
+from tether.models.trunks import SharedTrunk, TopTrunk, Trunk, check_split, own_top, shared_tree, top_parameters
+
+
+class Sharing(Protocol):
+    """What the roles are made from."""
+
+    @property
+    def policy(self) -> PreTrainedModel:
+        """The tree that is trained, sampled from and saved."""
+        ...
+
+    def policy_trunk(self) -> Trunk:
+        """The policy's trunk."""
+        ...
+
+    def reference(self) -> tuple[Trunk, OutputLayer]:
+        """The policy as it was loaded, frozen."""
+        ...
+
+    def scalar_trunk(self, seed: int) -> Trunk:
+        """A trainable trunk for a critic or reward model, which computes what the loaded policy's does."""
+        ...
+
+    def load_scalar(self, folder: Path, group: str) -> ScalarModel:
+        """A saved reward model in this way of sharing."""
+        ...
+
+
+@dataclass(frozen=True)
+class Separate:
+    """Every role is a whole model of its own."""
+
+    policy: PreTrainedModel
+
+    def policy_trunk(self) -> Trunk:
+        """The policy's trunk."""
+        return Trunk(trunk_of(self.policy))
+
+    def reference(self) -> tuple[Trunk, OutputLayer]:
+        """A frozen copy."""
+        model = copy.deepcopy(self.policy).requires_grad_(False)
+        return Trunk(trunk_of(model)), OutputLayer.of(model)
+
+    def scalar_trunk(self, seed: int) -> Trunk:
+        """A copy of the policy's trunk."""
+        del seed
+        return Trunk(copy.deepcopy(trunk_of(self.policy)).requires_grad_(True))
+
+    def load_scalar(self, folder: Path, group: str) -> ScalarModel:
+        """As it was saved."""
+        loaded = ScalarModel.load(folder, self.policy.dtype, self.policy.device)
+        return ScalarModel(loaded.trunk, loaded.head, group)
+
+
+class Adapters:
+    """One frozen base; policy, critic and reward are low-rank adapters on it; the reference is the base itself."""
+
+    def __init__(self, base: PreTrainedModel, rank: int, alpha: float, targets: str, seed: int) -> None:
+        self.base = base.requires_grad_(False)
+        names = target_names(trunk_of(base), targets)
+        self.config = lora_config(rank, alpha, names, getattr(base.config, "name_or_path", None))
+        self.policy = shared_tree(base)
+        inject_lora(self.policy, self.config, seed)
+
+    def policy_trunk(self) -> Trunk:
+        """The base with the policy's adapters."""
+        return Trunk(trunk_of(self.policy))
+
+    def reference(self) -> tuple[Trunk, OutputLayer]:
+        """The base without any."""
+        return Trunk(trunk_of(self.base)), OutputLayer.of(self.base)
+
+    def scalar_trunk(self, seed: int) -> Trunk:
+        """The base with fresh adapters."""
+        tree = shared_tree(trunk_of(self.base))
+        inject_lora(tree, self.config, seed)
+        return Trunk(tree)
+
+    def load_scalar(self, folder: Path, group: str) -> ScalarModel:
+        """The base with the adapters and head that were saved."""
+        if not (folder / CONFIG).is_file():
+            raise ConfigError(f"{folder} holds no adapters: train the reward model with roles.mode adapters")
+        trunk = self.scalar_trunk(0)
+        beside = load_lora(trunk.model, folder, inside=f"{self.base.base_model_prefix}.")
+        head = ScalarHead.like_output(self.base, deviation=0.0, seed=0)
+        with torch.no_grad():
+            head.weight.copy_(beside["score.weight"])
+            head.bias.fill_(ScalarModel.saved_bias(folder))
+        return ScalarModel(trunk, head, group)
+
+
+class Tops:
+    """A shared frozen trunk, run once a row; policy, critic, reward and reference each own the top layers."""
+
+    def __init__(self, model: PreTrainedModel, layers: int) -> None:
+        trunk = trunk_of(model)
+        depth = trunk.config.num_hidden_layers - layers
+        if depth < 1:
+            raise ConfigError(
+                f"roles.top_layers is {layers}, but the model has {trunk.config.num_hidden_layers} layers: leave at "
+                "least one to share, or use roles.mode separate"
+            )
+        self.policy = model.requires_grad_(False)
+        self.shared = SharedTrunk(trunk, depth)
+        check_split(trunk, depth)
+        self.start = own_top(trunk, depth)  # the policy as loaded: its own top is about to be trained
+        for parameter in top_parameters(trunk, depth):
+            parameter.requires_grad_(True)
+
+    def policy_trunk(self) -> Trunk:
+        """The policy's top on the shared trunk."""
+        return TopTrunk(trunk_of(self.policy), self.shared)
+
+    def reference(self) -> tuple[Trunk, OutputLayer]:
+        """The top as it was loaded."""
+        return TopTrunk(self.start.requires_grad_(False), self.shared), OutputLayer.of(self.policy)
+
+    def scalar_trunk(self, seed: int) -> Trunk:
+        """A copy of the loaded top."""
+        del seed
+        return self._trainable(own_top(self.start, self.shared.depth))
+
+    def load_scalar(self, folder: Path, group: str) -> ScalarModel:
+        """A reward model that was trained as a top on the same trunk."""
+        loaded = ScalarModel.load(folder, self.policy.dtype, self.policy.device)
+        theirs, ours = loaded.trunk.model.state_dict(), trunk_of(self.policy).state_dict()
+        upper = {id(parameter) for parameter in top_parameters(loaded.trunk.model, self.shared.depth)}
+        lower = [name for name, parameter in loaded.trunk.model.named_parameters() if id(parameter) not in upper]
+        if any(not torch.equal(theirs[name], ours[name]) for name in lower):
+            raise ConfigError(
+                f"{folder} was not trained on this model's trunk: train it with the same roles.top_layers"
+            )
+        tree = own_top(self.start, self.shared.depth)
+        tree.load_state_dict(theirs)
+        return ScalarModel(self._trainable(tree), loaded.head, group)
+
+    def _trainable(self, tree: PreTrainedModel) -> Trunk:
+        for parameter in top_parameters(tree, self.shared.depth):
+            parameter.requires_grad_(True)
+        return TopTrunk(tree, self.shared)
+
+
+def build_sharing(model: PreTrainedModel, settings: RolesSettings, seed: int) -> Sharing:
+    """The way of sharing that the recipe asks for."""
+    if settings.mode == "adapters":
+        return Adapters(model, settings.lora_rank, settings.lora_alpha, settings.lora_targets, seed)
+    if settings.mode == "top":
+        return Tops(model, settings.top_layers)
+    return Separate(model)
+
+
+def trainable(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that are trained."""
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]

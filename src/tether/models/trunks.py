@@ -1,0 +1,177 @@
+"""Trunks: what turns tokens into hidden states, whole or in two parts of which the lower is shared.
+
+Roles share memory by sharing *tensors*: each role has a module tree of its own, and trees hold the same parameters
+where the roles have them in common. No role is switched on or off, so nothing depends on who ran last.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import OrderedDict
+from typing import TypeVar
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tether.errors import ConfigError
+from tether.models.forward import hidden_states
+from tether.types import Sequences
+
+Model = TypeVar("Model", bound=nn.Module)
+FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+
+
+def shared_tree(model: Model) -> Model:
+    """A second module tree over the very same tensors: what is replaced in one tree stays as it was in the other."""
+    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
+    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
+
+
+class Trunk(nn.Module):
+    """A whole trunk. `model` is its tree, for saving and for looking at its parameters."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, batch: Sequences) -> Tensor:
+        """(B, T, H) hidden states after the final norm."""
+        return hidden_states(self.model, batch)
+
+
+class TopTrunk(Trunk):
+    """A trunk whose lower layers are a `SharedTrunk`'s: only the layers above them are run here."""
+
+    def __init__(self, model: PreTrainedModel, shared: SharedTrunk) -> None:
+        super().__init__(model)
+        self.shared = shared
+        self.top = layers_between(model, shared.depth, None)
+
+    def forward(self, batch: Sequences) -> Tensor:
+        """(B, T, H) hidden states after the final norm."""
+        return hidden_states(self.top, batch, self.shared.states(batch))
+
+
+class SharedTrunk:
+    """The frozen lower layers of several roles. A row is run through them once and remembered.
+
+    Rows are known by their tokens: the states of a row depend on nothing else, because positions start at its first
+    real token and padding is not attended to. The least recently used rows are forgotten above `memory_bytes`.
+    """
+
+    def __init__(self, model: PreTrainedModel, depth: int, memory_bytes: int = 2**29) -> None:
+        self.depth = depth
+        self.bottom = layers_between(model, 0, depth)
+        self.memory_bytes = memory_bytes
+        self.rows_run = 0
+        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
+        self._bytes = 0
+
+    @torch.no_grad()
+    def states(self, batch: Sequences) -> Tensor:
+        """(B, T, H) what the lower layers put out; 0 on padding."""
+        keys, places = _row_keys(batch)
+        unknown = [row for row, key in enumerate(keys) if key not in self._rows]
+        fresh: dict[bytes, Tensor] = {}
+        if unknown:
+            self.rows_run += len(unknown)
+            rows = torch.tensor(unknown)
+            found = hidden_states(self.bottom, batch.select(rows))
+            fresh = {keys[row]: found[index, places[row]] for index, row in enumerate(unknown)}
+        width = next(iter((fresh or self._rows).values())).shape[-1]
+        like = self.bottom.get_input_embeddings().weight
+        assert isinstance(like, Tensor)
+        result = torch.zeros(*batch.tokens.shape, width, dtype=like.dtype, device=like.device)
+        for row, key in enumerate(keys):
+            result[row, places[row]] = fresh[key] if key in fresh else self._rows[key]
+        for key in keys:
+            self._remember(key, fresh.get(key))
+        return result
+
+    def _remember(self, key: bytes, states: Tensor | None) -> None:
+        if key in self._rows:
+            self._rows.move_to_end(key)
+        elif states is not None:
+            self._rows[key] = states.clone()
+            self._bytes += states.nbytes
+        while self._bytes > self.memory_bytes:
+            self._bytes -= self._rows.popitem(last=False)[1].nbytes
+
+
+def _row_keys(batch: Sequences) -> tuple[list[bytes], list[Tensor]]:
+    """Each row's real tokens as bytes, and the columns they stand in."""
+    tokens, mask = batch.tokens.cpu(), batch.attention_mask.cpu()
+    places = [row.nonzero()[:, 0] for row in mask]
+    keys = [tokens[row, columns].numpy().tobytes() for row, columns in enumerate(places)]
+    return keys, [columns.to(batch.tokens.device) for columns in places]
+
+
+def layers_between(trunk: PreTrainedModel, start: int, stop: int | None) -> PreTrainedModel:
+    """The trunk cut down to its layers [start, stop), sharing their modules; the final norm only with the last one.
+
+    Run with the states that layer `start` would have been given in place of embeddings.
+    """
+    name, layers = layer_list(trunk)
+    kept = list(layers)[start:stop]
+    part = copy.copy(trunk)
+    part._modules = dict(trunk._modules)
+    part.config = copy.copy(trunk.config)
+    part.config.num_hidden_layers = len(kept)
+    if getattr(part.config, "layer_types", None):
+        part.config.layer_types = list(part.config.layer_types)[start:stop]
+    setattr(part, name, nn.ModuleList(kept))
+    if stop is not None:
+        setattr(part, final_norm_name(trunk), nn.Identity())
+    return part
+
+
+def layer_list(trunk: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The trunk's layers, and the attribute that holds them."""
+    for name, child in trunk.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == trunk.config.num_hidden_layers:
+            return name, child
+    raise ConfigError(
+        f"roles.mode: the layers of {type(trunk).__name__} cannot be told apart; use separate or adapters"
+    )
+
+
+def final_norm_name(trunk: PreTrainedModel) -> str:
+    """The attribute that holds the norm after the last layer."""
+    for name in FINAL_NORMS:
+        if isinstance(getattr(trunk, name, None), nn.Module):
+            return name
+    raise ConfigError(f"roles.mode: {type(trunk).__name__} has no final norm that is known; use separate or adapters")
+
+
+def own_top(trunk: PreTrainedModel, depth: int) -> PreTrainedModel:
+    """A tree that shares the trunk's layers below `depth` and has copies of its own of those above, and of the norm."""
+    tree = shared_tree(trunk)
+    name, layers = layer_list(tree)
+    upper = [copy.deepcopy(layer) for layer in list(layer_list(trunk)[1])[depth:]]
+    setattr(tree, name, nn.ModuleList([*list(layers)[:depth], *upper]))
+    norm = final_norm_name(trunk)
+    setattr(tree, norm, copy.deepcopy(getattr(trunk, norm)))
+    return tree
+
+
+def top_parameters(trunk: PreTrainedModel, depth: int) -> list[nn.Parameter]:
+    """The parameters above `depth`: layers and final norm."""
+    layers = list(layer_list(trunk)[1])[depth:]
+    norm: nn.Module = getattr(trunk, final_norm_name(trunk))
+    return [parameter for module in (*layers, norm) for parameter in module.parameters()]
+
+
+@torch.no_grad()
+def check_split(trunk: PreTrainedModel, depth: int) -> None:
+    """Raise unless the two parts, one after the other, are the whole: not every architecture can be cut so."""
+    device = trunk.device
+    tokens = torch.arange(12, device=device).reshape(2, 6) % trunk.config.get_text_config().vocab_size
+    mask = torch.tensor([[True] * 6, [False, True, True, True, True, True]], device=device)
+    probe = Sequences(tokens=tokens, attention_mask=mask, response_mask=mask)
+    whole, parts = hidden_states(trunk, probe)[mask], TopTrunk(trunk, SharedTrunk(trunk, depth))(probe)[mask]
+    tolerance = 1e-3 if whole.dtype == torch.float32 else 0.1
+    if not torch.allclose(whole, parts, atol=tolerance, rtol=tolerance):
+        raise ConfigError(
+            f"roles.mode: {type(trunk).__name__} cannot be cut into a shared trunk and tops; use separate or adapters"
+        )
