@@ -154,7 +154,7 @@ def _serve_reward(words: list[str]) -> int:
 
 
 def _in_module(verb: str, module: str) -> Callable[[list[str]], int]:
-    """A verb in a module of its own, light to import, with `SUMMARY`, `add_options(parser)` and `run(options) -> int`."""
+    """A verb in a light module of its own: `SUMMARY`, `add_options(parser)`, `run(options) -> int`."""
 
     def run(words: list[str]) -> int:
         its = import_module(module)

@@ -147,3 +147,40 @@ def test_prompts_from_a_file(tmp_path):
     with pytest.raises(DataError, match="no such file"):
         build("ppo", "--task.prompts", str(tmp_path / "missing.jsonl"))
     assert Path("recipes").is_dir()
+
+
+def test_critic_warm_up_teaches_the_critic_and_leaves_the_policy():
+    parts = build("ppo", "--ppo.critic_warmup", "1", "--ppo.max_kl_old", "0.5")
+    before = parts.learner.flat_parameters("policy"), parts.learner.flat_parameters("critic")
+    steps = train_rl(parts)
+    assert "policy_loss" not in next(steps).metrics
+    assert torch.equal(parts.learner.flat_parameters("policy"), before[0])
+    assert not torch.equal(parts.learner.flat_parameters("critic"), before[1])
+    next(steps)
+    assert not torch.equal(parts.learner.flat_parameters("policy"), before[0])
+
+
+@pytest.mark.parametrize("record", ['{"text": "abababababababab"}', '{"prompt": "a", "completion": "babababab"}'])
+def test_mixed_in_text_is_learned_beside_the_reward(tmp_path, record):
+    path = tmp_path / "text.jsonl"
+    path.write_text(record + "\n")
+    results = list(train_rl(build("ppo", "--ptx.data", str(path), "--ptx.coef", "5", "--run.steps", "6")))
+    losses = [result.metrics["ptx_loss"] for result in results]
+    assert losses[-1] < 0.7 * losses[0]
+    assert "score" in results[-1].metrics
+
+
+def test_held_out_prompts_are_scored_and_the_best_model_is_kept(tmp_path, capsys):
+    more = ["--evaluation.every", "2", "--run.steps", "5", "--run.directory", str(tmp_path), "--run.name", "best"]
+    recipe = load_recipe("ppo", "recipes/tiny-ppo.yaml", [*SMALL, *more])
+    assert run_recipe(recipe, json_output=True) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert "start/held_out/score" in lines[0]
+    assert [line["step"] for line in lines if "held_out/score" in line] == [1, 3, 4]
+    improved = max(line.get("held_out/score", 0.0) for line in lines) > lines[0]["start/held_out/score"]
+    assert (tmp_path / "best" / "best" / "config.json").is_file() == improved
+
+
+def test_k1_in_the_loss_is_refused():
+    with pytest.raises(ValueError, match="k2 or k3"):
+        load_recipe("ppo", None, ["--kl.place", "loss"])

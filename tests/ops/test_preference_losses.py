@@ -57,18 +57,18 @@ def test_kwise_golden():
     ranks, groups = torch.tensor([0, 1, 2, 0, 1]), torch.tensor([5, 5, 5, 8, 8])
     wanted = (math.log(9 / 6) + math.log(7 / 6) + math.log(4 / 3)) / 3 + math.log(3 / 2)
     close(kwise_total(scores, ranks, groups), wanted)
-    better, worse, weight = ranked_pairs(ranks, groups)
+    better, worse, pairs = ranked_pairs(ranks, groups)
     assert list(zip(better.tolist(), worse.tolist(), strict=True)) == [(0, 1), (0, 2), (1, 2), (3, 4)]
-    close(weight, [1 / 3, 1 / 3, 1 / 3, 1.0])
+    assert pairs.tolist() == [3, 3, 3, 1]
     assert count_ranked_prompts(ranks, groups) == 2
 
 
 def test_ties_make_no_pair():
     # Ranks 0, 0, 1: pairs (0, 2) and (1, 2) only; a prompt of ties teaches nothing.
     ranks, groups = torch.tensor([0, 0, 1, 3, 3]), torch.tensor([0, 0, 0, 1, 1])
-    better, worse, weight = ranked_pairs(ranks, groups)
+    better, worse, pairs = ranked_pairs(ranks, groups)
     assert list(zip(better.tolist(), worse.tolist(), strict=True)) == [(0, 2), (1, 2)]
-    assert weight.tolist() == [0.5, 0.5]
+    assert pairs.tolist() == [2, 2]
     assert count_ranked_prompts(ranks, groups) == 1
     assert kwise_total(torch.ones(2), torch.tensor([3, 3]), torch.tensor([0, 0])) == 0.0
 

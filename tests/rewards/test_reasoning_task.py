@@ -135,6 +135,7 @@ def test_what_is_wrong_is_told(gym, name: str, options: dict, said: str):
 
 
 def test_without_the_package_the_extra_is_named(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "reasoning_gym.factory", None)
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(ConfigError, match=r"pip install 'tether-rl\[reasoning\]'"):
         ReasoningTask("chain_sum", {})

@@ -18,6 +18,9 @@ from tether.types import EvaluatedBatch, Experience, Measures, TokenOutputs, ext
 
 TokenObjective = Objective[Experience, TokenOutputs]
 
+ExtraGradient = Callable[[Learner], Measures]
+"""Adds the gradient of something else (pretraining data, in PPO-ptx) to the one that was gathered."""
+
 
 @dataclass(frozen=True)
 class Coefficients:
@@ -50,9 +53,14 @@ class UpdateRule(Protocol):
     """How a batch of experience becomes optimiser steps."""
 
     def __call__(
-        self, learner: Learner, experience: Experience, objective: TokenObjective, generator: torch.Generator
+        self,
+        learner: Learner,
+        experience: Experience,
+        objective: TokenObjective,
+        generator: torch.Generator,
+        extra: ExtraGradient | None = None,
     ) -> Measures:
-        """Update, and report."""
+        """Update, and report. `extra` adds its gradient to every step."""
         ...
 
 
@@ -80,8 +88,16 @@ class Algorithm:
     minibatch_size: int
     crediting: Crediting
     controllers: Controllers = Controllers(FixedKL(0.0), FixedKL(0.0))
+    warmup_steps: int = 0
+    warmup_objective: TokenObjective | None = None
     needs_critic: bool = False
     needs_groups: bool = False
+
+    def objective_at(self, step: int, coefficients: Coefficients) -> TokenObjective:
+        """What iteration `step` minimises: at first perhaps the critic's loss alone."""
+        if step < self.warmup_steps and self.warmup_objective is not None:
+            return self.warmup_objective
+        return self.objective(coefficients)
 
     @property
     def needs_reference(self) -> bool:

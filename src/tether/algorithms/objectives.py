@@ -161,7 +161,9 @@ class ValueObjective:
 
 @dataclass(frozen=True)
 class SFTObjective:
-    """-log pi over the answer's tokens."""
+    """-log pi over the answer's tokens, times a weight."""
+
+    coef: float = 1.0
 
     def size(self, batch: Sequences) -> float:
         """Tokens."""
@@ -169,7 +171,7 @@ class SFTObjective:
 
     def __call__(self, outputs: TokenOutputs, batch: Sequences) -> Loss:
         """The sum over a micro-batch."""
-        return Loss(-masked_sum(outputs.logprobs, batch.response_mask), Measures())
+        return Loss(-self.coef * masked_sum(outputs.logprobs, batch.response_mask), Measures())
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from tether.algorithms.algorithm import Algorithm, Coefficients, Controllers
 from tether.algorithms.estimators import GAE
-from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped
+from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped, ValueObjective
 from tether.algorithms.shared import aggregation, crediting, kl_in_loss, penalty_controller, reference_controller
 from tether.algorithms.updates import MinibatchEpochs
 from tether.config.methods import PPOSettings
@@ -48,5 +48,7 @@ def ppo(settings: PPOSettings, kl: KLSettings, reward: RewardSettings) -> Algori
             bootstrap_truncated=settings.bootstrap_truncated,
         ),
         controllers=Controllers(reference_controller(kl), penalty_controller(settings.penalty)),
+        warmup_steps=settings.critic_warmup,
+        warmup_objective=ValueObjective(settings.value_coef, settings.value_clip),
         needs_critic=True,
     )

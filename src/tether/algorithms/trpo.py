@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tether.algorithms.algorithm import Algorithm, Controllers, TokenObjective
+from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
 from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import PolicyObjective, Unclipped, ValueObjective
 from tether.algorithms.shared import crediting, reference_controller
@@ -53,9 +53,15 @@ class TrustRegionStep:
     settings: TRPOSettings
 
     def __call__(
-        self, learner: Learner, experience: Experience, objective: TokenObjective, generator: torch.Generator
+        self,
+        learner: Learner,
+        experience: Experience,
+        objective: TokenObjective,
+        generator: torch.Generator,
+        extra: ExtraGradient | None = None,
     ) -> Measures:
         """s solves (F + damping I) s = g; step back from s * sqrt(2 max_kl / s^T (F + damping I) s) until it holds."""
+        assert extra is None, "a trust region is over the surrogate alone"
         measures = learner.backward(experience, objective)
         gradient = -learner.flat_gradient("policy")
         learner.discard()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from tether.algorithms.algorithm import TokenObjective
+from tether.algorithms.algorithm import ExtraGradient, TokenObjective
 from tether.learner.batching import minibatches
 from tether.learner.learner import Learner
 from tether.types import Experience, Measures
@@ -27,11 +29,26 @@ class MinibatchEpochs:
     measure_after: bool = False
 
     def __call__(
-        self, learner: Learner, experience: Experience, objective: TokenObjective, generator: torch.Generator
+        self,
+        learner: Learner,
+        experience: Experience,
+        objective: TokenObjective,
+        generator: torch.Generator,
+        extra: ExtraGradient | None = None,
     ) -> Measures:
         """Take the steps; the first epoch in the batch's own order, the others shuffled."""
         measures = Measures()
-        stopped = self._epochs(learner, experience, objective, generator, measures)
+        stopped = False
+        for rows in self._steps(experience, generator):
+            seen = learner.backward(experience.select(rows), objective)
+            measures.merge(seen)
+            if self.max_kl is not None and "kl_old" in seen.weighted and seen.mean("kl_old") > self.max_kl:
+                learner.discard()
+                stopped = True
+                break
+            if extra is not None:
+                measures.merge(extra(learner))
+            measures.merge(learner.step())
         measures.count("early_stop", float(stopped))
         if self.measure_after:
             with torch.no_grad():
@@ -40,20 +57,6 @@ class MinibatchEpochs:
                     measures.add("kl_old_after", total, weight)
         return measures
 
-    def _epochs(
-        self,
-        learner: Learner,
-        experience: Experience,
-        objective: TokenObjective,
-        generator: torch.Generator,
-        measures: Measures,
-    ) -> bool:
+    def _steps(self, experience: Experience, generator: torch.Generator) -> Iterator[Tensor]:
         for epoch in range(self.epochs):
-            for rows in minibatches(experience, self.minibatch_size, None if epoch == 0 else generator):
-                seen = learner.backward(experience.select(rows), objective)
-                measures.merge(seen)
-                if self.max_kl is not None and seen.mean("kl_old") > self.max_kl:
-                    learner.discard()
-                    return True
-                measures.merge(learner.step())
-        return False
+            yield from minibatches(experience, self.minibatch_size, None if epoch == 0 else generator)

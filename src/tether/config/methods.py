@@ -36,10 +36,20 @@ class PPOSettings(UpdateSettings):
     whiten_advantages: bool = Field(default=True, description="Mean 0, deviation 1 over the sampled tokens.")
     value_coef: NonNegative = Field(default=0.5, description="Weight of the value loss.")
     value_clip: PositiveFloat | None = Field(default=0.2, description="Clip range of the value loss; null for none.")
+    critic_warmup: Count = Field(default=0, description="Iterations at the start in which only the critic learns.")
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
     aggregation: AggregationSettings = Field(
         default_factory=AggregationSettings, description="What losses average over."
     )
+
+
+class PtxSettings(Settings):
+    """Pretraining or SFT gradients mixed into every step (PPO-ptx, Ouyang et al. 2022)."""
+
+    data: str | None = Field(default=None, description="Records with text, messages, or prompt and completion.")
+    coef: NonNegative = Field(default=1.0, description="Weight of their log-likelihood loss.")
+    batch_size: Positive = Field(default=16, description="Records mixed into one optimiser step.")
+    max_length: Positive = Field(default=512, description="Longest row in tokens.")
 
 
 class ReinforceSettings(Settings):

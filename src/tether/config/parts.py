@@ -140,6 +140,16 @@ class RunSettings(Settings):
     max_skipped: Positive = Field(default=10, description="Stop (exit 4) after this many updates skipped in a row.")
 
 
+class EvaluationSettings(Settings):
+    """Looking at held-out prompts while training."""
+
+    every: Count = Field(
+        default=0, description="Evaluate before the first and after every so many iterations; 0: never."
+    )
+    prompts: Positive = Field(default=64, description="Held-out prompts at the most.")
+    keep_best: bool = Field(default=True, description="Keep the model with the best held-out score as best/.")
+
+
 class DataSettings(Settings):
     """Training records."""
 

@@ -11,6 +11,7 @@ from tether.config.methods import (
     DPOSettings,
     GRPOSettings,
     PPOSettings,
+    PtxSettings,
     ReinforceSettings,
     RewardModelSettings,
     RLOOSettings,
@@ -20,6 +21,7 @@ from tether.config.methods import (
 )
 from tether.config.parts import (
     DataSettings,
+    EvaluationSettings,
     KLSettings,
     ModelSettings,
     OptimizerSettings,
@@ -49,6 +51,15 @@ class RLRecipe(Recipe):
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: RewardSettings = Field(default_factory=RewardSettings)
     kl: KLSettings = Field(default_factory=KLSettings)
+    evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+
+    @model_validator(mode="after")
+    def _kl_that_teaches(self) -> RLRecipe:
+        if self.kl.place == "loss" and self.kl.estimator == "k1":
+            raise ValueError(
+                "kl.estimator k1 in the loss has a gradient whose mean is zero, whatever the KL: use k2 or k3 there"
+            )
+        return self
 
 
 class PPORecipe(RLRecipe):
@@ -56,6 +67,7 @@ class PPORecipe(RLRecipe):
 
     method: ClassVar[str] = "ppo"
     ppo: PPOSettings = Field(default_factory=PPOSettings)
+    ptx: PtxSettings = Field(default_factory=PtxSettings)
 
 
 class ReinforceRecipe(RLRecipe):

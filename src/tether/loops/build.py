@@ -3,17 +3,19 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from tether.algorithms.algorithm import ExtraGradient
 from tether.algorithms.build import build_algorithm
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
 from tether.config.methods import DPOSettings
 from tether.config.parts import DataSettings, OptimizerSettings
-from tether.config.recipes import DPORecipe, Recipe, RewardRecipe, RLRecipe, SFTRecipe
+from tether.config.recipes import DPORecipe, PPORecipe, Recipe, RewardRecipe, RLRecipe, SFTRecipe
 from tether.data.cursor import DataOrder
 from tether.data.examples import (
     Ranking,
@@ -24,6 +26,7 @@ from tether.data.examples import (
     read_demonstrations,
     read_rankings,
 )
+from tether.data.texts import read_texts
 from tether.learner.batching import micro_batches
 from tether.learner.learner import Learner, LearnerSettings
 from tether.loops.rl import RLParts
@@ -37,7 +40,7 @@ from tether.rewards.build import build_reward
 from tether.rewards.tasks import build_task
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
-from tether.types import PairBatch
+from tether.types import Measures, PairBatch
 
 
 def load_policy(recipe: Recipe) -> LoadedModel:
@@ -116,7 +119,33 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         pad_id=policy.pad_id,
         seed=recipe.run.seed,
         steps=recipe.run.steps,
+        extra=mixed_in(recipe, policy) if isinstance(recipe, PPORecipe) and recipe.ptx.data else None,
+        held_out=list(task.held_out())[: recipe.evaluation.prompts],
+        evaluate_every=recipe.evaluation.every,
     )
+
+
+def mixed_in(recipe: PPORecipe, policy: LoadedModel) -> Callable[[int], ExtraGradient]:
+    """PPO-ptx: every optimiser step also follows the log-likelihood of pretraining or SFT data."""
+    settings, seed = recipe.ptx, derive_seed(recipe.run.seed, "ptx")
+    assert settings.data is not None
+    encode = RowEncoder(policy.tokenizer, policy.end_id, min(settings.max_length, policy.context_length))
+    rows = read_texts(settings.data, encode)
+    objective = SFTObjective(settings.coef)
+
+    def for_iteration(step: int) -> ExtraGradient:
+        order, taken = DataOrder(rows, derive_seed(seed, step)), itertools.count()
+
+        def add(learner: Learner) -> Measures:
+            batch = order.take(next(taken) * settings.batch_size, settings.batch_size)
+            seen = learner.backward(collate_rows(batch, policy.pad_id), objective)
+            measures = Measures()
+            measures.add("ptx_loss", seen.mean("loss"))
+            return measures
+
+        return add
+
+    return for_iteration
 
 
 def build_supervised(recipe: Recipe, policy: LoadedModel) -> SupervisedParts[Any]:

@@ -78,7 +78,7 @@ def print_report(report: Report) -> None:
 def cell(estimate: Estimate) -> str:
     """0.62 [0.55, 0.69], with as many digits as the interval deserves."""
     width = estimate.high - estimate.low
-    digits = 1 if width >= 10 else 2 if width >= 0.02 else 4
+    digits = 1 if width >= 10 else 4 if 0 < width < 0.02 else 2
     return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
 
 

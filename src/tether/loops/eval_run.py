@@ -20,8 +20,9 @@ from tether.config.rewards import FunctionPart, ModelPart, RemotePart
 from tether.data.records import read_prompts
 from tether.errors import ConfigError, DataError, StorageError, UsageError
 from tether.loops.eval_report import Report, as_json, print_report
-from tether.loops.evaluate import Evaluation, compare, differences, evaluate_model, with_kl
+from tether.loops.evaluate import Evaluation, WinRate, compare, differences, evaluate_model, with_kl
 from tether.loops.judges import Judge, RemoteJudge, ScoreJudge
+from tether.metrics.intervals import Estimate
 from tether.models.load import LoadedModel, check_same_vocabulary, load_causal_lm
 from tether.protocols import RewardFn, Sampling
 from tether.rewards.build import build_reward, function_reward
@@ -84,12 +85,16 @@ def evaluate(options: argparse.Namespace, console: Console) -> Report:
             evaluate_model(model, question.prompts, sampling=sampling, name=name, rewards=rewards, **given)
         )
     notices = [notice for model in models for notice in model.notices]
+    wins: dict[str, WinRate] = {}
+    apart: dict[str, Estimate] = {}
     if len(models) == 2:
+        for judge in judges:
+            wins[judge.name] = compare(evaluations[0], evaluations[1], judge.judge, seed=options.seed)
+        apart = differences(evaluations[0], evaluations[1], seed=options.seed)
         try:
             evaluations[0] = with_kl(evaluations[0], models[0], models[1], seed=options.seed)
         except ConfigError as error:
             notices.append(f"There is no KL: {error}.")
-    wins = {judge.name: compare(*evaluations, judge.judge, seed=options.seed) for judge in judges if len(models) == 2}
     settings = {
         "prompts": len(question.prompts),
         "samples": options.samples,
@@ -97,8 +102,7 @@ def evaluate(options: argparse.Namespace, console: Console) -> Report:
         "max_new_tokens": sampling.max_new_tokens,
         "seed": options.seed,
     }
-    found = differences(*evaluations, seed=options.seed) if len(models) == 2 else {}
-    return Report(tuple(evaluations), found, wins, settings, tuple(dict.fromkeys(notices)))
+    return Report(tuple(evaluations), apart, wins, settings, tuple(dict.fromkeys(notices)))
 
 
 def load(name: str, options: argparse.Namespace, console: Console) -> LoadedModel:

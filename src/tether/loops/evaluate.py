@@ -106,9 +106,8 @@ def evaluate_rollouts(
     groups = _groups(rollouts)
     columns = {key: tuple(_mean([values[row] for row in rows]) for rows in groups) for key, values in answers.items()}
     proportions = {"ended", *(key for key in answers if key.partition("/")[0] in unscored)}
-    alone = len(groups) == len(rollouts)
     metrics = {
-        key: _estimate(finite, alone and key in proportions, derive_seed(seed, "bootstrap", key))
+        key: _estimate(finite, key in proportions, derive_seed(seed, "bootstrap", key))
         for key, column in columns.items()
         if (finite := [value for value in column if not math.isnan(value)])
     }
@@ -157,13 +156,10 @@ def compare(
     if unjudged == len(pairs) or unjudged > max_failure_rate * len(pairs):
         reasons = sorted({verdict.reason for verdict in verdicts if verdict.choice is None})
         raise DataError(f"the judge gave no verdict on {unjudged} of {len(pairs)} pairs ({', '.join(reasons)})")
-    groups = _groups(first.rollouts)
-    means = [_mean([values[row] for row in rows]) for rows in groups]
+    means = [_mean([values[row] for row in rows]) for rows in _groups(first.rollouts)]
     finite = [mean for mean in means if not math.isnan(mean)]
-    alone = len(groups) == len(pairs)
-    rate = wilson(sum(finite), len(finite)) if alone else bootstrap_mean(finite, seed=derive_seed(seed, "wins"))
     return WinRate(
-        rate=rate,
+        rate=_estimate(finite, True, derive_seed(seed, "wins")),
         wins=values.count(1.0),
         losses=values.count(0.0),
         ties=values.count(0.5),
@@ -216,12 +212,13 @@ def _diversity(groups: Sequence[Sequence[str]]) -> dict[str, Estimate]:
         value = distinct_n([text for texts in groups for text in texts], n)
         without = [part for part in distinct_without_each(groups, n) if not math.isnan(part)]
         if not math.isnan(value):
-            found[f"distinct_{n}"] = jackknife(value, without)
+            found[f"distinct_{n}"] = jackknife(value, without, bounds=(0.0, 1.0))
     return found
 
 
 def _estimate(values: Sequence[float], proportion: bool, seed: int) -> Estimate:
-    if proportion and all(value in (0.0, 1.0) for value in values):
+    """Wilson's interval where every prompt is a yes, a no or a tie; the bootstrap has no width where all agree."""
+    if proportion and all(value in (0.0, 0.5, 1.0) for value in values):
         return wilson(sum(values), len(values))
     return bootstrap_mean(values, seed=seed)
 

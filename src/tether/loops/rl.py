@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 
-from tether.algorithms.algorithm import Algorithm, Controllers
+from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient
 from tether.data.collate import collate
 from tether.data.cursor import DataOrder
 from tether.errors import Diverged
@@ -40,6 +40,9 @@ class RLParts:
     pad_id: int
     seed: int
     steps: int
+    extra: Callable[[int], ExtraGradient] | None = None  # for an iteration, what is mixed into each of its steps
+    held_out: Sequence[Prompt] = ()
+    evaluate_every: int = 0
 
 
 @dataclass(frozen=True)
@@ -58,13 +61,36 @@ def train_rl(parts: RLParts, *, stop: Callable[[], bool] = lambda: False) -> Ite
         if stop():
             return
         parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
+        before = evaluate_held_out(parts) if step == 0 and parts.evaluate_every else {}
         result, controllers = rl_step(parts, step, controllers)
+        after = evaluate_held_out(parts) if _evaluates(parts, step) else {}
+        result.metrics.update({f"start/{name}": value for name, value in before.items()} | after)
         yield result
         if parts.learner.skipped_in_a_row >= parts.max_skipped:
             raise Diverged(
                 f"{parts.learner.skipped_in_a_row} updates in a row had a loss or gradient that was not finite: lower "
                 "optimizer.policy_rate or optimizer.critic_rate, or look at the rewards"
             )
+
+
+def _evaluates(parts: RLParts, step: int) -> bool:
+    return bool(parts.evaluate_every) and ((step + 1) % parts.evaluate_every == 0 or step + 1 == parts.steps)
+
+
+def evaluate_held_out(parts: RLParts) -> dict[str, float]:
+    """Scores and lengths of answers to held-out prompts, always with the same random numbers."""
+    if not parts.held_out:
+        return {}
+    rollouts = parts.engine.generate(
+        parts.held_out, parts.sampling, samples_per_prompt=1, seed=derive_seed(parts.seed, "held-out")
+    )
+    scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)
+    valid = [score.value for score in scores if score.valid]
+    return {
+        "held_out/score": sum(valid) / len(valid),
+        "held_out/length": sum(rollout.response_length for rollout in rollouts) / len(rollouts),
+        "held_out/ended": sum(rollout.finish == "stop" for rollout in rollouts) / len(rollouts),
+    }
 
 
 def rl_step(parts: RLParts, step: int, controllers: Controllers) -> tuple[StepResult, Controllers]:
@@ -97,7 +123,9 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers) -> tuple[StepRe
     )
     experience, measures = algorithm.credit(evaluated, coefficients.reference)
     generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
-    measures.merge(algorithm.update(parts.learner, experience, algorithm.objective(coefficients), generator))
+    objective = algorithm.objective_at(step, coefficients)
+    extra = parts.extra(step) if parts.extra is not None else None
+    measures.merge(algorithm.update(parts.learner, experience, objective, generator, extra))
 
     metrics = measures.values() | dropped | part_metrics(scores)
     metrics |= {"kl_coef": coefficients.reference, "penalty_coef": coefficients.old}

@@ -39,6 +39,8 @@ def run_recipe(recipe: Recipe, *, json_output: bool) -> int:
                 for result in train_rl(rl, stop=stop):
                     folder.record(result.step, result.metrics, result.experience)
                     advance(result.step, result.metrics)
+                    if recipe.evaluation.keep_best and folder.is_best(result.metrics):
+                        save_model(trained, policy.tokenizer, folder.best_path)
                     done += 1
             else:
                 parts = build_supervised(recipe, policy)

@@ -65,19 +65,27 @@ def paired_difference(
     return bootstrap_mean(differences, seed=seed, level=level, resamples=resamples)
 
 
-def jackknife(value: float, without_each: Sequence[float], *, level: float = LEVEL) -> Estimate:
+def jackknife(
+    value: float,
+    without_each: Sequence[float],
+    *,
+    level: float = LEVEL,
+    bounds: tuple[float, float] = (-math.inf, math.inf),
+) -> Estimate:
     """A statistic of a whole set, with a normal interval from its values on the set without each member in turn.
 
         se² = (n-1)/n Σ (θ_i - θ̄)²
 
     For statistics that count what is different: a bootstrap repeats members, and so makes every set look less varied.
+    `bounds` are those of the statistic itself.
     """
     count = len(without_each)
     if count < 2:
         return Estimate(value, value, value, count, "jackknife")
     mean = sum(without_each) / count
     error = math.sqrt((count - 1) / count * sum((part - mean) ** 2 for part in without_each))
-    return Estimate(value, value - _z(level) * error, value + _z(level) * error, count, "jackknife")
+    half = _z(level) * error
+    return Estimate(value, max(value - half, bounds[0]), min(value + half, bounds[1]), count, "jackknife")
 
 
 def _z(level: float) -> float:
