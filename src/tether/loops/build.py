@@ -119,7 +119,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         pad_id=policy.pad_id,
         seed=recipe.run.seed,
         steps=recipe.run.steps,
-        extra=mixed_in(recipe, policy) if isinstance(recipe, PPORecipe) and recipe.ptx.data else None,
+        mix_in=mixed_in(recipe, policy) if isinstance(recipe, PPORecipe) and recipe.ptx.data else None,
         held_out=list(task.held_out())[: recipe.evaluation.prompts],
         evaluate_every=recipe.evaluation.every,
     )

@@ -40,7 +40,7 @@ class RLParts:
     pad_id: int
     seed: int
     steps: int
-    extra: Callable[[int], ExtraGradient] | None = None  # for an iteration, what is mixed into each of its steps
+    mix_in: Callable[[int], ExtraGradient] | None = None  # for an iteration, what is mixed into each of its steps
     held_out: Sequence[Prompt] = ()
     evaluate_every: int = 0
 
@@ -124,7 +124,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers) -> tuple[StepRe
     experience, measures = algorithm.credit(evaluated, coefficients.reference)
     generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
     objective = algorithm.objective_at(step, coefficients)
-    extra = parts.extra(step) if parts.extra is not None else None
+    extra = parts.mix_in(step) if parts.mix_in is not None else None
     measures.merge(algorithm.update(parts.learner, experience, objective, generator, extra))
 
     metrics = measures.values() | dropped | part_metrics(scores)
