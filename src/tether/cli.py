@@ -169,10 +169,10 @@ def _in_module(verb: str, module: str) -> Callable[[list[str]], int]:
 
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model: PPO and its neighbours, SFT, a reward model", _train),
-    "eval": Verb("measure a model, alone or against another", _in_module("eval", "tether.loops.eval_verb")),
-    "chat": Verb("talk to a model, or to two side by side", _in_module("chat", "tether.loops.chat_verb")),
     "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
     "models": Verb("list the models known by name, and fetch one", _models),
+    "eval": Verb("measure a model, alone or against another", _in_module("eval", "tether.loops.eval_verb")),
+    "chat": Verb("talk to a model, or to two side by side", _in_module("chat", "tether.loops.chat_verb")),
     "serve-reward": Verb("serve a reward model or a rule over HTTP, for other runs", _serve_reward),
 }
 

@@ -50,7 +50,9 @@ class Sampling:
 
 
 class RolloutEngine(Protocol):
-    """Samples answers."""
+    """Samples answers. `policy_version` is written on each of them; the loop sets it to the iteration."""
+
+    policy_version: int
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, samples_per_prompt: int, seed: int

@@ -79,6 +79,11 @@ class Score:
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     valid: bool = True
 
+    @property
+    def usable(self) -> bool:
+        """Whether it is a number that training can hold: valid, and finite in fp32."""
+        return self.valid and abs(self.value) <= torch.finfo(torch.float32).max
+
 
 BatchT = TypeVar("BatchT", bound="Sequences")
 

@@ -52,7 +52,7 @@ def test_golden_with_a_pad_id_that_is_the_end_id():
     assert batch.group_ids.tolist() == [0, 4]
     assert batch.truncated.tolist() == [False, True]
     assert batch.temperature == 0.7
-    assert counts == {"dropped/empty": 0.0, "dropped/unscored": 0.0}
+    assert counts == {"dropped/error": 0.0, "dropped/empty": 0.0, "dropped/unscored": 0.0}
     assert batch.response_mask.dtype == batch.attention_mask.dtype == torch.bool
     assert batch.tokens.dtype == batch.group_ids.dtype == torch.int64
 
@@ -93,7 +93,7 @@ def test_what_cannot_be_learned_from_is_dropped_and_counted():
     batch, counts = gather(rollouts, scores)
     assert batch.scores.tolist() == [1.0, 6.0]
     assert batch.lengths().tolist() == [3, 7]
-    assert counts == {"dropped/empty": 2.0, "dropped/unscored": 3.0}
+    assert counts == {"dropped/error": 0.0, "dropped/empty": 2.0, "dropped/unscored": 3.0}
     assert batch.tokens.shape == (2, 7)  # as wide as the longest row that was kept
 
 
@@ -102,7 +102,7 @@ def test_a_sample_that_lost_its_siblings_goes_where_samples_are_compared():
     scores = [Score(1.0), Score(2.0), Score(3.0), Score(4.0, valid=False), Score(5.0)]
     batch, counts = gather(rollouts, scores, need_groups=True)
     assert batch.scores.tolist() == [1.0, 2.0] and batch.group_ids.tolist() == [5, 5]
-    assert counts == {"dropped/empty": 0.0, "dropped/unscored": 1.0, "dropped/alone": 2.0}
+    assert counts == {"dropped/error": 0.0, "dropped/empty": 0.0, "dropped/unscored": 1.0, "dropped/alone": 2.0}
     batch, counts = gather(rollouts, scores)
     assert batch.scores.tolist() == [1.0, 2.0, 3.0, 5.0] and "dropped/alone" not in counts
 

@@ -184,3 +184,44 @@ def test_held_out_prompts_are_scored_and_the_best_model_is_kept(tmp_path, capsys
 def test_k1_in_the_loss_is_refused():
     with pytest.raises(ValueError, match="k2 or k3"):
         load_recipe("ppo", None, ["--kl.place", "loss"])
+
+
+def test_a_score_beyond_single_precision_is_left_out():
+    import dataclasses
+
+    parts = dataclasses.replace(
+        build("ppo"), reward=WithScores(lambda index: 1e39 if index == 0 else 1.0), max_failure_rate=0.2
+    )
+    assert next(train_rl(parts)).metrics["dropped/unscored"] == 1
+
+
+def test_a_failed_start_leaves_the_name_free(tmp_path):
+    where = ["--run.directory", str(tmp_path), "--run.name", "once"]
+    with pytest.raises(DataError, match="no such file"):
+        run_recipe(load_recipe("ppo", None, [*SMALL, *where, "--task.prompts", "missing.jsonl"]), json_output=True)
+    assert run_recipe(load_recipe("ppo", None, [*SMALL, *where]), json_output=True) == 0
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "message"),
+    [
+        ("ppo", ["--kl.controller", "adaptive", "--kl.coef", "0"], "start above 0"),
+        ("ppo", ["--kl.controller", "proportional", "--kl.horizon", "5"], "overshoot"),
+        ("rloo", ["--rloo.epochs", "2"], "objective: clip"),
+        ("trpo", ["--roles.critic", "head"], "separate"),
+    ],
+)
+def test_settings_that_cannot_work_are_refused(method, flags, message):
+    with pytest.raises(ValueError, match=message):
+        load_recipe(method, None, flags)
+
+
+def test_an_unknown_device_is_named():
+    with pytest.raises(ValueError, match="model.device"):
+        load_policy(load_recipe("ppo", None, ["--model.device", "gpu"]))
+
+
+def test_rollouts_carry_the_iteration_they_were_sampled_in():
+    parts = build("ppo")
+    list(train_rl(parts))
+    assert parts.engine.policy_version == 1

@@ -107,8 +107,8 @@ class Algorithm:
     def credit(self, batch: EvaluatedBatch, kl_coef: float) -> tuple[Experience, Measures]:
         """Rewards, advantages and returns of a batch, over the whole of it: minibatches never change a baseline."""
         rules, mask = self.crediting, batch.response_mask
-        scores = missing_end_penalty(batch.scores, batch.truncated, rules.missing_end_penalty)
-        scores = clip_scores(scores, rules.score_clip)
+        scores = clip_scores(batch.scores, rules.score_clip)
+        scores = missing_end_penalty(scores, batch.truncated, rules.missing_end_penalty)
         kl = None
         if rules.kl_place == "reward":
             assert batch.ref_logprobs is not None
@@ -133,7 +133,8 @@ def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, r
     """What can be said of a batch before it is learned from."""
     mask, measures = batch.response_mask, Measures()
     tokens, rows = mask.sum(), len(batch)
-    measures.add("score", scores.sum(), rows)
+    measures.add("score", batch.scores.sum(), rows)
+    measures.add("score_used", scores.sum(), rows)  # once clipped, and with the penalty for answers that never ended
     measures.add("score_std", scores.std(correction=0))
     measures.add("response_length", tokens, rows)
     measures.add("truncated", batch.truncated.sum(), rows)
@@ -141,12 +142,15 @@ def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, r
     gap = (batch.old_logprobs - batch.untruncated_logprobs).abs().masked_fill(~mask, 0.0)
     measures.add("sampler_gap", gap.sum(), tokens)
     measures.add("sampler_gap_max", gap.max())
+    cut = (batch.behavior_logprobs - batch.untruncated_logprobs).masked_fill(~mask, 0.0)
+    measures.add("truncation_gap", cut.sum(), tokens)  # above 0 where top-p or top-k kept sampling off the policy
     if batch.ref_logprobs is not None:
         for estimator in ("k1", "k3"):
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator).masked_fill(~mask, 0.0)
             measures.add(f"kl_ref_{estimator}", kl.sum(), rows)
     if returns is not None and batch.values is not None:
-        unexplained = masked_variance(returns - batch.values, mask)
-        measures.add("explained_variance", 1.0 - unexplained / masked_variance(returns, mask).clamp_min(1e-12))
+        unexplained, variance = masked_variance(returns - batch.values, mask), masked_variance(returns, mask)
+        if float(variance) > 1e-8:  # where all returns are equal there is nothing to explain
+            measures.add("explained_variance", 1.0 - unexplained / variance)
         measures.add("value", masked_mean(batch.values, mask))
     return measures

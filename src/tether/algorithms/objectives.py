@@ -124,7 +124,7 @@ class PolicyObjective:
         if outputs.values is not None and batch.returns is not None and batch.values is not None:
             critic = value_loss(outputs.values, batch.values, batch.returns, clip=self.value_clip)
             loss = loss + self.value_coef * critic
-            measures.add("value_loss", masked_sum(critic.detach(), mask), mask.sum())
+            measures.add("value_loss", self.aggregation.total(critic.detach(), mask), self.aggregation.size(mask))
         return Loss(self.aggregation.total(loss, mask), measures)
 
     @torch.no_grad()
@@ -132,7 +132,7 @@ class PolicyObjective:
         mask, measures = batch.response_mask, Measures()
         tokens = mask.sum()
         kl_old = kl_estimate(batch.old_logprobs, outputs.logprobs, "k3")
-        measures.add("policy_loss", masked_sum(policy, mask), tokens)
+        measures.add("policy_loss", self.aggregation.total(policy, mask), self.aggregation.size(mask))
         measures.add("entropy", masked_sum(outputs.entropy, mask), tokens)
         measures.add("kl_old", masked_sum(kl_old, mask), tokens)
         self.surrogate.measure(outputs.logprobs, batch, measures)

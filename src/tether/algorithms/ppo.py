@@ -9,6 +9,7 @@ from tether.algorithms.shared import aggregation, crediting, kl_in_loss, penalty
 from tether.algorithms.updates import MinibatchEpochs
 from tether.config.methods import PPOSettings
 from tether.config.parts import KLSettings, RewardSettings
+from tether.ops.kl import FixedKL
 
 
 def ppo(settings: PPOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
@@ -47,7 +48,9 @@ def ppo(settings: PPOSettings, kl: KLSettings, reward: RewardSettings) -> Algori
             whiten_advantages=settings.whiten_advantages,
             bootstrap_truncated=settings.bootstrap_truncated,
         ),
-        controllers=Controllers(reference_controller(kl), penalty_controller(settings.penalty)),
+        controllers=Controllers(
+            reference_controller(kl), penalty_controller(settings.penalty) if penalised else FixedKL(0.0)
+        ),
         warmup_steps=settings.critic_warmup,
         warmup_objective=ValueObjective(settings.value_coef, settings.value_clip),
         needs_critic=True,

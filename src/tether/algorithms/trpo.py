@@ -72,10 +72,14 @@ class TrustRegionStep:
             measures.add("surrogate_gain", search.surrogate - surrogate_at_old(experience))
             measures.add("step_fraction", search.fraction)
         else:
-            learner.skipped_in_a_row += 1
             measures.count("skipped_steps")
+        skipped = learner.skipped_in_a_row + 1 if "skipped_steps" in measures.counts else 0
         critic = MinibatchEpochs(self.settings.critic_epochs, self.settings.minibatch_size)
         taught = critic(learner, experience, ValueObjective(), generator)
+        learner.skipped_in_a_row = max(
+            skipped, learner.skipped_in_a_row
+        )  # the critic's steps do not excuse the policy's
+        measures.count("skipped_steps", taught.counts["skipped_steps"])
         measures.add("value_loss", *taught.weighted["value_loss"])
         measures.add("grad_norm/critic", *taught.weighted["grad_norm/critic"])
         return measures

@@ -9,17 +9,20 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Iterator, Sequence
 from difflib import get_close_matches
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from tether.config.base import Settings
 from tether.config.items import explain_item
 from tether.config.read_yaml import RecipeLoader, in_one_line, kind_of, line_of, read_mapping, read_value
 from tether.config.recipes import RECIPES, Recipe
 from tether.config.schema import REQUIRED, Leaf, as_yaml, defaults, describe, kinds_of, sections
 from tether.errors import ConfigError
+
+AnyRecipe = TypeVar("AnyRecipe", bound=Settings)
 
 
 class Given(NamedTuple):
@@ -32,9 +35,9 @@ class Given(NamedTuple):
 class Keys:
     """The names that one recipe class knows."""
 
-    def __init__(self, recipe_class: type[Recipe]) -> None:
+    def __init__(self, recipe_class: type[Settings]) -> None:
         self.recipe_class = recipe_class
-        self.method = recipe_class.method
+        self.method: str = getattr(recipe_class, "method", recipe_class.__name__)
         self.leaves: dict[str, Leaf] = {leaf.key: leaf for leaf in describe(recipe_class)}
         self.sections = sections(recipe_class)
 
@@ -67,9 +70,14 @@ def load_recipe(method: str, path: str | None = None, flags: Sequence[str] = ())
         close = get_close_matches(method, RECIPES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(RECIPES)}"
         raise ConfigError(f"unknown method {method}: {hint}")
-    keys = Keys(RECIPES[method])
+    return load_settings(RECIPES[method], path, flags)
+
+
+def load_settings(recipe_class: type[AnyRecipe], path: str | None = None, flags: Sequence[str] = ()) -> AnyRecipe:
+    """The same for any class of recipe."""
+    keys = Keys(recipe_class)
     given = {**read_recipe(keys, path), **read_flags(keys, flags)}
-    plain = defaults(keys.recipe_class)
+    plain = defaults(recipe_class)
     for key, (value, _) in given.items():
         *parents, name = key.split(".")
         section = plain
@@ -78,7 +86,7 @@ def load_recipe(method: str, path: str | None = None, flags: Sequence[str] = ())
         section[name] = value
     try:
         # Strict, so that `epochs: true` is not 1; through JSON, where strict still lets a list be a tuple.
-        return keys.recipe_class.model_validate_json(json.dumps(plain), strict=True)
+        return recipe_class.model_validate_json(json.dumps(plain), strict=True)
     except ValidationError as error:
         problems = [explain(problem, keys, given, path) for problem in error.errors(include_url=False)]
         raise ConfigError("\n".join(dict.fromkeys(problems))) from error

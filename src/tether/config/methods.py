@@ -53,7 +53,7 @@ class PtxSettings(Settings):
 
 
 class ReinforceSettings(Settings):
-    """REINFORCE / vanilla policy gradient (Williams 1992): one pass, one step."""
+    """REINFORCE / vanilla policy gradient (Williams 1992): one pass over each batch of rollouts."""
 
     weighting: Literal["total", "to_go", "baselined", "advantage"] = Field(
         default="to_go", description="What multiplies grad log pi; the last two train a critic."
@@ -125,7 +125,7 @@ class DPOSettings(Settings):
 
     beta: PositiveFloat = Field(default=0.1, description="How strongly the policy is tied to the reference.")
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="The assumed chance that a label is flipped.")
-    batch_size: Positive = Field(default=32, description="Pairs in one optimiser step.")
+    batch_size: Positive = Field(default=32, description="Records in one optimiser step, with all their pairs.")
 
 
 class SFTSettings(Settings):
@@ -138,6 +138,9 @@ class RewardModelSettings(Settings):
     """A reward model from pairs or rankings; all pairs of one prompt are one example."""
 
     batch_size: Positive = Field(default=32, description="Prompts in one optimiser step.")
+    centre_on: str | None = Field(
+        default=None, description="Demonstrations whose mean score becomes 0 once the model is trained."
+    )
 
 
 def need_group(samples_per_prompt: int, method: str) -> None:

@@ -43,11 +43,12 @@ class RolloutSettings(Settings):
     prompts_per_step: Positive = Field(default=64, description="Prompts in one iteration.")
     samples_per_prompt: Positive = Field(default=1, description="Answers to each prompt; a group, for RLOO and GRPO.")
     max_new_tokens: Positive = Field(default=64, description="An answer is cut off after this many tokens.")
-    temperature: PositiveFloat = Field(
-        default=1.0, description="Of sampling, and of every log-probability in training."
+    temperature: float = Field(
+        default=1.0, ge=0.01, le=100, description="Of sampling, and of every log-probability in training."
     )
     top_p: float = Field(default=1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass.")
     top_k: Count = Field(default=0, description="Keep this many likeliest tokens; 0 keeps all.")
+    stop_token_ids: tuple[int, ...] = Field(default=(), description="Tokens that end an answer, beside the end token.")
     max_batch: Positive = Field(default=64, description="Answers decoded at once.")
 
 
@@ -89,13 +90,19 @@ class KLSettings(Settings):
         default=10_000, description="How many samples the proportional controller acts over."
     )
 
+    @model_validator(mode="after")
+    def _something_to_adapt(self) -> KLSettings:
+        if self.controller != "fixed" and self.coef == 0.0:
+            raise ValueError("coef is 0, which no controller can move: start above 0, or use controller: fixed")
+        return self
+
 
 class RolesSettings(Settings):
     """Who shares what."""
 
     mode: Literal["separate", "adapters", "top"] = Field(
         default="separate",
-        description="Four models; adapters on one frozen base; or top layers on one frozen trunk that is run once a row.",
+        description="Four models; adapters on one frozen base; or top layers on one frozen trunk, run once a row.",
     )
     critic: Literal["head", "separate"] = Field(
         default="separate",

@@ -55,6 +55,12 @@ class RLRecipe(Recipe):
 
     @model_validator(mode="after")
     def _kl_that_teaches(self) -> RLRecipe:
+        samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
+        if self.kl.controller == "proportional" and self.kl.horizon < samples:
+            raise ValueError(
+                f"kl.horizon is {self.kl.horizon}, below the {samples} samples of one step: the controller would "
+                "overshoot; raise it"
+            )
         if self.kl.place == "loss" and self.kl.estimator == "k1":
             raise ValueError(
                 "kl.estimator k1 in the loss has a gradient whose mean is zero, whatever the KL: use k2 or k3 there"
@@ -87,6 +93,8 @@ class RLOORecipe(RLRecipe):
     @model_validator(mode="after")
     def _groups(self) -> RLOORecipe:
         need_group(self.rollout.samples_per_prompt, "RLOO")
+        if self.rloo.epochs > 1 and self.rloo.objective == "reinforce":
+            raise ValueError("rloo.epochs above 1 needs objective: clip; -A log pi is right for one pass only")
         return self
 
 

@@ -217,11 +217,11 @@ def _file(report: Report, counts: FamilyResult, about: NotClaimed, verdicts: lis
 
 
 def main(target: str | None, json_output: bool, families: list[str] | None) -> int:
-    """Run the suite and print the report; 0 if nothing failed, else 1."""
+    """Run the suite and print the report; 0 if something passed and nothing failed, else 1."""
     name = target or DEFAULT_TARGET
     report = run(load_target(name), families=families, target=name)
     if json_output:
         print(json.dumps(report_json(report), indent=2))
     else:
         render(report, Console())
-    return 1 if report.failed else 0
+    return 0 if report.passed and not report.failed else 1

@@ -1,4 +1,4 @@
-"""Tether against the conformance suite: each method calls what training itself calls."""
+"""Tether against the conformance suite: the functions, objectives and update rules that training is made of."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import torch
 from torch import Tensor
 
 from tether.algorithms.estimators import PolicyGradientWeights
+from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
 from tether.conformance.adapter import Grid, Mask, Row
 from tether.conformance.two_parameters import early_stop, ppo_trace, trpo_step
-from tether.ops import advantages, kl, logprobs, masks, objectives, preferences, rewards, statistics, trust_region
+from tether.ops import advantages, kl, logprobs, masks, objectives, rewards, statistics, trust_region
 from tether.ops.aggregation import Aggregation
+from tether.types import PairBatch, RankedBatch, ScoreOutputs, Sequences, TokenOutputs
 
 
 def adapter(dtype: str) -> TetherAdapter:
@@ -232,20 +234,47 @@ class TetherAdapter:
         beta: float,
         label_smoothing: float,
     ) -> dict[str, Any]:
-        columns = [self.floats(column) for column in (chosen, rejected, ref_chosen, ref_rejected)]
-        margins = preferences.dpo_margins(*columns, beta=beta)
-        return {"loss": preferences.dpo_losses(margins, label_smoothing=label_smoothing), "margin": margins}
+        objective = DPOObjective(beta, label_smoothing)
+        losses, margins = [], []
+        for numbers in zip(chosen, rejected, ref_chosen, ref_rejected, strict=True):
+            # One pair, the rejected answer first: sequences of two tokens of which the last was sampled.
+            new, ref = self.floats([numbers[1::-1]]).T, self.floats([numbers[:1:-1]]).T
+            batch = PairBatch(
+                **self.rows(2), pair_ids=torch.zeros(2), chosen=torch.tensor([False, True]), ref_logprobs=self.last(ref)
+            )
+            loss = objective(TokenOutputs(self.last(new), self.last(new)), batch)
+            losses.append(float(loss.total / objective.size(batch)))
+            margins.append(loss.measures.mean("margin"))
+        return {"loss": losses, "margin": margins}
+
+    def rows(self, count: int) -> dict[str, Any]:
+        """So many sequences of two tokens of which the last was sampled."""
+        ones = torch.ones(count, 2, dtype=torch.bool)
+        response = torch.tensor([[False, True]]).repeat(count, 1)
+        return {"tokens": ones.long(), "attention_mask": ones, "response_mask": response}
+
+    def last(self, column: Tensor) -> Tensor:
+        """(B, 1) numbers put on the last of two tokens, with garbage on the other."""
+        return torch.cat([torch.full_like(column, 1e3), column], dim=1)
+
+    def ranked(self, scores: Tensor, ranks: list[int], group_ids: list[int]) -> Tensor:
+        """The reward model's mean loss over prompts."""
+        objective = RewardModelObjective()
+        batch = RankedBatch(**self.rows(len(ranks)), ranks=torch.tensor(ranks), group_ids=torch.tensor(group_ids))
+        return objective(ScoreOutputs(scores), batch).total / objective.size(batch)
 
     def pairwise_loss(self, chosen: Row, rejected: Row) -> dict[str, Any]:
-        return {"loss": preferences.pairwise_losses(self.floats(chosen), self.floats(rejected)).mean()}
+        pairs = range(len(chosen))
+        scores = self.floats([*chosen, *rejected])
+        return {"loss": self.ranked(scores, [0] * len(pairs) + [1] * len(pairs), [*pairs, *pairs])}
 
     def kwise_loss(self, scores: Row, ranks: list[int], group_ids: list[int]) -> dict[str, Any]:
-        order, groups = torch.tensor(ranks), torch.tensor(group_ids)
-        total = preferences.kwise_total(self.floats(scores), order, groups)
-        return {"loss": total / preferences.count_ranked_prompts(order, groups)}
+        return {"loss": self.ranked(self.floats(scores), ranks, group_ids)}
 
     def sft_loss(self, logprobs: Grid, mask: Mask) -> dict[str, Any]:
-        return {"loss": -statistics.masked_mean(self.floats(logprobs), torch.tensor(mask))}
+        objective, sampled, new = SFTObjective(), torch.tensor(mask), self.floats(logprobs)
+        batch = Sequences(tokens=sampled.long(), attention_mask=sampled, response_mask=sampled)
+        return {"loss": objective(TokenOutputs(new, new), batch).total / objective.size(batch)}
 
     # -- whole steps ----------------------------------------------------------------------------------------------
     def conjugate_gradient(self, matrix: Grid, vector: Row, iterations: int) -> dict[str, Any]:

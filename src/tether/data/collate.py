@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Sequence
 
@@ -41,7 +40,7 @@ def collate(
         "dropped/error": float(len(rollouts) - len(sampled)),
         "dropped/empty": float(len(sampled) - len(kept)),
     }
-    valid = [(rollout, score) for rollout, score in kept if score.valid and math.isfinite(score.value)]
+    valid = [(rollout, score) for rollout, score in kept if score.usable]
     counts["dropped/unscored"] = float(len(kept) - len(valid))
     if need_groups:
         sizes = Counter(rollout.group_id for rollout, _ in valid)

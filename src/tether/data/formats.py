@@ -95,7 +95,7 @@ def _decode(text: str, place: int, path: str, line: int) -> tuple[Any, int]:
         keys = _KEY.findall(text, place, error.pos)
         near = f", near field {keys[-1]!r}" if keys else ", before any field"
         raise DataError(
-            f"{path}, line {broken}: not valid JSON ({error.msg} at column {error.colno}{near}{begun})"
+            f"{path}, line {broken}: not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno}{near}{begun})"
         ) from None
     except DataError as error:
         raise DataError(f"{path}, line {line}: {error}") from None

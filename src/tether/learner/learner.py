@@ -99,7 +99,8 @@ class Learner:
     def step(self) -> Measures:
         """Clip each group's gradient, take the optimiser's step, clear the gradient.
 
-        Groups are clipped apart: a critic whose loss is large must not shrink the policy's step.
+        Groups are clipped apart: a separate critic whose loss is large must not shrink the policy's step. (A value head
+        on the policy's trunk sends its gradient through the trunk, which is the policy's group.)
         """
         measures = Measures()
         for name, parameters in self.groups.items():

@@ -29,6 +29,7 @@ from tether.data.examples import (
 from tether.data.texts import read_texts
 from tether.learner.batching import micro_batches
 from tether.learner.learner import Learner, LearnerSettings
+from tether.loops.reward_model import finish_reward_model
 from tether.loops.rl import RLParts
 from tether.loops.supervised import SupervisedParts
 from tether.models.heads import ScalarHead, ScalarModel
@@ -111,6 +112,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
+            stop_token_ids=rollout.stop_token_ids,
         ),
         prompts_per_step=rollout.prompts_per_step,
         samples_per_prompt=rollout.samples_per_prompt,
@@ -183,6 +185,8 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[
     head = ScalarHead.like_output(policy.model, deviation=(width + 1) ** -0.5, seed=seed)
     model = ScalarModel(sharing_of(recipe, policy).scalar_trunk(seed), head, "reward")
     train, held_out = _rankings(recipe.data, policy)
+    centre_on = recipe.reward.centre_on
+    centre = read_demonstrations(centre_on, _encoder(recipe.data, policy)) if centre_on else []
     return SupervisedParts(
         learner=Learner(model, learner_settings(recipe.optimizer), policy.model.device),
         objective=RewardModelObjective(),
@@ -192,6 +196,7 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[
         batch_size=recipe.reward.batch_size,
         steps=recipe.run.steps,
         max_skipped=recipe.run.max_skipped,
+        report=lambda parts: finish_reward_model(parts, centre),
     )
 
 

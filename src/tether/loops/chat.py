@@ -39,35 +39,32 @@ class Conversation:
         self.seed = seed
         self.opening = (Message(role="system", content=system),) if system else ()
         self.turns: list[Message] = []
-        self.forgotten = 0  # turns that no longer fit into the model's context
+
+    def answer(self, question: str) -> Rollout:
+        """What the model says to the question, after all that was said before."""
+        prompt = self.prompt(question)
+        seed = derive_seed(self.seed, "chat", len(self.turns))
+        [rollout] = self.engine.generate([prompt], self.sampling, samples_per_prompt=1, seed=seed)
+        return rollout
+
+    def keep(self, question: str, rollout: Rollout) -> None:
+        """Make the question and its answer part of the conversation."""
+        self.turns.append(Message(role="user", content=question))
+        self.turns.append(Message(role="assistant", content=rollout.completion))
 
     def begin_anew(self) -> None:
         """Forget everything but the system message."""
-        self.turns, self.forgotten = [], 0
+        self.turns = []
 
-    def ask(self, question: str) -> Rollout:
-        """The answer, which becomes part of the conversation."""
-        number = self.forgotten + len(self.turns)
-        self.turns.append(Message(role="user", content=question))
-        try:
-            prompt = self._fitting(f"turn-{number}")
-            seed = derive_seed(self.seed, "chat", number)
-            [rollout] = self.engine.generate([prompt], self.sampling, samples_per_prompt=1, seed=seed)
-        except BaseException:
-            self.turns.pop()  # an answer that never came leaves no half of a turn behind
-            raise
-        self.turns.append(Message(role="assistant", content=rollout.completion))
-        return rollout
-
-    def _fitting(self, id: str) -> Prompt:
-        """The conversation without its oldest questions and answers, as far as the context has no room for them."""
+    def prompt(self, question: str) -> Prompt:
+        """The question with all before it, but for the oldest turns that the model's context has no room for."""
         room = self.loaded.context_length - self.sampling.max_new_tokens
-        while True:
-            prompt = Prompt(id, (*self.opening, *self.turns))
-            if len(self.turns) < 3 or len(prompt_token_ids(self.loaded.tokenizer, prompt)) <= room:
+        asked = Message(role="user", content=question)
+        for forgotten in range(0, len(self.turns), 2):
+            prompt = Prompt("chat", (*self.opening, *self.turns[forgotten:], asked))
+            if len(prompt_token_ids(self.loaded.tokenizer, prompt)) <= room:
                 return prompt
-            del self.turns[:2]
-            self.forgotten += 2
+        return Prompt("chat", (*self.opening, asked))
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -88,7 +85,9 @@ def chat(options: argparse.Namespace) -> int:
             elif question.strip() or once:
                 try:
                     with console.status("thinking"):
-                        rollouts = [talk.ask(question) for talk in talks]
+                        rollouts = [talk.answer(question) for talk in talks]
+                    for talk, rollout in zip(talks, rollouts, strict=True):
+                        talk.keep(question, rollout)
                     show(question, talks, rollouts, json_output=options.json)
                 except DataError as error:  # such as a question that is longer than the context: ask another
                     if once or not sys.stdin.isatty():
@@ -141,5 +140,4 @@ def _row(talk: Conversation, rollout: Rollout) -> dict[str, Any]:
         "answer": rollout.completion,
         "finish": rollout.finish,
         "tokens": rollout.response_length,
-        "forgotten": talk.forgotten,
     }

@@ -79,7 +79,7 @@ def evaluate(options: argparse.Namespace, console: Console) -> Report:
     rewards |= {judge.name: judge.reward for judge in judges if judge.reward and judge.name != "task"}
     evaluations: list[Evaluation] = []
     for name, model in zip(names, models, strict=True):
-        console.print(f"[dim]{name}: {len(question.prompts)} prompts, {options.samples} answers to each[/dim]")
+        console.print(f"[dim]{name}: sampling {len(question.prompts)} x {options.samples} answers[/dim]")
         given = {"samples_per_prompt": options.samples, "seed": options.seed, "max_batch": options.max_batch}
         evaluations.append(
             evaluate_model(model, question.prompts, sampling=sampling, name=name, rewards=rewards, **given)

@@ -98,6 +98,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers) -> tuple[StepRe
     algorithm, began = parts.algorithm, time.perf_counter()
     coefficients = controllers.coefficients()
 
+    parts.engine.policy_version = step
     prompts = parts.prompts.take(step * parts.prompts_per_step, parts.prompts_per_step)
     rollouts = parts.engine.generate(
         prompts,
@@ -128,7 +129,8 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers) -> tuple[StepRe
     measures.merge(algorithm.update(parts.learner, experience, objective, generator, extra))
 
     metrics = measures.values() | dropped | part_metrics(scores)
-    metrics |= {"kl_coef": coefficients.reference, "penalty_coef": coefficients.old}
+    metrics |= {"kl_coef": coefficients.reference} if algorithm.needs_reference else {}
+    metrics |= {"penalty_coef": coefficients.old} if coefficients.old else {}
     metrics |= {"seconds/rollout": generated - began, "seconds/step": time.perf_counter() - began}
     controllers = controllers.after(
         kl_reference=metrics.get("kl_ref_k3"), kl_old=metrics.get("kl_old_after"), samples=len(batch)

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 import signal
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -18,46 +18,69 @@ from tether.loops.supervised import train_supervised
 from tether.models.heads import ScalarModel
 from tether.models.roles import ActorCritic
 from tether.models.save import save_model
-from tether.runs.folder import RunFolder
+from tether.runs.folder import RunFolder, json_line
 
 SHOWN = ("score", "loss", "accuracy", "kl_ref_k3", "kl_old", "entropy", "clip_fraction", "explained_variance")
+
+
+Advance = Callable[[int, dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training left behind."""
+
+    folder: RunFolder
+    steps: int
 
 
 def run_recipe(recipe: Recipe, *, json_output: bool) -> int:
     """Train as the recipe says; 0 when every step was taken. Raises `Stopped` when interrupted, after saving."""
     console = Console(stderr=True)
+    with interruptions() as stop, progress_bar(recipe, json_output, console) as advance:
+        trained = train_recipe(recipe, stop=stop, advance=advance, notify=lambda text: console.print(text, style="dim"))
+    place = trained.folder.path
+    if trained.steps < recipe.run.steps:
+        raise Stopped(f"stopped after {trained.steps} of {recipe.run.steps} steps; what was learned is in {place}")
+    console.print(f"Done: {trained.steps} steps. Metrics and model are in {place}")
+    return 0
+
+
+def train_recipe(
+    recipe: Recipe, *, stop: Callable[[], bool], advance: Advance, notify: Callable[[str], None]
+) -> Trained:
+    """Train, recording each step in the run's folder, and save the model, however many steps were taken."""
     policy = load_policy(recipe)
     for notice in policy.notices:
-        console.print(f"[dim]{notice}[/dim]")
-    folder = RunFolder(recipe)
+        notify(notice)
+    rl = build_rl(recipe, policy) if isinstance(recipe, RLRecipe) else None
+    parts = build_supervised(recipe, policy) if rl is None else None
+    folder = RunFolder(recipe)  # once everything that can be wrong with the recipe has been looked at
+    steps = 0
     try:
-        with interruptions() as stop, progress_bar(recipe, json_output, console) as advance:
-            done = 0
-            if isinstance(recipe, RLRecipe):
-                rl = build_rl(recipe, policy)
-                trained = rl.roles.actor.policy
-                for result in train_rl(rl, stop=stop):
-                    folder.record(result.step, result.metrics, result.experience)
-                    advance(result.step, result.metrics)
-                    if recipe.evaluation.keep_best and folder.is_best(result.metrics):
-                        save_model(trained, policy.tokenizer, folder.best_path)
-                    done += 1
-            else:
-                parts = build_supervised(recipe, policy)
-                model = parts.learner.model
-                assert isinstance(model, ScalarModel | ActorCritic)
-                trained = model if isinstance(model, ScalarModel) else model.policy
-                for step, metrics in train_supervised(parts, stop=stop):
-                    folder.record(step, metrics)
-                    advance(step, metrics)
-                    done += 1
-        place = save_model(trained, policy.tokenizer, folder.model_path) if recipe.run.save else folder.path
+        if isinstance(recipe, RLRecipe) and rl is not None:
+            model = rl.roles.actor.policy
+            for result in train_rl(rl, stop=stop):
+                folder.record(result.step, result.metrics, result.experience)
+                advance(result.step, result.metrics)
+                if recipe.evaluation.keep_best and folder.is_best(result.metrics):
+                    save_model(model, policy.tokenizer, folder.best_path)
+                steps += 1
+        else:
+            assert parts is not None
+            learned = parts.learner.model
+            assert isinstance(learned, ScalarModel | ActorCritic)
+            model = learned if isinstance(learned, ScalarModel) else learned.policy
+            for step, metrics in train_supervised(parts, stop=stop):
+                folder.record(step, metrics)
+                advance(step, metrics)
+                steps += 1
+            folder.write("report.json", parts.report(parts))
+        if recipe.run.save:
+            save_model(model, policy.tokenizer, folder.model_path)
     finally:
         folder.close()
-    if done < recipe.run.steps:
-        raise Stopped(f"stopped after {done} of {recipe.run.steps} steps; what was learned is in {place}")
-    console.print(f"Done: {done} steps. Metrics and model are in {folder.path}")
-    return 0
+    return Trained(folder, steps)
 
 
 @contextmanager
@@ -79,13 +102,17 @@ def interruptions() -> Iterator[Callable[[], bool]]:
             signal.signal(number, handler)
 
 
+def print_json(step: int, metrics: dict[str, float]) -> None:
+    """One line on standard output; a reader that went away does not end a run."""
+    with suppress(BrokenPipeError):
+        print(json_line(step, metrics), flush=True)
+
+
 @contextmanager
-def progress_bar(
-    recipe: Recipe, json_output: bool, console: Console
-) -> Iterator[Callable[[int, dict[str, float]], None]]:
+def progress_bar(recipe: Recipe, json_output: bool, console: Console) -> Iterator[Advance]:
     """A bar with the few numbers that matter; or, for scripts, one JSON line a step on standard output."""
     if json_output:
-        yield lambda step, metrics: print(json.dumps({"step": step, **metrics}), flush=True)
+        yield print_json
         return
     columns = (
         TextColumn(recipe.method),

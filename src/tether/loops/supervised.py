@@ -27,6 +27,7 @@ class SupervisedParts(Generic[Example]):
     batch_size: int
     steps: int
     max_skipped: int
+    report: Callable[[SupervisedParts[Any]], dict[str, Any]] = lambda parts: {}  # noqa: ARG005 (nothing to tell)
 
 
 def train_supervised(

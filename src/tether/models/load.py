@@ -107,7 +107,10 @@ def resolve_device(device: torch.device | str) -> torch.device:
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-    chosen = torch.device(device)
+    try:
+        chosen = torch.device(device)
+    except RuntimeError as error:
+        raise ConfigError(f"model.device {device!r} is no device: use auto, cpu, cuda, cuda:1 or mps") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device is cuda, and this machine offers no CUDA device: use auto or cpu")
     if chosen.type == "mps" and not torch.backends.mps.is_available():

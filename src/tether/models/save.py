@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -11,10 +12,17 @@ from tether.models.lora import has_lora, save_lora
 
 
 def save_model(model: PreTrainedModel | ScalarModel, tokenizer: PreTrainedTokenizerBase, target: Path) -> Path:
-    """A whole model in the Hugging Face layout, adapters in peft's; the tokenizer beside either."""
+    """A whole model in the Hugging Face layout, adapters in peft's; the tokenizer beside either.
+
+    Written beside the target and renamed, so that being interrupted leaves no half of a model under its name.
+    """
+    unfinished = target.with_name(f".{target.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
     if not isinstance(model, ScalarModel) and has_lora(model):
-        save_lora(model, target)
+        save_lora(model, unfinished)
     else:
-        model.save_pretrained(target)
-    tokenizer.save_pretrained(target)
-    return target
+        model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    shutil.rmtree(target, ignore_errors=True)
+    return unfinished.rename(target)

@@ -6,6 +6,7 @@ log-probs of the policy that sampled, before the first update) and *ref* (the po
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
@@ -72,7 +73,7 @@ class AdaptiveKL:
     target: float
 
     def after(self, kl: float, samples: int) -> AdaptiveKL:
-        """Halved, doubled, or as it was."""
+        """Halved, doubled, or as it was; also where the KL is not a number."""
         del samples
         if kl < self.target / 1.5:
             return replace(self, coef=self.coef / 2)
@@ -90,6 +91,8 @@ class ProportionalKL:
     horizon: float
 
     def after(self, kl: float, samples: int) -> ProportionalKL:
-        """Moved in proportion to the error."""
+        """Moved in proportion to the error; as it was where the KL is not a number."""
+        if not math.isfinite(kl):
+            return self
         error = min(max(kl / self.target - 1.0, -0.2), 0.2)
         return replace(self, coef=self.coef * (1.0 + error * samples / self.horizon))

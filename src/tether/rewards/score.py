@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 
 from tether.errors import DataError
@@ -22,7 +21,7 @@ def score_rollouts(reward: RewardFn, rollouts: Sequence[Rollout], *, max_failure
         raise DataError(f"the reward raised {type(error).__name__}: {error}") from error
     if len(scores) != len(rollouts):
         raise DataError(f"the reward gave {len(scores)} scores for {len(rollouts)} rollouts: it must give one for each")
-    failed = sum(not (score.valid and math.isfinite(score.value)) for score in scores)
+    failed = sum(not score.usable for score in scores)
     if failed > max_failure_rate * len(rollouts):
         reasons = failure_reasons(scores)
         raise DataError(

@@ -1,8 +1,10 @@
 """Sampling from any Hugging Face causal language model in process: no weights are copied, no server is needed.
 
-A call is cut into chunks of at most `max_batch` sequences, longest prompts first. In a chunk each prompt is read once
-and its cache rows are repeated for its samples; then one token is drawn for every unfinished sequence per step, and
-sequences that end leave the batch and its cache, so that they cost nothing more.
+Llama, Mistral, Qwen2 and Qwen3 on a CPU have a decoder of their own (`llama.py`), which works on the model's parameters
+and keeps `max_batch` slots busy: a sequence that ends makes room for the next one. It is compared with the model's own
+forward pass when the engine is made. Every other model takes the general way, which asks nothing but a cache: a call is
+cut into chunks of at most `max_batch` sequences, longest prompts first, each prompt is read once and its cache rows are
+repeated for its samples, and sequences that end leave the batch, so that they cost nothing more.
 
 The result depends on the seed, the prompt's id and the sample's index. Batching changes logits only by rounding, and
 each draw uses a uniform of its own, so the same tokens come out whoever shares the batch, unless a uniform falls within
@@ -14,7 +16,7 @@ end of an epoch, gets further samples, not the same ones again.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -26,8 +28,11 @@ from tether.errors import ConfigError, DataError, Diverged
 from tether.models.load import LoadedModel, embedding_count
 from tether.protocols import Sampling
 from tether.rollout.assemble import assemble_rollout, check_request
+from tether.rollout.continuous import ContinuousBatch
 from tether.rollout.forward import CachedBatch
-from tether.rollout.sampling import Draw, check_sampling, draw, sample_uniforms
+from tether.rollout.llama import LlamaDecoder
+from tether.rollout.sampling import Draw, check_sampling, draw, draw_columns, sample_uniforms
+from tether.rollout.supported import disagreement, plain_model, unsupported
 from tether.types import Prompt, Rollout
 
 
@@ -53,7 +58,7 @@ class NativeEngine:
     of the embedding) are not masked out, because the trainer sees them too and masking would make the engine's
     log-probs differ from the trainer's. Trained models give such ids no measurable probability.
 
-    `completion` is the text of the answer without special tokens. `policy_version` is stamped on every rollout; the
+    `notices` says in a sentence why the general way is taken, where it is. `completion` is the text of the answer without special tokens. `policy_version` is stamped on every rollout; the
     loop sets it. A cache whose rows cannot be selected keeps its finished sequences to the end of the chunk: the
     result is the same and only the saving is lost.
     """
@@ -64,6 +69,16 @@ class NativeEngine:
         self.loaded = loaded
         self.max_batch = max_batch
         self.policy_version = 0
+        self.notices: tuple[str, ...] = ()
+        self._distrusted = unsupported(loaded.model, 0)
+        if self._distrusted is None:
+            with _eval_mode(loaded.model):
+                self._distrusted = disagreement(loaded.model)
+        self._notice(self._distrusted)
+
+    def _notice(self, reason: str | None) -> None:
+        if reason and not self.notices:
+            self.notices = (f"Rollouts take the general way, not the fast decoder: {reason}.",)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, samples_per_prompt: int, seed: int
@@ -81,8 +96,13 @@ class NativeEngine:
         work.sort(key=lambda item: -len(item.prompt_ids))  # stable: samples of one prompt stay side by side
         rollouts: list[Rollout] = []
         with _eval_mode(self.loaded.model):
-            for start in range(0, len(work), self.max_batch):
-                rollouts += self._sample_chunk(work[start : start + self.max_batch], sampling, seed)
+            length = max(map(len, encoded)) + sampling.max_new_tokens
+            reason = self._distrusted or unsupported(self.loaded.model, length)
+            self._notice(reason)
+            size = self.max_batch if reason else len(work)
+            for start in range(0, len(work), size):
+                decode = self._decode if reason else self._decode_slots
+                rollouts += self._sample_chunk(work[start : start + size], sampling, seed, decode)
         return sorted(rollouts, key=lambda rollout: (rollout.group_id, rollout.sample_id))
 
     def _encode(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
@@ -104,12 +124,14 @@ class NativeEngine:
                 )
         return encoded
 
-    def _sample_chunk(self, chunk: list[_Sequence], sampling: Sampling, seed: int) -> list[Rollout]:
+    def _sample_chunk(
+        self, chunk: list[_Sequence], sampling: Sampling, seed: int, decode: Callable[..., list[Draw]]
+    ) -> list[Rollout]:
         uniforms = torch.stack(
             [sample_uniforms(seed, item.prompt.id, item.stream, sampling.max_new_tokens) for item in chunk]
         )
         stops = {self.loaded.end_id, *sampling.stop_token_ids}
-        answers = self._decode(chunk, uniforms, sampling, stops)
+        answers = decode(chunk, uniforms, sampling, stops)
         ids = [answer.tokens.tolist() for answer in answers]
         texts = self.loaded.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [
@@ -127,6 +149,24 @@ class NativeEngine:
             )
             for item, tokens, answer, text in zip(chunk, ids, answers, texts, strict=True)
         ]
+
+    @torch.inference_mode()
+    def _decode_slots(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
+        """As `_decode`, for any number of sequences, by the decoder that is written for the model."""
+        slots = min(self.max_batch, len(work))
+        length = max(len(item.prompt_ids) for item in work) + sampling.max_new_tokens
+        decoder = LlamaDecoder(plain_model(self.loaded.model), slots, length)
+        prompts = {item.group: item.prompt_ids for item in work}
+        batch = ContinuousBatch(decoder, slots, prompts, [item.group for item in work], sampling.max_new_tokens)
+
+        def draw_next(logits: Tensor, due: list[tuple[int, int]]) -> Draw:
+            sequences, steps = zip(*due, strict=True)
+            drawn = draw_columns(logits, uniforms[list(sequences), list(steps)], sampling)
+            for token, row, step in zip(drawn.tokens.tolist(), sequences, steps, strict=True):
+                _check_finite([token], [row], work, step)
+            return drawn
+
+        return _by_sequence(batch.run(draw_next, stops), len(work))
 
     @torch.inference_mode()
     def _decode(self, chunk: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:

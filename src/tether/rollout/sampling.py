@@ -22,6 +22,9 @@ from tether.protocols import Sampling
 from tether.seeds import derive_seed
 
 
+BLOCK = 256  # ids that are summed together before the search for a token
+
+
 class Draw(NamedTuple):
     """One token for each row, and its log-probability."""
 
@@ -66,6 +69,47 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Draw:
     behavior = untruncated if behavior is logprobs else behavior.gather(-1, chosen).squeeze(-1)
     # One NaN or +inf makes the whole row's log-softmax NaN, so the drawn token's value tells of every logit.
     return Draw(tokens.masked_fill(untruncated.isnan(), -1), behavior, untruncated)
+
+
+def draw_columns(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Draw:
+    """`draw` for logits (V, B), one column a row of the batch, which may be overwritten.
+
+    Where the whole distribution is sampled from, the token is found in two levels: sums over blocks of ids say which
+    block the uniform falls into, and only that block is summed id by id. Three passes over the logits in all.
+    """
+    if sampling.temperature == 0.0 or sampling.top_k or sampling.top_p < 1.0:
+        return draw(logits.t().contiguous(), uniforms, sampling)
+    scaled = logits.float() if sampling.temperature == 1.0 else logits.float().div_(sampling.temperature)
+    count, rows = scaled.shape
+    highest = scaled.amax(dim=0)  # (B,)
+    heights = scaled.sub_(highest).exp_()
+    whole = count - count % BLOCK
+    sums = heights[:whole].view(-1, BLOCK, rows).sum(dim=1)  # (blocks, B)
+    if whole < count:
+        sums = torch.cat((sums, heights[whole:].sum(dim=0, keepdim=True)))
+    wide = torch.float32 if logits.device.type == "mps" else torch.float64
+    cdf = sums.t().cumsum(dim=-1, dtype=wide)  # (B, blocks)
+    total = cdf[:, -1]
+    target = (uniforms.to(wide) * total).unsqueeze(-1)
+    block = torch.searchsorted(cdf, target).clamp_(max=cdf.shape[1] - 1)  # (B, 1)
+    before = torch.where(block > 0, cdf.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    tokens, height = _within_block(heights, block, target - before)
+    logprobs = (height.to(wide).log() - total.log()).float()
+    # NaN in a column makes its total NaN; +inf makes the difference to the highest NaN; all -inf likewise
+    return Draw(tokens.masked_fill(total.isnan(), -1), logprobs, logprobs)
+
+
+def _within_block(heights: Tensor, block: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """(B,) the first id of block (B, 1) whose sum within the block reaches target (B, 1), and its height."""
+    ids = block * BLOCK + torch.arange(BLOCK, device=block.device)  # (B, BLOCK)
+    inside = heights.t().gather(1, ids.clamp(max=len(heights) - 1)).masked_fill_(ids >= len(heights), 0.0)
+    place = torch.searchsorted(inside.cumsum(dim=-1, dtype=target.dtype), target)
+    # rounding may leave the block's own sum just short of the target: then it is the last id that can be drawn
+    last = torch.where(inside > 0, torch.arange(BLOCK, device=block.device), 0).amax(dim=-1, keepdim=True)
+    place = torch.minimum(place, last)
+    height = inside.gather(1, place)
+    place = torch.where(height > 0, place, inside.argmax(dim=-1, keepdim=True))
+    return (block * BLOCK + place).squeeze(-1).clamp_(max=len(heights) - 1), inside.gather(1, place).squeeze(-1)
 
 
 def truncate(logprobs: Tensor, *, top_k: int, top_p: float) -> Tensor:

@@ -1,0 +1,92 @@
+"""From evaluated tokens to credit: what the whole of `Algorithm.credit` pays, worked out by hand."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+import torch
+
+from tether.algorithms.algorithm import Algorithm, Crediting
+from tether.algorithms.estimators import GAE, GroupRelative, LeaveOneOut
+from tether.algorithms.objectives import PolicyObjective, Reinforce
+from tether.algorithms.updates import MinibatchEpochs
+from tether.types import EvaluatedBatch
+
+MASK = torch.tensor([[False, True, True, False], [False, True, True, True]])
+
+
+def algorithm(estimator=GAE(1.0, 1.0), **rules) -> Algorithm:
+    return Algorithm(
+        name="test",
+        estimator=estimator,
+        objective=lambda _: PolicyObjective(surrogate=Reinforce()),
+        update=MinibatchEpochs(1, 2),
+        minibatch_size=2,
+        crediting=Crediting(**rules),
+    )
+
+
+def evaluated(**columns) -> EvaluatedBatch:
+    zeros = torch.zeros(2, 4)
+    given = {
+        "tokens": zeros.long(),
+        "attention_mask": torch.ones(2, 4, dtype=torch.bool),
+        "response_mask": MASK,
+        "behavior_logprobs": zeros,
+        "untruncated_logprobs": zeros,
+        "scores": torch.tensor([3.0, -5.0]),
+        "group_ids": torch.tensor([0, 0]),
+        "truncated": torch.tensor([False, True]),
+        "old_logprobs": torch.tensor([[9.0, -1.0, -2.0, 9.0], [9.0, -1.0, -1.0, -1.0]]),
+        "ref_logprobs": torch.tensor([[9.0, -1.5, -1.0, 9.0], [9.0, -1.0, -1.0, -3.0]]),
+        "values": torch.tensor([[7.0, 0.5, 0.25, 7.0], [7.0, 1.0, 1.0, 1.0]]),
+        "final_values": torch.tensor([100.0, 4.0]),
+    }
+    return EvaluatedBatch(**(given | columns))
+
+
+def test_score_on_the_last_sampled_token_and_kl_on_each():
+    # Row 0: KL k1 = -1 + 1.5 = 0.5, then -2 + 1 = -1; paid -0.1 KL each, and 3 on token 2. Row 1: KL 0, 0, 2.
+    experience, measures = algorithm().credit(evaluated(), 0.1)
+    expected = torch.tensor([[0.0, -0.05, 3.1, 0.0], [0.0, 0.0, 0.0, -5.2]])
+    torch.testing.assert_close(experience.rewards, expected)
+    assert measures.mean("kl_ref_k1") == pytest.approx((0.5 - 1.0 + 2.0) / 2)
+    # lambda 1: advantage = reward to go - value.
+    torch.testing.assert_close(
+        experience.advantages, torch.tensor([[0.0, 3.05 - 0.5, 3.1 - 0.25, 0.0], [0.0, -6.2, -6.2, -6.2]])
+    )
+
+
+def test_only_an_answer_that_never_ended_gets_the_penalty_and_the_clip_does_not_soften_it():
+    rules = {"kl_place": "none", "missing_end_penalty": -10.0, "score_clip": 2.0}
+    experience, measures = algorithm(**rules).credit(evaluated(ref_logprobs=None), 0.0)
+    assert experience.rewards[0, 2] == 2.0
+    assert experience.rewards[1, 3] == -10.0
+    assert measures.mean("score") == -1.0  # as the reward gave it
+    assert measures.mean("score_used") == -4.0
+
+
+def test_only_a_cut_off_answer_is_bootstrapped():
+    rules = {"kl_place": "none", "bootstrap_truncated": True}
+    experience, _ = algorithm(**rules).credit(evaluated(ref_logprobs=None), 0.0)
+    assert experience.returns[0, 2] == 3.0
+    assert experience.returns[1, 3] == -5.0 + 4.0
+
+
+@pytest.mark.parametrize(("estimator", "expected"), [(LeaveOneOut(), 8.0), (GroupRelative(False, 1e-4), 4.0)])
+def test_groups_compare_whole_sequences(estimator, expected):
+    experience, _ = algorithm(estimator, kl_place="none").credit(evaluated(ref_logprobs=None, values=None), 0.0)
+    assert experience.advantages[0, 1:3].tolist() == [expected, expected]
+    assert experience.advantages[1, 1:].tolist() == [-expected] * 3
+    assert experience.advantages[0, 3] == 0
+
+
+def test_constant_returns_leave_explained_variance_unsaid():
+    constant = evaluated(ref_logprobs=None, scores=torch.ones(2), truncated=torch.zeros(2, dtype=torch.bool))
+    assert "explained_variance" not in algorithm(kl_place="none").credit(constant, 0.0)[1].weighted
+
+
+def test_truncated_sampling_is_told():
+    cut = dataclasses.replace(evaluated(), behavior_logprobs=torch.full((2, 4), 0.25))
+    assert algorithm().credit(cut, 0.0)[1].mean("truncation_gap") == pytest.approx(0.25)
