@@ -16,7 +16,10 @@ from tether.types import EvaluatedBatch
 MASK = torch.tensor([[False, True, True, False], [False, True, True, True]])
 
 
-def algorithm(estimator=GAE(1.0, 1.0), **rules) -> Algorithm:
+MONTE_CARLO = GAE(1.0, 1.0)
+
+
+def algorithm(estimator=MONTE_CARLO, **rules) -> Algorithm:
     return Algorithm(
         name="test",
         estimator=estimator,

@@ -77,6 +77,15 @@ def test_rankings_from_every_format(tmp_path: Path, ending: str):
     assert [ranking.ranks for ranking in read_rankings(path, encoder())] == [(1, 0, 1)] * 2
 
 
+@pytest.mark.parametrize("ending", ENDINGS)
+def test_an_answer_that_was_cut_off_gets_no_end(tmp_path: Path, ending: str):
+    record = {"prompt": "q", "chosen": "yes", "rejected": "no", "rejected_ended": False}
+    [ranking] = read_rankings(write(tmp_path, ending, [record]), encoder())
+    assert [int(row.tokens[-1]) == END_ID for row in ranking.rows] == [True, False]
+    path = write(tmp_path, ending, [record | {"rejected_ended": "5"}])
+    assert "field 'rejected_ended' must be true or false" in refusal(path, read_rankings)
+
+
 # -- a broken line 3
 
 BROKEN = {

@@ -217,7 +217,7 @@ def test_settings_that_cannot_work_are_refused(method, flags, message):
 
 
 def test_an_unknown_device_is_named():
-    with pytest.raises(ValueError, match="model.device"):
+    with pytest.raises(ValueError, match=r"model\.device"):
         load_policy(load_recipe("ppo", None, ["--model.device", "gpu"]))
 
 

@@ -88,8 +88,8 @@ def test_the_jackknife_of_a_mean_is_its_standard_error(values: list[float]):
     count, total = len(values), sum(values)
     found = jackknife(total / count, [(total - value) / (count - 1) for value in values])
     error = float(torch.tensor(values, dtype=torch.float64).std()) / math.sqrt(count)
-    assert found.high - found.value == pytest.approx(1.959964 * error, abs=1e-6)
-    assert found.value - found.low == pytest.approx(1.959964 * error, abs=1e-6)
+    assert found.high - found.value == pytest.approx(1.959964 * error, rel=1e-6, abs=1e-6)
+    assert found.value - found.low == pytest.approx(1.959964 * error, rel=1e-6, abs=1e-6)
 
 
 def test_a_jackknife_of_little():

@@ -76,9 +76,8 @@ class TrustRegionStep:
         skipped = learner.skipped_in_a_row + 1 if "skipped_steps" in measures.counts else 0
         critic = MinibatchEpochs(self.settings.critic_epochs, self.settings.minibatch_size)
         taught = critic(learner, experience, ValueObjective(), generator)
-        learner.skipped_in_a_row = max(
-            skipped, learner.skipped_in_a_row
-        )  # the critic's steps do not excuse the policy's
+        # The critic's good steps do not excuse the policy's bad ones.
+        learner.skipped_in_a_row = max(skipped, learner.skipped_in_a_row)
         measures.count("skipped_steps", taught.counts["skipped_steps"])
         measures.add("value_loss", *taught.weighted["value_loss"])
         measures.add("grad_norm/critic", *taught.weighted["grad_norm/critic"])

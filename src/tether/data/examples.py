@@ -68,10 +68,18 @@ class RowEncoder:
         """The row, as the policy itself would have sampled it: the template's prompt, the answer, the end token."""
         return self.rows(messages, [answer], place, field)[0]
 
-    def rows(self, messages: tuple[Message, ...], answers: Sequence[str], place: str, field: str) -> list[Row]:
-        """A row for each answer to one prompt."""
+    def rows(
+        self,
+        messages: tuple[Message, ...],
+        answers: Sequence[str],
+        place: str,
+        field: str,
+        ended: Sequence[bool] | None = None,
+    ) -> list[Row]:
+        """A row for each answer to one prompt; one that had not `ended` by itself gets no end token."""
         prompt = prompt_token_ids(self.tokenizer, Prompt(place, messages))
-        encoded = [[*self._encode(answer), self.end_id] for answer in answers]
+        ends = [[self.end_id] if whole else [] for whole in ended or [True] * len(answers)]
+        encoded = [[*self._encode(answer), *end] for answer, end in zip(answers, ends, strict=True)]
         longest = max(map(len, encoded))
         if len(prompt) + longest > self.max_length:
             shorter = self._shorten(messages, prompt, answers, encoded, place) if self.truncate else None
@@ -166,7 +174,8 @@ def _ranking(record: Record, encode: RowEncoder) -> Ranking:
     if not record.has("answers"):
         answers = [record.text("chosen"), record.text("rejected")]
         longer = "chosen" if len(answers[0]) > len(answers[1]) else "rejected"
-        return Ranking(tuple(encode.rows(messages, answers, record.place, longer)), (0, 1))
+        ended = [record.flag("chosen_ended"), record.flag("rejected_ended")]
+        return Ranking(tuple(encode.rows(messages, answers, record.place, longer, ended)), (0, 1))
     answers = record.texts("answers")
     if len(answers) < 2:
         raise DataError(f"{record.place}: field 'answers' needs at least two answers to rank")

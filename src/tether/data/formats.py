@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from tether.errors import DataError
 
-NESTED = ("messages", "answers", "ranks")  # CSV has texts only: these hold JSON text
+# CSV has texts only: these fields hold JSON text.
+NESTED = ("messages", "answers", "ranks", "chosen_ended", "rejected_ended")
 LONGEST_CELL = 1 << 27  # Python's csv refuses cells above 128 KiB unless told otherwise
 
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:')
@@ -94,9 +95,8 @@ def _decode(text: str, place: int, path: str, line: int) -> tuple[Any, int]:
         begun = f", in the record that begins on line {line}" if broken != line else ""
         keys = _KEY.findall(text, place, error.pos)
         near = f", near field {keys[-1]!r}" if keys else ", before any field"
-        raise DataError(
-            f"{path}, line {broken}: not valid JSON ({error.msg.removesuffix(' at')} at column {error.colno}{near}{begun})"
-        ) from None
+        what = f"{error.msg.removesuffix(' at')} at column {error.colno}"
+        raise DataError(f"{path}, line {broken}: not valid JSON ({what}{near}{begun})") from None
     except DataError as error:
         raise DataError(f"{path}, line {line}: {error}") from None
     except (RecursionError, ValueError) as error:  # nested too deeply, or a number too long to be read

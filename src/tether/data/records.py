@@ -29,6 +29,13 @@ class Record:
             raise DataError(f"{self.place}: field {field!r} must be a text that is not empty, not {shown(value)}")
         return self._whole(field, value)
 
+    def flag(self, field: str) -> bool:
+        """A field that is true where it is left out, and must be true or false where it is not."""
+        value = self.fields[field] if self.has(field) else True
+        if not isinstance(value, bool):
+            raise DataError(f"{self.place}: field {field!r} must be true or false, not {shown(value)}")
+        return value
+
     def texts(self, field: str) -> list[str]:
         """A field that must be a list of non-empty texts."""
         value = self.required(field)

@@ -58,9 +58,10 @@ class NativeEngine:
     of the embedding) are not masked out, because the trainer sees them too and masking would make the engine's
     log-probs differ from the trainer's. Trained models give such ids no measurable probability.
 
-    `notices` says in a sentence why the general way is taken, where it is. `completion` is the text of the answer without special tokens. `policy_version` is stamped on every rollout; the
-    loop sets it. A cache whose rows cannot be selected keeps its finished sequences to the end of the chunk: the
-    result is the same and only the saving is lost.
+    `notices` says in one sentence why the general way is taken, where it is. `completion` is the text of the answer
+    without special tokens. `policy_version` is stamped on every rollout; the loop sets it. On the general way, a cache
+    whose rows cannot be selected keeps its finished sequences to the end of the chunk: the result is the same and only
+    the saving is lost.
     """
 
     def __init__(self, loaded: LoadedModel, *, max_batch: int = 64) -> None:

@@ -21,7 +21,6 @@ from tether.errors import ConfigError
 from tether.protocols import Sampling
 from tether.seeds import derive_seed
 
-
 BLOCK = 256  # ids that are summed together before the search for a token
 
 

@@ -1,0 +1,138 @@
+"""Rollouts on a CPU against `transformers` generate: the same model, prompts, lengths, threads and process.
+
+    python benchmarks/rollout_cpu.py [--new 64] [--batch 32] [--prompt 32] [--random] [--general] [--json]
+
+Both sample at temperature 1 from the whole vocabulary, and nothing ends an answer early, so both make batch x new
+tokens. The two take turns, and the best time of each is kept: on a shared machine a single time says little. Times are
+those of whole calls, with prompts read and, for Tether, log-probs kept and answers decoded. The last line with `--json`
+has the `ratio` of tokens per second.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+import time
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from tether.models.load import LoadedModel, load_causal_lm
+from tether.protocols import Sampling
+from tether.rollout.native import NativeEngine
+from tether.types import Prompt
+
+NEVER = -2  # an end token that no model draws
+
+
+class Numbers:
+    """A tokenizer whose text is token ids written out, so that a prompt has exactly the length that was asked for."""
+
+    eos_token_id = NEVER
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:  # noqa: ARG002
+        """The numbers in the text."""
+        return [int(word) for word in text.split()]
+
+    def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
+        """The ids as text."""
+        return [" ".join(map(str, row)) for row in rows]
+
+
+def smollm2(random: bool) -> LoadedModel:
+    """SmolLM2-135M, or a model of its shape with random weights."""
+    if not random:
+        loaded = load_causal_lm("smollm2-135m", dtype="float32", device="cpu", seed=0)
+        return dataclasses.replace(loaded, tokenizer=cast(Any, Numbers()), end_id=NEVER)
+    config = LlamaConfig(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+        max_position_embeddings=8192,
+        tie_word_embeddings=True,
+    )
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(config).eval()
+    return LoadedModel(model, cast(Any, Numbers()), end_id=NEVER, pad_id=0, context_length=8192)
+
+
+def contenders(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Callable[[], int]]:
+    """What is timed, by name; each call gives the number of tokens it made."""
+    different = options.batch // options.samples
+    draws = torch.Generator().manual_seed(0)
+    ids = torch.randint(3, 49000, (different, options.prompt), generator=draws)
+    texts = [" ".join(map(str, row)) for row in ids.tolist()]
+    prompts = [Prompt.from_text(str(index), text) for index, text in enumerate(texts)]
+    sampling = Sampling(options.new)
+    model: Any = loaded.model
+    model.generation_config = GenerationConfig(
+        do_sample=True, temperature=1.0, top_k=0, top_p=1.0, max_new_tokens=options.new, pad_token_id=loaded.pad_id,
+        num_return_sequences=options.samples,
+    )  # fmt: skip
+
+    def generate() -> int:
+        with torch.inference_mode():
+            made = model.generate(ids, attention_mask=torch.ones_like(ids))
+        return made[:, options.prompt :].numel()
+
+    def rollouts(engine: NativeEngine) -> int:
+        made = engine.generate(prompts, sampling, samples_per_prompt=options.samples, seed=0)
+        return sum(rollout.response_length for rollout in made)
+
+    engine = NativeEngine(loaded, max_batch=options.batch)
+    assert not engine.notices, engine.notices
+    found: dict[str, Callable[[], int]] = {"transformers generate": generate, "tether": lambda: rollouts(engine)}
+    if options.general:
+        general = NativeEngine(loaded, max_batch=options.batch)
+        general._distrusted = "asked for"
+        found["tether, general way"] = lambda: rollouts(general)
+    return found
+
+
+def main() -> None:
+    """Time them in turn and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=32, help="tokens of each prompt")
+    parser.add_argument("--new", type=int, default=64, help="tokens of each answer")
+    parser.add_argument("--samples", type=int, default=1, help="answers to each prompt; batch / samples prompts")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--random", action="store_true", help="random weights of the same shape: no download")
+    parser.add_argument("--general", action="store_true", help="time the way for any model too")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    if options.batch % options.samples:
+        parser.error("--samples must divide --batch")
+    torch.set_num_threads(options.threads)
+    ways = contenders(smollm2(options.random), options)
+    expected = options.batch * options.new
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    for _ in range(options.repeats):
+        for name, way in ways.items():
+            began = time.perf_counter()
+            assert way() == expected, f"{name} made another number of tokens"
+            seconds[name].append(time.perf_counter() - began)
+    print(
+        f"{options.batch} x ({options.prompt} + {options.new}) tokens, {options.samples} answers a prompt, fp32, "
+        f"{options.threads} threads, best of {options.repeats}, load average {os.getloadavg()[0]:.1f}"
+    )
+    speeds = {name: expected / min(times) for name, times in seconds.items()}
+    base = speeds["transformers generate"]
+    for name, speed in speeds.items():
+        spread = " ".join(f"{value:.2f}" for value in seconds[name])
+        print(f"{name:22s} {speed:8.1f} tok/s {speed / base:6.2f}x   seconds: {spread}")
+    if options.json:
+        best = {name: round(speed, 1) for name, speed in speeds.items()}
+        print(json.dumps({"ratio": speeds["tether"] / base, "tokens_per_second": best, "seconds": seconds}))
+
+
+if __name__ == "__main__":
+    main()

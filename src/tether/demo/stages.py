@@ -1,0 +1,159 @@
+"""The demo's stages. Each is what a user would do with a recipe of their own; the pipeline only passes files along."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tether.config.demo import DemoRecipe
+from tether.config.parts import DataSettings, TaskSettings
+from tether.config.recipes import PPORecipe, RewardRecipe, SFTRecipe
+from tether.config.rewards import ModelPart, TaskPart
+from tether.data.cursor import DataOrder
+from tether.demo.rater import Rater
+from tether.demo.rule import rule_reward
+from tether.demo.task import DemoTask, data_file
+from tether.errors import DataError
+from tether.loops.evaluate import Evaluation, WinRate, compare, evaluate_model, with_kl
+from tether.loops.judges import ScoreJudge
+from tether.models.load import LoadedModel, load_causal_lm
+from tether.protocols import Sampling
+from tether.rollout.native import NativeEngine
+from tether.seeds import derive_seed
+from tether.types import Rollout
+
+
+@dataclass(frozen=True)
+class Places:
+    """Where the demo keeps its stages."""
+
+    root: Path
+
+    def model(self, stage: str) -> str:
+        """The model that a stage trained."""
+        return str(self.root / stage / "model")
+
+    @property
+    def train_pairs(self) -> Path:
+        """The choices that the reward model learns from."""
+        return self.root / "preferences" / "train.jsonl"
+
+    @property
+    def held_out_pairs(self) -> Path:
+        """The choices that it is tested on."""
+        return self.root / "preferences" / "held_out.jsonl"
+
+
+def sft_stage(recipe: DemoRecipe, places: Places) -> SFTRecipe:
+    """Supervised fine-tuning on the shipped demonstrations."""
+    return recipe.sft.model_copy(
+        update={"data": DataSettings(train=str(data_file("demonstrations.jsonl"))), "run": _run(recipe, "sft", places)}
+    )
+
+
+def reward_stage(recipe: DemoRecipe, places: Places) -> RewardRecipe:
+    """The reward model: starts from the SFT model, learns the choices, is centred on the demonstrations."""
+    reward = recipe.reward
+    return reward.model_copy(
+        update={
+            "model": reward.model.model_copy(update={"path": places.model("sft")}),
+            "data": DataSettings(train=str(places.train_pairs), held_out=str(places.held_out_pairs)),
+            "reward": reward.reward.model_copy(update={"centre_on": str(data_file("demonstrations.jsonl"))}),
+            "run": _run(recipe, "reward", places),
+        }
+    )
+
+
+def ppo_stage(recipe: DemoRecipe, places: Places) -> PPORecipe:
+    """PPO against the reward model. The true rule is measured beside it with weight 0: the policy never feels it."""
+    ppo = recipe.ppo
+    shared = ppo.roles.mode != "separate"
+    proxy = ModelPart(kind="model", name="proxy", path=places.model("reward"), shared=shared)
+    truth = TaskPart(kind="task", name="true", weight=0.0)
+    return ppo.model_copy(
+        update={
+            "model": ppo.model.model_copy(update={"path": places.model("sft")}),
+            "task": TaskSettings(name="tether.demo.task:DemoTask"),
+            "roles": ppo.roles.model_copy(update={"critic_from": places.model("reward")}),
+            "reward": ppo.reward.model_copy(update={"parts": (proxy, truth)}),
+            "run": _run(recipe, "ppo", places),
+        }
+    )
+
+
+def _run(recipe: DemoRecipe, stage: str, places: Places) -> Any:
+    settings = getattr(recipe, stage).run
+    return settings.model_copy(update={"name": stage, "directory": str(places.root), "seed": recipe.seed})
+
+
+def load(path: str, seed: int) -> LoadedModel:
+    """A stage's model, for sampling."""
+    return load_causal_lm(path, dtype="float32", device="auto", seed=seed)
+
+
+def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model: LoadedModel) -> dict[str, float]:
+    """Sample two answers a prompt, let the rater choose, and keep the choices in two files, split by prompt."""
+    settings = recipe.rater
+    prompts = DataOrder(DemoTask().prompts(), derive_seed(recipe.seed, "preferences")).take(0, settings.prompts)
+    rollouts = NativeEngine(model, max_batch=32).generate(
+        prompts,
+        Sampling(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature),
+        samples_per_prompt=2,
+        seed=derive_seed(recipe.seed, "preferences"),
+    )
+    records, agreed = [], 0
+    for first, second in zip(rollouts[::2], rollouts[1::2], strict=True):
+        choice = rater(first, second)
+        if choice is None:
+            continue
+        chosen, rejected = (first, second) if choice == "first" else (second, first)
+        scores = [score.value for score in rule_reward([chosen, rejected])]
+        agreed += scores[0] > scores[1]
+        records.append(_record(chosen, rejected))
+    held_out = math.ceil(settings.held_out * len(records))
+    if len(records) - held_out < 8 or held_out < 8:
+        raise DataError(f"only {len(records)} pairs could be told apart: raise rater.prompts")
+    places.train_pairs.parent.mkdir(parents=True, exist_ok=True)
+    for path, part in ((places.held_out_pairs, records[:held_out]), (places.train_pairs, records[held_out:])):
+        path.write_text("".join(json.dumps(record) + "\n" for record in part), encoding="utf-8")
+    return {"pairs": len(records), "held_out": held_out, "agrees_with_rule": agreed / len(records)}
+
+
+def _record(chosen: Rollout, rejected: Rollout) -> dict[str, Any]:
+    """One choice in the usual columns; an answer that was cut off is marked, for it must not be read as ended."""
+    return {
+        "prompt": chosen.prompt.messages[-1]["content"],
+        "chosen": chosen.completion.strip() or "(empty)",
+        "rejected": rejected.completion.strip() or "(empty)",
+        "chosen_ended": chosen.finish == "stop",
+        "rejected_ended": rejected.finish == "stop",
+    }
+
+
+@dataclass(frozen=True)
+class Judged:
+    """The start and the result, side by side, on prompts that no stage has seen."""
+
+    before: Evaluation
+    after: Evaluation
+    win_rate: WinRate
+
+
+def judge(recipe: DemoRecipe, before: LoadedModel, after: LoadedModel) -> Judged:
+    """Both models answer the same prompts; the true rule says which answer is better."""
+    settings = recipe.judging
+    prompts: Sequence[Any] = DemoTask().held_out()[: settings.prompts]
+    sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
+    seed = derive_seed(recipe.seed, "judging")
+    sides = [
+        evaluate_model(
+            model, prompts, sampling=sampling, name=name, rewards={"true": rule_reward}, seed=seed, max_batch=32
+        )
+        for name, model in (("SFT", before), ("PPO", after))
+    ]
+    after_with_kl = with_kl(sides[1], after, before, seed=seed)
+    return Judged(sides[0], after_with_kl, compare(after_with_kl, sides[0], ScoreJudge(rule_reward), seed=seed))
