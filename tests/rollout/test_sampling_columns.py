@@ -51,7 +51,7 @@ def test_nearly_all_tokens_are_the_very_same():
     rows = draw(logits, uniforms, Sampling(1))
     columns = draw_columns(logits.t().contiguous(), uniforms, Sampling(1))
     assert int((rows.tokens != columns.tokens).sum()) <= 1
-    assert torch.allclose(rows.behavior, columns.behavior, atol=2e-6)
+    assert torch.allclose(rows.behavior, columns.behavior, atol=5e-6)
 
 
 @pytest.mark.parametrize(

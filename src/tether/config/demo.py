@@ -16,14 +16,15 @@ FILLED_IN = DataSettings(train="(the demo's own)")
 class RaterSettings(Settings):
     """The stand-in for a person who says which of two answers is better."""
 
-    prompts: Positive = Field(default=160, description="Prompts that are answered twice and compared.")
+    prompts: Positive = Field(default=120, description="Prompts whose answers are compared.")
+    answers: int = Field(default=4, ge=2, le=9, description="Answers to each prompt, which are ranked.")
     max_new_tokens: Positive = Field(default=40, description="Longest answer that is compared.")
     temperature: PositiveFloat = Field(default=1.0, description="Of sampling the answers.")
     noise: PositiveFloat = Field(
-        default=0.1, description="P(choose A) = sigmoid((rule(A) - rule(B)) / noise): small is sure, large is careless."
+        default=0.1, description="P(prefer A) = sigmoid((rule(A) - rule(B)) / noise): small is sure, large is careless."
     )
-    tie: Fraction = Field(default=0.05, description="Answers whose rule scores are this close are not compared.")
-    held_out: Fraction = Field(default=0.25, description="Fraction of the pairs that the reward model never sees.")
+    tie: Fraction = Field(default=0.05, description="Answers whose rule scores are this close count as equal.")
+    held_out: Fraction = Field(default=0.25, description="Fraction of the prompts that the reward model never sees.")
 
 
 class JudgingSettings(Settings):

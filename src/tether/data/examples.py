@@ -184,7 +184,10 @@ def _ranking(record: Record, encode: RowEncoder) -> Ranking:
         raise DataError(f"{record.place}: field 'ranks' must be a list of {len(answers)} whole numbers, 0 for the best")
     if len(set(ranks)) < 2:
         raise DataError(f"{record.place}: field 'ranks' says that all answers tie: there is nothing to learn from it")
-    return Ranking(tuple(encode.rows(messages, answers, record.place, "answers")), tuple(ranks))
+    ended = record.fields["ended"] if record.has("ended") else [True] * len(answers)
+    if not isinstance(ended, list) or len(ended) != len(answers) or not all(type(end) is bool for end in ended):
+        raise DataError(f"{record.place}: field 'ended' must be a list of {len(answers)} times true or false")
+    return Ranking(tuple(encode.rows(messages, answers, record.place, "answers", ended)), tuple(ranks))
 
 
 def collate_rows(rows: Sequence[Row], pad_id: int) -> Sequences:

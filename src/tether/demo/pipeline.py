@@ -106,7 +106,7 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
             raise Stopped(f"stopped in stage {stage}; what was learned so far is in {places.root}")
 
     train("sft", "1 Learn from demonstrations", sft_stage(recipe, places))
-    advance = show("preferences", "2 Compare pairs of answers", recipe.rater.prompts)
+    advance = show("preferences", "2 Rank answers", recipe.rater.prompts)
     with timed(run, "preferences"):
         rater = StandInRater(recipe.rater, recipe.seed)
         chooser = PersonRater(console, rater) if human else rater

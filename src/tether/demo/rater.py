@@ -1,14 +1,15 @@
-"""Who compares two answers: a stand-in with a stated rule and a person's noise, or the person at the terminal."""
+"""Who ranks answers: a stand-in with a stated rule and a person's noise, or the person at the terminal."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Protocol
 
 from rich.console import Console
+from rich.markup import escape
 from rich.panel import Panel
 
 from tether.config.demo import RaterSettings
@@ -16,36 +17,44 @@ from tether.demo.rule import rule_score
 from tether.seeds import derive_seed
 from tether.types import Rollout
 
-Choice = Literal["first", "second"]
-
 
 class Rater(Protocol):
-    """Chooses between two answers to one prompt."""
+    """Ranks the answers to one prompt."""
 
-    def __call__(self, first: Rollout, second: Rollout) -> Choice | None:
-        """The better one, or None where they are too close to call."""
+    def __call__(self, answers: Sequence[Rollout]) -> list[int] | None:
+        """A rank for each answer, 0 for the best and equal for ties; None where there is nothing to choose."""
         ...
 
 
 @dataclass(frozen=True)
 class StandInRater:
-    """P(first) = sigmoid((rule(first) - rule(second)) / noise); answers within `tie` of each other are passed over."""
+    """Ranks by rule(answer) / noise + Gumbel noise, so that any two answers are chosen between as a person would.
+
+    P(prefers A to B) = sigmoid((rule(A) - rule(B)) / noise) (Plackett 1975, Luce 1959). Neighbours in the ranking whose
+    rule scores are within `tie` of each other share a rank.
+    """
 
     settings: RaterSettings
     seed: int
 
-    def __call__(self, first: Rollout, second: Rollout) -> Choice | None:
-        """A choice that is the same each time it is asked of the same pair."""
-        difference = rule_score(first).value - rule_score(second).value
-        if abs(difference) <= self.settings.tie:
-            return None
-        name = (first.prompt.id, first.sample_id, second.sample_id)
-        coin = random.Random(derive_seed(self.seed, "rater", *name)).random()  # noqa: S311 (noise, not a secret)
-        return "first" if coin < 1.0 / (1.0 + math.exp(-difference / self.settings.noise)) else "second"
+    def __call__(self, answers: Sequence[Rollout]) -> list[int] | None:
+        """The same ranking each time it is asked for the same answers."""
+        noise = random.Random(derive_seed(self.seed, "rater", answers[0].prompt.id))  # noqa: S311 (not a secret)
+        scores = [rule_score(answer).value for answer in answers]
+        liking = [score / self.settings.noise - math.log(-math.log(1.0 - noise.random())) for score in scores]
+        order = sorted(range(len(answers)), key=lambda index: -liking[index])
+        ranks = [0] * len(answers)
+        for better, worse in zip(order, order[1:], strict=False):
+            tied = abs(scores[better] - scores[worse]) <= self.settings.tie
+            ranks[worse] = ranks[better] + (not tied)
+        return ranks if max(ranks) > 0 else None
 
 
 class PersonRater:
-    """Asks the person at the terminal, for as many pairs as they like; the stand-in takes over after `quit`."""
+    """Asks the person at the terminal about the first two answers, for as many prompts as they like.
+
+    After `q` the stand-in ranks the rest.
+    """
 
     def __init__(self, console: Console, after: Rater, ask: Callable[[str], str] = input) -> None:
         self.console = console
@@ -54,15 +63,15 @@ class PersonRater:
         self.asked = 0
         self.done = False
 
-    def __call__(self, first: Rollout, second: Rollout) -> Choice | None:
-        """1 or 2 for the better answer, s to skip, q to leave the rest to the stand-in."""
+    def __call__(self, answers: Sequence[Rollout]) -> list[int] | None:
+        """1 or 2 for the better answer, s to skip the pair, q to leave the rest to the stand-in."""
         if self.done:
-            return self.after(first, second)
+            return self.after(answers)
         self.console.rule(f"Pair {self.asked + 1}")
-        self.console.print(first.prompt.messages[-1]["content"], style="bold", markup=False)
-        for number, answer in (("1", first), ("2", second)):
+        self.console.print(escape(answers[0].prompt.messages[-1]["content"]), style="bold")
+        for number, answer in enumerate(answers[:2], start=1):
             cut = "" if answer.finish == "stop" else " (cut off)"
-            self.console.print(Panel(answer.completion.strip().replace("[", r"\["), title=f"{number}{cut}"))
+            self.console.print(Panel(escape(answer.completion.strip()), title=f"{number}{cut}"))
         while True:
             try:
                 word = self.ask("Better: 1 or 2, s to skip, q to leave the rest to the stand-in: ").strip().lower()
@@ -70,7 +79,7 @@ class PersonRater:
                 word = "q"
             if word == "q":
                 self.done = True
-                return self.after(first, second)
+                return self.after(answers)
             if word in ("1", "2", "s"):
                 self.asked += 1
-                return {"1": "first", "2": "second", "s": None}[word]  # pyright: ignore[reportReturnType]
+                return {"1": [0, 1], "2": [1, 0], "s": None}[word]

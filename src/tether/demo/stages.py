@@ -96,41 +96,43 @@ def load(path: str, seed: int) -> LoadedModel:
 
 
 def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model: LoadedModel) -> dict[str, float]:
-    """Sample two answers a prompt, let the rater choose, and keep the choices in two files, split by prompt."""
+    """Sample several answers a prompt, let the rater rank them, and keep the rankings in two files, split by prompt."""
     settings = recipe.rater
     prompts = DataOrder(DemoTask().prompts(), derive_seed(recipe.seed, "preferences")).take(0, settings.prompts)
-    rollouts = NativeEngine(model, max_batch=32).generate(
+    rollouts = NativeEngine(model, max_batch=64).generate(
         prompts,
         Sampling(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature),
-        samples_per_prompt=2,
+        samples_per_prompt=settings.answers,
         seed=derive_seed(recipe.seed, "preferences"),
     )
-    records, agreed = [], 0
-    for first, second in zip(rollouts[::2], rollouts[1::2], strict=True):
-        choice = rater(first, second)
-        if choice is None:
+    records, pairs, agreed = [], 0, 0
+    for start in range(0, len(rollouts), settings.answers):
+        answers = rollouts[start : start + settings.answers]
+        ranks = rater(answers)
+        if ranks is None:
             continue
-        chosen, rejected = (first, second) if choice == "first" else (second, first)
-        scores = [score.value for score in rule_reward([chosen, rejected])]
-        agreed += scores[0] > scores[1]
-        records.append(_record(chosen, rejected))
+        answers = answers[: len(ranks)]
+        scores = [score.value for score in rule_reward(answers)]
+        chosen = [(i, j) for i, one in enumerate(ranks) for j, other in enumerate(ranks) if one < other]
+        pairs += len(chosen)
+        agreed += sum(scores[i] > scores[j] for i, j in chosen)
+        records.append(_record(answers, ranks))
     held_out = math.ceil(settings.held_out * len(records))
     if len(records) - held_out < 8 or held_out < 8:
-        raise DataError(f"only {len(records)} pairs could be told apart: raise rater.prompts")
+        raise DataError(f"the answers to only {len(records)} prompts could be ranked: raise rater.prompts")
     places.train_pairs.parent.mkdir(parents=True, exist_ok=True)
     for path, part in ((places.held_out_pairs, records[:held_out]), (places.train_pairs, records[held_out:])):
         path.write_text("".join(json.dumps(record) + "\n" for record in part), encoding="utf-8")
-    return {"pairs": len(records), "held_out": held_out, "agrees_with_rule": agreed / len(records)}
+    return {"prompts": len(records), "pairs": pairs, "held_out_prompts": held_out, "agrees_with_rule": agreed / pairs}
 
 
-def _record(chosen: Rollout, rejected: Rollout) -> dict[str, Any]:
-    """One choice in the usual columns; an answer that was cut off is marked, for it must not be read as ended."""
+def _record(answers: Sequence[Rollout], ranks: Sequence[int]) -> dict[str, Any]:
+    """One ranking in the usual columns; an answer that was cut off is marked, for it must not be read as ended."""
     return {
-        "prompt": chosen.prompt.messages[-1]["content"],
-        "chosen": chosen.completion.strip() or "(empty)",
-        "rejected": rejected.completion.strip() or "(empty)",
-        "chosen_ended": chosen.finish == "stop",
-        "rejected_ended": rejected.finish == "stop",
+        "prompt": answers[0].prompt.messages[-1]["content"],
+        "answers": [answer.completion.strip() or "(empty)" for answer in answers],
+        "ranks": list(ranks),
+        "ended": [answer.finish == "stop" for answer in answers],
     }
 
 

@@ -101,6 +101,7 @@ class ContinuousBatch:
             while unread and (not batch or width + len(self.prompts[unread[-1][0]]) <= PREFILL_TOKENS):
                 batch.append(unread.pop())
                 width += len(self.prompts[batch[-1][0]]) - 1
+            batch.sort(key=lambda pair: pair[1])  # slots in order are written as one block
             self.decoder.prefill([self.prompts[group][:-1] for group, _ in batch], [place for _, place in batch])
             self.tokens_read += width
 

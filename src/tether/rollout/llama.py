@@ -15,8 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from transformers.activations import SiLUActivation
 
 from tether.rollout.slots import SlotCache
+
+FEW = 64  # tokens up to which a matrix product is bound by reading the weight
 
 
 class Projection:
@@ -42,7 +45,13 @@ class Projection:
         if self.weight is None:
             total.add_(self.module(x.t()).t())
             return
-        total.addmm_(self.weight, x)
+        rows, columns = self.weight.shape
+        if x.shape[1] <= FEW and columns > rows and rows % 2 == 0:
+            # Left to itself, MKL splits the long inner dimension over its threads; halves of the rows are a third faster
+            halves = self.weight.view(2, rows // 2, columns)
+            total.view(2, rows // 2, -1).baddbmm_(halves, x.expand(2, *x.shape))
+        else:
+            total.addmm_(self.weight, x)
         if self.bias is not None:
             total.add_(self.bias)
 
@@ -56,7 +65,7 @@ class Norm:
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (..., features, N) · weight / sqrt(mean over features of x² + ε)."""
-        scale = (x * x).mean(dim=-2, keepdim=True).add_(self.epsilon).rsqrt_()
+        scale = (x * x).sum(dim=-2, keepdim=True).mul_(1.0 / x.shape[-2]).add_(self.epsilon).rsqrt_()
         return (x * scale).mul_(self.weight)
 
 
@@ -72,6 +81,7 @@ class Layer:
         self.key_norm = Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
         self.gate, self.up = Projection(mlp.gate_proj), Projection(mlp.up_proj)
         self.down, self.activation = Projection(mlp.down_proj), mlp.act_fn
+        self.is_silu = isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
 
 
 class LlamaDecoder:
@@ -104,21 +114,19 @@ class LlamaDecoder:
         lengths = [len(ids) for ids in prompts]
         tokens = torch.tensor([id for ids in prompts for id in ids], device=self.device)
         columns = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-        rows = torch.arange(len(prompts)).repeat_interleave(torch.tensor(lengths)).to(self.device)
-        self._trunk(tokens, torch.tensor(slots, device=self.device)[rows], columns, Prefill(rows, columns, lengths))
+        self._trunk(tokens, columns, Prefill(self.cache, slots, lengths, self.scaling))
 
     def step(self, tokens: Tensor, columns: Tensor, length: int) -> Tensor:
         """(V, n) logits after one more token in each of the slots 0 to n - 1: `tokens` (n,) at `columns` (n,).
 
         `length` is the longest slot's, this token counted.
         """
-        attend = Decode(self.cache, columns, length, self.kv_heads)
-        hidden = self._trunk(tokens, torch.arange(len(tokens), device=self.device), columns, attend)
+        hidden = self._trunk(tokens, columns, Decode(self.cache, columns, length, self.scaling))
         logits = hidden.new_empty(self.vocabulary, len(tokens))
         self.head.into(logits, self.norm(hidden))
         return logits
 
-    def _trunk(self, tokens: Tensor, slots: Tensor, columns: Tensor, attend: Prefill | Decode) -> Tensor:
+    def _trunk(self, tokens: Tensor, columns: Tensor, attend: Prefill | Decode) -> Tensor:
         """(H, N) hidden states before the last norm; of no meaning after a prefill, which stops early."""
         hidden = self.embedding(tokens).t().contiguous()
         cos, sin = self.cos[:, columns], self.sin[:, columns]  # (D, N)
@@ -127,15 +135,16 @@ class LlamaDecoder:
         gates = hidden.new_empty(2 * self.inner, len(tokens))
         for index, layer in enumerate(self.layers):
             query, key, value = self._project(layer, layer.before_attention(hidden), qkv, cos, sin)
-            self.cache.write(index, slots, columns, key, value)
+            attend.store(index, key, value)
             if attend.reads_only and index + 1 == len(self.layers):
                 break
-            layer.output.added_to(hidden, attend(index, query, key, value, self.scaling))
+            layer.output.added_to(hidden, attend(index, query))
             normed = layer.before_mlp(hidden)
             gate, up = gates[: self.inner], gates[self.inner :]
             layer.gate.into(gate, normed)
             layer.up.into(up, normed)
-            layer.down.added_to(hidden, layer.activation(gate).mul_(up))
+            gate = F.silu(gate, inplace=True) if layer.is_silu else layer.activation(gate)
+            layer.down.added_to(hidden, gate.mul_(up))
         return hidden
 
     def _project(self, layer: Layer, x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -167,21 +176,34 @@ class Prefill:
 
     reads_only = True
 
-    def __init__(self, rows: Tensor, columns: Tensor, lengths: list[int]) -> None:
-        """Token n stands at column `columns[n]` of prompt `rows[n]`."""
-        self.places = (rows, columns)
+    def __init__(self, cache: SlotCache, slots: list[int], lengths: list[int], scaling: float) -> None:
+        """Tokens come prompt after prompt; prompt i has `lengths[i]` of them and goes into `slots[i]`."""
+        self.cache, self.slots, self.scaling = cache, slots, scaling
         self.shape = (len(lengths), max(lengths))
+        self.real: Tensor | None = None  # (prompts, longest) bool, where there is padding
+        if min(lengths) < max(lengths):
+            ends = torch.tensor(lengths, device=cache.keys.device)
+            self.real = torch.arange(max(lengths), device=ends.device) < ends[:, None]
+        self.key = self.value = torch.empty(0)  # (prompts, K, longest, D)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:  # noqa: ARG002
-        """(heads * D, N) for query (N, heads, D) and key and value (N, K, D)."""
-        padded = [self._pad(x) for x in (query, key, value)]
-        mixed = F.scaled_dot_product_attention(*padded, is_causal=True, scale=scaling, enable_gqa=True)
-        return mixed.transpose(1, 2)[self.places].flatten(1).t().contiguous()
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take key and value, (N, K, D) each, into the cache."""
+        self.key, self.value = self._padded(key), self._padded(value)
+        self.cache.write_prompts(layer, self.slots, self.key, self.value)
 
-    def _pad(self, x: Tensor) -> Tensor:
-        """(prompts, heads, longest, D), zeros where a prompt has ended."""
+    def __call__(self, layer: int, query: Tensor) -> Tensor:  # noqa: ARG002
+        """(heads * D, N) for query (N, heads, D) and the keys and values stored last."""
+        mixed = F.scaled_dot_product_attention(
+            self._padded(query), self.key, self.value, is_causal=True, scale=self.scaling, enable_gqa=True
+        ).transpose(1, 2)
+        return (mixed.flatten(0, 1) if self.real is None else mixed[self.real]).flatten(1).t().contiguous()
+
+    def _padded(self, x: Tensor) -> Tensor:
+        """(prompts, heads, longest, D) of x (N, heads, D), zeros where a prompt has ended."""
+        if self.real is None:
+            return x.contiguous().view(*self.shape, *x.shape[1:]).transpose(1, 2)
         padded = x.new_zeros(*self.shape, *x.shape[1:])
-        padded[self.places] = x
+        padded[self.real] = x
         return padded.transpose(1, 2)
 
 
@@ -193,23 +215,28 @@ class Decode:
 
     reads_only = False
 
-    def __init__(self, cache: SlotCache, columns: Tensor, length: int, kv_heads: int) -> None:
-        self.cache = cache
-        self.length = length
+    def __init__(self, cache: SlotCache, columns: Tensor, length: int, scaling: float) -> None:
+        """The new tokens stand at `columns` (n,), and the longest slot has `length` tokens with them."""
+        self.cache, self.columns, self.length, self.scaling = cache, columns, length, scaling
+        self.slots = torch.arange(len(columns), device=columns.device)
         hidden = torch.arange(length, device=columns.device) > columns[:, None]  # (n, length), past each slot's end
         self.mask: Tensor | None = None  # (n * K, 1, length)
         if hidden.any():
             mask = cache.keys.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-            self.mask = mask.repeat_interleave(kv_heads, dim=0).unsqueeze(1)
+            self.mask = mask.repeat_interleave(cache.keys.shape[2], dim=0).unsqueeze(1)
 
-    def __call__(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scaling: float) -> Tensor:  # noqa: ARG002
-        """(heads * D, n) for query (n, heads, D); key and value, (n, K, D), are in the cache already."""
+    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Take key and value, (n, K, D) each, into the cache."""
+        self.cache.write(layer, self.slots, self.columns, key, value)
+
+    def __call__(self, layer: int, query: Tensor) -> Tensor:
+        """(heads * D, n) for query (n, heads, D)."""
         count, heads, width = query.shape
         keys, values = self.cache.read(layer, count, self.length)
         groups = query.reshape(len(keys), -1, width)  # (n * K, heads / K, D)
         if self.mask is None:
-            scores = torch.baddbmm(keys.new_empty(1, 1, 1), groups, keys, beta=0.0, alpha=scaling)
+            scores = torch.baddbmm(keys.new_empty(1, 1, 1), groups, keys, beta=0.0, alpha=self.scaling)
         else:
-            scores = torch.baddbmm(self.mask, groups, keys, alpha=scaling)
+            scores = torch.baddbmm(self.mask, groups, keys, alpha=self.scaling)
         mixed = torch.bmm(scores.softmax(dim=-1), values)
         return mixed.view(count, heads * width).t().contiguous()

@@ -29,6 +29,17 @@ class SlotCache:
         self.keys[layer].permute(0, 3, 1, 2).index_put_((slots, columns), keys)
         self.values[layer].permute(0, 2, 1, 3).index_put_((slots, columns), values)
 
+    def write_prompts(self, layer: int, slots: list[int], keys: Tensor, values: Tensor) -> None:
+        """Put `keys` and `values`, (P, K, length, D) each, at the first columns of P slots.
+
+        What lies past the end of a shorter prompt is overwritten before it is read with any weight.
+        """
+        length = keys.shape[2]
+        first, last = slots[0], slots[-1] + 1
+        places = slice(first, last) if slots == list(range(first, last)) else torch.tensor(slots)
+        self.keys[layer, places, :, :, :length] = keys.transpose(2, 3)
+        self.values[layer, places, :, :length] = values
+
     def read(self, layer: int, slots: int, length: int) -> tuple[Tensor, Tensor]:
         """Views of the first slots and columns: keys (slots * K, D, length), values (slots * K, length, D)."""
         keys, values = self.keys[layer, :slots], self.values[layer, :slots]
