@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections.abc import Callable, Sequence
@@ -44,7 +45,7 @@ class StandInRater:
         liking = [score / self.settings.noise - math.log(-math.log(1.0 - noise.random())) for score in scores]
         order = sorted(range(len(answers)), key=lambda index: -liking[index])
         ranks = [0] * len(answers)
-        for better, worse in zip(order, order[1:], strict=False):
+        for better, worse in itertools.pairwise(order):
             tied = abs(scores[better] - scores[worse]) <= self.settings.tie
             ranks[worse] = ranks[better] + (not tied)
         return ranks if max(ranks) > 0 else None

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from tether.types import Rollout, Score
 
-WEIGHTS = {"finished": 0.3, "short": 0.2, "friendly": 0.3, "on_topic": 0.2}
+WEIGHTS = {"finished": 0.25, "short": 0.2, "friendly": 0.35, "on_topic": 0.2}
 FEWEST_WORDS, MOST_WORDS = 5, 30
 FRIENDLY = re.compile(
     r"!|\b(happy to help|glad you asked|great question|good question|of course|sure|enjoy|good luck|have fun"

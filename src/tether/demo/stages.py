@@ -79,7 +79,7 @@ def ppo_stage(recipe: DemoRecipe, places: Places) -> PPORecipe:
             "model": ppo.model.model_copy(update={"path": places.model("sft")}),
             "task": TaskSettings(name="tether.demo.task:DemoTask"),
             "roles": ppo.roles.model_copy(update={"critic_from": places.model("reward")}),
-            "reward": ppo.reward.model_copy(update={"parts": (proxy, truth)}),
+            "reward": ppo.reward.model_copy(update={"parts": (proxy, truth, *ppo.reward.parts)}),
             "run": _run(recipe, "ppo", places),
         }
     )

@@ -20,6 +20,18 @@ from transformers.activations import SiLUActivation
 from tether.rollout.slots import SlotCache
 
 FEW = 64  # tokens up to which a matrix product is bound by reading the weight
+TALL = 8192  # rows of a weight from which it is cut into blocks
+
+
+def pieces(rows: int, columns: int) -> int:
+    """Into how many blocks of rows a weight is cut for a product with few tokens; 1 leaves it whole.
+
+    MKL splits a long inner dimension over its threads, and packs a tall matrix in pieces that fit no cache. Measured
+    with 32 tokens: blocks make a 576 x 1536 weight 1.5 times as fast, and the 49152 x 576 output layer 1.1 times.
+    """
+    if rows >= TALL:
+        return next((rows // size for size in (512, 256, 128) if rows % size == 0), 1)
+    return 4 if columns > rows and rows % 4 == 0 else 1
 
 
 class Projection:
@@ -27,29 +39,34 @@ class Projection:
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
-        self.weight = module.weight.detach() if type(module) is nn.Linear else None  # (out, in)
-        bias = module.bias if type(module) is nn.Linear else None
-        self.bias = None if bias is None else bias.detach().unsqueeze(-1)  # (out, 1)
+        self.weight: Tensor | None = None  # (out, in)
+        self.blocks: Tensor | None = None  # (pieces, out / pieces, in), the same memory, where that is faster
+        self.bias: Tensor | None = None  # (out, 1)
+        if type(module) is nn.Linear:
+            self.weight = module.weight.detach()
+            count = pieces(*module.weight.shape) if module.weight.is_contiguous() else 1
+            self.blocks = self.weight.view(count, -1, module.in_features) if count > 1 else None
+            self.bias = None if module.bias is None else module.bias.detach().unsqueeze(-1)
 
     def into(self, out: Tensor, x: Tensor) -> None:
         """out (out, N) = W x + b, for x (in, N)."""
         if self.weight is None:
             out.copy_(self.module(x.t()).t())
-        elif self.bias is None:
-            torch.mm(self.weight, x, out=out)
-        else:
+        elif self.bias is not None:
             torch.addmm(self.bias, self.weight, x, out=out)
+        elif self.blocks is not None and x.shape[1] <= FEW:
+            torch.bmm(self.blocks, x.expand(len(self.blocks), *x.shape), out=out.view(*self.blocks.shape[:2], -1))
+        else:
+            torch.mm(self.weight, x, out=out)
 
     def added_to(self, total: Tensor, x: Tensor) -> None:
         """total (out, N) += W x + b, for x (in, N)."""
         if self.weight is None:
             total.add_(self.module(x.t()).t())
             return
-        rows, columns = self.weight.shape
-        if x.shape[1] <= FEW and columns > rows and rows % 2 == 0:
-            # Left to itself, MKL splits the long inner dimension over its threads; halves of the rows are a third faster
-            halves = self.weight.view(2, rows // 2, columns)
-            total.view(2, rows // 2, -1).baddbmm_(halves, x.expand(2, *x.shape))
+        if self.blocks is not None and x.shape[1] <= FEW:
+            parts = total.view(*self.blocks.shape[:2], -1)
+            parts.baddbmm_(self.blocks, x.expand(len(self.blocks), *x.shape))
         else:
             total.addmm_(self.weight, x)
         if self.bias is not None:
