@@ -38,8 +38,8 @@ format: setup  ## let ruff repair and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-demo: setup  ## train a tiny model with PPO on the CPU
-	$(BIN)/tether train ppo recipes/tiny-ppo.yaml
+demo: setup  ## the whole of RLHF on a real model, in minutes, on the CPU
+	$(BIN)/tether demo
 
 conformance: setup  ## check Tether against the golden traces
 	$(BIN)/tether conformance

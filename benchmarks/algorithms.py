@@ -13,6 +13,8 @@ import json
 import time
 from pathlib import Path
 
+import torch
+
 from tether.config.load import load_recipe
 from tether.config.recipes import RLRecipe
 from tether.loops.build import build_rl, load_policy
@@ -28,7 +30,8 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "PPO, clip": ("ppo", RATES),
     "PPO, adaptive KL penalty": ("ppo", [*RATES, "--ppo.objective", "kl_penalty"]),
     "PPO, fixed KL penalty": ("ppo", [*RATES, "--ppo.objective", "kl_penalty", "--ppo.penalty.adaptive", "false"]),
-    "PPO, unclipped": ("ppo", [*RATES, "--ppo.objective", "unclipped"]),
+    # Without a clip nothing else holds the ratio, so the update ends early once the KL to the old policy is too large.
+    "PPO, unclipped": ("ppo", [*RATES, "--ppo.objective", "unclipped", "--ppo.max_kl_old", "0.05"]),
     "REINFORCE, total return": ("reinforce", [*RATES, "--reinforce.weighting", "total"]),
     "REINFORCE, reward to go": ("reinforce", [*RATES, "--reinforce.weighting", "to_go"]),
     "REINFORCE, baselined": ("reinforce", [*RATES, "--reinforce.weighting", "baselined"]),
@@ -104,6 +107,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    torch.set_num_threads(1)  # the model is so small that a second thread costs more than it brings
     curves = {}
     for name in options.only:
         curves[name] = learn(*VARIANTS[name])

@@ -167,9 +167,15 @@ def _in_module(verb: str, module: str) -> Callable[[list[str]], int]:
     return run
 
 
+def _demo(words: list[str]) -> int:
+    _find_user_code()
+    return import_module("tether.demo.verb").main(words)
+
+
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model: PPO and its neighbours, SFT, a reward model", _train),
     "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
+    "demo": Verb("the whole of RLHF on a real model, in minutes", _demo),
     "models": Verb("list the models known by name, and fetch one", _models),
     "eval": Verb("measure a model, alone or against another", _in_module("eval", "tether.loops.eval_verb")),
     "chat": Verb("talk to a model, or to two side by side", _in_module("chat", "tether.loops.chat_verb")),

@@ -6,7 +6,8 @@ from typing import cast
 import pytest
 
 from tether.config import RECIPES
-from tether.config.load import load_recipe
+from tether.config.demo import DemoRecipe
+from tether.config.load import load_recipe, load_settings
 from tether.config.recipes import GRPORecipe, PPORecipe, SFTRecipe
 from tether.errors import ConfigError
 
@@ -73,16 +74,23 @@ def test_what_says_nothing_changes_nothing(write, text: str):
 @pytest.mark.parametrize("file", sorted(RECIPE_FOLDER.glob("*.yaml")), ids=lambda file: file.name)
 def test_every_shipped_recipe_parses(file: Path):
     text = file.read_text()
+    assert text.startswith("# "), "say at the top what the recipe is for"
+    if file.name == "demo.yaml":
+        assert load_settings(DemoRecipe, str(file)).seed == 0
+        return
     method = text.partition("method: ")[2].split()[0]
     recipe = load_recipe(method, str(file))
     assert recipe.method == method
-    uncommented = [line for line in text.splitlines() if ": " in line and "#" not in line]
-    assert not uncommented, f"say why, on each line: {uncommented}"
+    if file.name.startswith("tiny-"):
+        uncommented = [line for line in text.splitlines() if ": " in line and "#" not in line]
+        assert not uncommented, f"say why, on each line of a newcomer's recipe: {uncommented}"
 
 
 def test_there_are_shipped_recipes():
     names = {file.name for file in RECIPE_FOLDER.glob("*.yaml")}
     assert {f"tiny-{method}.yaml" for method in ("ppo", "reinforce", "rloo", "grpo", "trpo")} <= names
+    assert {"demo.yaml", "sft.yaml", "reward.yaml", "ppo.yaml", "ppo-lora-1gpu.yaml", "ppo-verifiable.yaml"} <= names
+    assert {"grpo-verifiable.yaml", "dpo.yaml", "tldr-style.yaml", "instructgpt-style.yaml"} <= names
 
 
 # -- values
