@@ -37,7 +37,7 @@ def measure(way: str, tokens: int, vocabulary: int, width: int, repeats: int, an
     slopes = torch.randn(2, tokens, generator=generator)
     compute = plain if way == "plain" else chunked_logprobs
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    seconds = []
+    seconds, logprobs = [], torch.empty(0)
     for _ in range(repeats):
         states.grad = weight.grad = None
         began = time.perf_counter()
@@ -56,9 +56,9 @@ def run(way: str, options: argparse.Namespace) -> tuple[float, int, Tensor, Tens
     sizes = (options.tokens, options.vocabulary, options.width, options.repeats)
     process = context.Process(target=measure, args=(way, *sizes, theirs))
     process.start()
-    seconds, peak, *arrays = mine.recv()
+    seconds, peak, logprobs, by_states, by_weight = mine.recv()
     process.join()
-    return seconds, peak, *(torch.from_numpy(array) for array in arrays)
+    return seconds, peak, torch.from_numpy(logprobs), torch.from_numpy(by_states), torch.from_numpy(by_weight)
 
 
 def main() -> None:
