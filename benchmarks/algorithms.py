@@ -28,7 +28,7 @@ RATES = ["--optimizer.policy_rate", "3e-3", "--optimizer.critic_rate", "3e-3"]
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "PPO, clip": ("ppo", RATES),
-    "PPO, adaptive KL penalty": ("ppo", [*RATES, "--ppo.objective", "kl_penalty"]),
+    "PPO, adaptive KL penalty": ("ppo", [*RATES, "--ppo.objective", "kl_penalty", "--ppo.penalty.target", "0.05"]),
     "PPO, fixed KL penalty": ("ppo", [*RATES, "--ppo.objective", "kl_penalty", "--ppo.penalty.adaptive", "false"]),
     # Without a clip nothing else holds the ratio, so the update ends early once the KL to the old policy is too large.
     "PPO, unclipped": ("ppo", [*RATES, "--ppo.objective", "unclipped", "--ppo.max_kl_old", "0.05"]),

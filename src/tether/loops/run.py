@@ -55,6 +55,8 @@ def train_recipe(
         notify(notice)
     rl = build_rl(recipe, policy) if isinstance(recipe, RLRecipe) else None
     parts = build_supervised(recipe, policy) if rl is None else None
+    for notice in getattr(rl.engine, "notices", ()) if rl is not None else ():
+        notify(notice)
     folder = RunFolder(recipe)  # once everything that can be wrong with the recipe has been looked at
     steps = 0
     try:
