@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tether.errors import ConfigError
 from tether.models.load import LoadedModel
+from tether.rollout.supported import plain_model
 
 
 class CachedBatch:
@@ -30,8 +31,7 @@ class CachedBatch:
         self.mask: Tensor | None = None  # (B, width + room) int64, 0 on padding
         self.lengths = torch.empty(0)  # (B, 1) int64 real tokens so far
         self.width = 0
-        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        self.accepts = set(inspect.signature(base.forward).parameters)
+        self.accepts = set(inspect.signature(plain_model(self.model).forward).parameters)
 
     def read(self, prompts: list[list[int]], rows: list[int]) -> Tensor:
         """(B, V) logits after the prompts, where row b continues `prompts[rows[b]]`.

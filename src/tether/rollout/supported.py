@@ -19,7 +19,7 @@ TOLERANCE = 1e-3  # of the largest logit
 
 def plain_model(model: PreTrainedModel) -> Any:
     """The causal language model inside a model with adapters, or the model itself."""
-    return model.get_base_model() if hasattr(model, "peft_config") else model  # pyright: ignore[reportCallIssue]
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
 
 
 def unsupported(model: PreTrainedModel, length: int) -> str | None:
