@@ -11,12 +11,15 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.utils import logging as transformers_logging
 
 from tether.errors import ConfigError
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
 from tether.models.lora import inject_lora, load_config, load_lora, merge_lora, saved_config
 from tether.models.store import resolve_model_path
 from tether.models.tiny import tiny_model, tiny_tokenizer
+
+transformers_logging.disable_progress_bar()  # its bars for reading and writing shards would tear Tether's own
 
 TINY = "tiny-bytes"
 NO_LIMIT = 1 << 30  # the context of a model that states none
