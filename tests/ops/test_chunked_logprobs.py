@@ -205,3 +205,24 @@ def test_entropy_of_a_near_certain_token_is_never_negative_in_single_precision()
     assert (entropy >= 0.0).all()
     close(entropy.double(), exact, 1e-6)
     close(logprobs.double(), exact_logprobs, 1e-6)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seeds, st.sampled_from([1, 2, 3, 100]), st.booleans(), st.sampled_from([(1.0, 1.0), (0.7, 2.0)]))
+def test_a_frozen_output_layer_gives_the_same_gradient(
+    seed: int, rows: int, entropic: bool, factors: tuple[float, float]
+):
+    states, weight, bias, targets = inputs(seed)
+    weight, bias = weight.detach(), bias.detach()
+    options = {"temperature": factors[0], "scale": factors[1], "bias": bias}
+    slopes = numbers(seed + 3, 2, ROWS)
+    found = []
+    for compute in (
+        lambda: plain(states, weight, targets, **options),
+        lambda: chunked_logprobs(states, weight, targets, chunk_elements=rows * VOCABULARY, **options),
+    ):
+        logprobs, entropy = compute()
+        total = (slopes[0] * logprobs).sum() + (slopes[1] * entropy).sum() * float(entropic)
+        found.append((logprobs, entropy, *torch.autograd.grad(total, states)))
+    for ours, theirs in zip(*found, strict=True):
+        close(ours, theirs)

@@ -1,6 +1,6 @@
 """The demo's true rule: what a good answer is. Everything else in the demo only ever sees it through choices.
 
-Four things, each worth a part of 1: the answer is finished, short, friendly and on topic.
+Four things, each worth a part of 1: the answer is finished, short, on topic, and ends on a warm note.
 """
 
 from __future__ import annotations
@@ -12,11 +12,8 @@ from tether.types import Rollout, Score
 
 WEIGHTS = {"finished": 0.25, "short": 0.2, "friendly": 0.35, "on_topic": 0.2}
 FEWEST_WORDS, MOST_WORDS = 5, 30
-FRIENDLY = re.compile(
-    r"!|\b(happy to help|glad you asked|great question|good question|of course|sure|enjoy|good luck|have fun"
-    r"|hope (this|that) helps|you('ve| have) got this|take care|feel free|no worries|thanks for asking)\b",
-    re.IGNORECASE,
-)
+MOST_EXCLAMATIONS = 2
+SHORT_CLOSE = 5  # words: "Good luck with your studies!"
 
 
 def parts_of(completion: str, *, ended: bool, keywords: Sequence[str]) -> dict[str, float]:
@@ -24,18 +21,27 @@ def parts_of(completion: str, *, ended: bool, keywords: Sequence[str]) -> dict[s
 
     finished   the model stopped by itself, on a full stop, exclamation or question mark
     short      between 5 and 30 words
-    friendly   an exclamation mark or a phrase that people say to be kind, at most three exclamation marks
-    on_topic   some word begins with one of the prompt's keywords
+    friendly   it closes with an exclamation, as in "Enjoy your meal!", and has no more than two
+    on_topic   some word begins with one of the prompt's keywords; a short close such as that one does not count
     """
     text = completion.strip()
-    words = re.findall(r"[a-z0-9']+", text.lower())
-    kind = bool(FRIENDLY.search(text)) and text.count("!") <= 3
+    topical = _words(_without_close(text))
     return {
         "finished": float(ended and text.endswith((".", "!", "?"))),
-        "short": float(FEWEST_WORDS <= len(words) <= MOST_WORDS),
-        "friendly": float(kind),
-        "on_topic": float(any(word.startswith(keyword) for word in words for keyword in keywords)),
+        "short": float(FEWEST_WORDS <= len(_words(text)) <= MOST_WORDS),
+        "friendly": float(text.endswith("!") and text.count("!") <= MOST_EXCLAMATIONS),
+        "on_topic": float(any(word.startswith(keyword) for word in topical for keyword in keywords)),
     }
+
+
+def _without_close(text: str) -> str:
+    """The text without a last sentence of few words that ends in an exclamation mark."""
+    *before, last = re.split(r"(?<=[.!?])\s+", text)
+    return " ".join(before) if last.endswith("!") and len(_words(last)) <= SHORT_CLOSE else text
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[a-z0-9']+", text.lower())
 
 
 def rule_score(rollout: Rollout) -> Score:

@@ -78,7 +78,6 @@ def ppo_stage(recipe: DemoRecipe, places: Places) -> PPORecipe:
         update={
             "model": ppo.model.model_copy(update={"path": places.model("sft")}),
             "task": TaskSettings(name="tether.demo.task:DemoTask"),
-            "roles": ppo.roles.model_copy(update={"critic_from": places.model("reward")}),
             "reward": ppo.reward.model_copy(update={"parts": (proxy, truth, *ppo.reward.parts)}),
             "run": _run(recipe, "ppo", places),
         }
@@ -129,7 +128,7 @@ def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model:
 def _record(answers: Sequence[Rollout], ranks: Sequence[int]) -> dict[str, Any]:
     """One ranking in the usual columns; an answer that was cut off is marked, for it must not be read as ended."""
     return {
-        "prompt": answers[0].prompt.messages[-1]["content"],
+        "prompt": list(answers[0].prompt.messages),
         "answers": [answer.completion.strip() or "(empty)" for answer in answers],
         "ranks": list(ranks),
         "ended": [answer.finish == "stop" for answer in answers],

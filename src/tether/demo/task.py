@@ -11,6 +11,9 @@ from tether.demo.rule import rule_reward
 from tether.protocols import RewardFn
 from tether.types import Message, Prompt
 
+# What the demonstrations say too. Without a system message the embedded model's template writes one of 16 tokens.
+SYSTEM = Message(role="system", content="Be brief.")
+
 
 def data_file(name: str) -> Path:
     """A data file that is shipped with the package."""
@@ -23,7 +26,7 @@ def read_prompts(name: str) -> list[Prompt]:
     return [
         Prompt(
             id=record["id"],
-            messages=(Message(role="user", content=record["prompt"]),),
+            messages=(SYSTEM, Message(role="user", content=record["prompt"])),
             meta={"keywords": record["keywords"], "topic": record["topic"]},
         )
         for record in records

@@ -30,8 +30,15 @@ class LearnerSettings:
     weight_decay: float = 0.0
 
     def adamw(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimiser, unless the learner is given another."""
-        return torch.optim.AdamW(parameter_groups, betas=self.betas, eps=self.epsilon, weight_decay=self.weight_decay)
+        """The optimiser, unless the learner is given another; one pass over each parameter where the device can."""
+        devices = {parameter.device.type for group in parameter_groups for parameter in group["params"]}
+        return torch.optim.AdamW(
+            parameter_groups,
+            betas=self.betas,
+            eps=self.epsilon,
+            weight_decay=self.weight_decay,
+            fused=devices <= {"cpu", "cuda"},
+        )
 
 
 class Learner:

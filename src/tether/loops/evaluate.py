@@ -25,8 +25,10 @@ from tether.loops.judges import Judge, Pair
 from tether.metrics.diversity import distinct_n, distinct_without_each, repetition_rate
 from tether.metrics.intervals import Estimate, bootstrap_mean, jackknife, paired_difference, wilson
 from tether.metrics.rouge import rouge
-from tether.models.forward import OutputLayer, hidden_states, trunk_of
+from tether.models.forward import OutputLayer, trunk_of
 from tether.models.load import LoadedModel, check_same_vocabulary
+from tether.models.roles import ReferencePolicy
+from tether.models.trunks import Trunk
 from tether.ops.kl import Estimator, kl_estimate
 from tether.protocols import RewardFn, Sampling
 from tether.rewards.combine import FAILED
@@ -250,11 +252,11 @@ def _batch(rollouts: Sequence[Rollout], pad_id: int, temperature: float) -> Sequ
 @torch.no_grad()
 def _logprobs(loaded: LoadedModel, batch: Sequences, micro_tokens: int) -> Tensor:
     """(B, T) log-probs of the answers' tokens, on the CPU."""
-    output, trunk = OutputLayer.of(loaded.model), trunk_of(loaded.model)
+    role = ReferencePolicy(Trunk(trunk_of(loaded.model)), OutputLayer.of(loaded.model))
     column = torch.zeros(batch.tokens.shape)
     for rows in micro_batches(batch, micro_tokens):
         micro = batch.select(rows)
         start, end = micro.span()
         micro = micro.trimmed().to(loaded.model.device)
-        column[rows, start:end] = output.logprobs(hidden_states(trunk, micro), micro)[0].float().cpu()
+        column[rows, start:end] = role.logprobs(micro).float().cpu()
     return column

@@ -18,7 +18,7 @@ from tether.models.load import disable_dropout, resolve_device, resolve_dtype
 from tether.models.lora import has_lora, save_lora
 from tether.models.trunks import Trunk
 from tether.ops.logprobs import spread, states_before
-from tether.ops.masks import last_index
+from tether.ops.masks import last_index, last_places
 from tether.types import ScoreOutputs, Sequences
 
 BIAS_FILE = "scalar_head.json"
@@ -105,7 +105,7 @@ class ScalarModel(nn.Module):
 
     def forward(self, batch: Sequences) -> ScoreOutputs:
         """One score a row."""
-        return ScoreOutputs(self.head.at_end(self.trunk(batch), batch))
+        return ScoreOutputs(self.head.at_end(self.trunk(batch, last_places(batch.attention_mask)), batch))
 
     def save_pretrained(self, target: Path) -> None:
         """In the Hugging Face layout of a sequence classifier with one label, or as peft adapters for one.

@@ -17,6 +17,8 @@ from tether.models.forward import OutputLayer
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.sharing import Separate, Sharing, trainable
 from tether.models.trunks import Trunk
+from tether.ops.logprobs import places_before
+from tether.ops.masks import last_places
 from tether.types import Sequences, TokenOutputs
 
 
@@ -28,6 +30,14 @@ class Evaluation:
     ref_logprobs: Tensor | None  # (B, T)
     values: Tensor | None  # (B, T)
     final_values: Tensor | None  # (B,)
+
+
+def states_read(batch: Sequences) -> Tensor:
+    """(B, T) whose hidden states the roles read: those before a response token, and each row's last.
+
+    The same for every role and pass, so that a pass in training repeats an earlier evaluation to the bit.
+    """
+    return places_before(batch.response_mask) | last_places(batch.attention_mask)
 
 
 class ActorCritic(nn.Module):
@@ -44,7 +54,7 @@ class ActorCritic(nn.Module):
 
     def forward(self, batch: Sequences) -> TokenOutputs:
         """Log-probs, entropy and values on the batch's response tokens; one pass of each trunk."""
-        hidden = self.trunk(batch)
+        hidden = self.trunk(batch, states_read(batch))
         logprobs, entropy = self.output.logprobs(hidden, batch)
         values = None
         if self.critic is not None:
@@ -54,7 +64,7 @@ class ActorCritic(nn.Module):
 
     def evaluate(self, batch: Sequences) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """`(logprobs, values, final_values)`: what `forward` gives, and the value after the last token."""
-        hidden = self.trunk(batch)
+        hidden = self.trunk(batch, states_read(batch))
         logprobs, _ = self.output.logprobs(hidden, batch)
         if self.critic is None:
             return logprobs, None, None
@@ -65,11 +75,11 @@ class ActorCritic(nn.Module):
         if isinstance(self.critic, ScalarHead):
             return self.critic, hidden
         assert self.critic is not None
-        return self.critic.head, self.critic.trunk(batch)
+        return self.critic.head, self.critic.trunk(batch, states_read(batch))
 
     def distributions(self, batch: Sequences) -> Tensor:
         """(N, V) whole log-distributions at the batch's response tokens."""
-        return self.output.distributions(self.trunk(batch), batch)
+        return self.output.distributions(self.trunk.plain(batch), batch)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """The policy's parameters, and the critic's own (a head on the shared trunk owns only the head)."""
@@ -88,7 +98,7 @@ class ReferencePolicy:
 
     def logprobs(self, batch: Sequences) -> Tensor:
         """(B, T)."""
-        return self.output.logprobs(self.trunk(batch), batch)[0]
+        return self.output.logprobs(self.trunk(batch, states_read(batch)), batch)[0]
 
 
 @dataclass(frozen=True)

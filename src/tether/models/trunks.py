@@ -15,10 +15,13 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError
+from tether.models.families import departure
 from tether.models.forward import hidden_states
+from tether.models.packed import packed_states
 from tether.types import Sequences
 
 Model = TypeVar("Model", bound=nn.Module)
+PROBE_LENGTH = 6
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
 
 
@@ -34,9 +37,14 @@ class Trunk(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
+        self.fast = Fast(model)
 
-    def forward(self, batch: Sequences) -> Tensor:
-        """(B, T, H) hidden states after the final norm."""
+    def forward(self, batch: Sequences, wanted: Tensor | None = None) -> Tensor:
+        """(B, T, H) hidden states after the final norm; only those of `wanted` (B, T) have to be right."""
+        return self.fast.states(self.model, batch, None, wanted)
+
+    def plain(self, batch: Sequences) -> Tensor:
+        """(B, T, H) the same by the model's own modules, differentiable twice."""
         return hidden_states(self.model, batch)
 
 
@@ -48,9 +56,32 @@ class TopTrunk(Trunk):
         self.shared = shared
         self.top = layers_between(model, shared.depth, None)
 
-    def forward(self, batch: Sequences) -> Tensor:
-        """(B, T, H) hidden states after the final norm."""
+    def forward(self, batch: Sequences, wanted: Tensor | None = None) -> Tensor:
+        """(B, T, H) hidden states after the final norm; only those of `wanted` (B, T) have to be right."""
+        return self.fast.states(self.top, batch, self.shared.states(batch), wanted)
+
+    def plain(self, batch: Sequences) -> Tensor:
+        """(B, T, H) the same by the model's own modules, differentiable twice."""
         return hidden_states(self.top, batch, self.shared.states(batch))
+
+
+class Fast:
+    """Whether a trunk's states may be found by the pass over packed tokens: its kind is known, and a trial agrees."""
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.tried = departure(model, PROBE_LENGTH) is None and model.dtype in (torch.float32, torch.float64)
+        if self.tried:
+            probe = probe_batch(model)
+            with torch.no_grad():
+                ours = packed_states(model, probe)[probe.attention_mask]
+                theirs = hidden_states(model, probe)[probe.attention_mask]
+            self.tried = torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)
+
+    def states(self, model: PreTrainedModel, batch: Sequences, lower: Tensor | None, wanted: Tensor | None) -> Tensor:
+        """(B, T, H) by the faster way where it is right for this batch, else by the model's own modules."""
+        if self.tried and departure(model, batch.tokens.shape[1]) is None:
+            return packed_states(model, batch, lower, wanted)
+        return hidden_states(model, batch, lower)
 
 
 class SharedTrunk:
@@ -63,6 +94,7 @@ class SharedTrunk:
     def __init__(self, model: PreTrainedModel, depth: int, memory_bytes: int = 2**29) -> None:
         self.depth = depth
         self.bottom = layers_between(model, 0, depth)
+        self.fast = Fast(model)
         self.memory_bytes = memory_bytes
         self.rows_run = 0
         self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
@@ -77,7 +109,7 @@ class SharedTrunk:
         if unknown:
             self.rows_run += len(unknown)
             rows = torch.tensor(unknown)
-            found = hidden_states(self.bottom, batch.select(rows))
+            found = self.fast.states(self.bottom, batch.select(rows), None, None)
             fresh = {keys[row]: found[index, places[row]] for index, row in enumerate(unknown)}
         width = next(iter((fresh or self._rows).values())).shape[-1]
         like = self.bottom.get_input_embeddings().weight
@@ -162,13 +194,20 @@ def top_parameters(trunk: PreTrainedModel, depth: int) -> list[nn.Parameter]:
     return [parameter for module in (*layers, norm) for parameter in module.parameters()]
 
 
+def probe_batch(trunk: PreTrainedModel) -> Sequences:
+    """Two short rows, one of them padded, to try a way of running the trunk on."""
+    count = 2 * PROBE_LENGTH
+    tokens = torch.arange(count, device=trunk.device).reshape(2, -1) % trunk.config.get_text_config().vocab_size
+    mask = torch.ones_like(tokens, dtype=torch.bool)
+    mask[1, 0] = False
+    return Sequences(tokens=tokens, attention_mask=mask, response_mask=mask)
+
+
 @torch.no_grad()
 def check_split(trunk: PreTrainedModel, depth: int) -> None:
     """Raise unless the two parts, one after the other, are the whole: not every architecture can be cut so."""
-    device = trunk.device
-    tokens = torch.arange(12, device=device).reshape(2, 6) % trunk.config.get_text_config().vocab_size
-    mask = torch.tensor([[True] * 6, [False, True, True, True, True, True]], device=device)
-    probe = Sequences(tokens=tokens, attention_mask=mask, response_mask=mask)
+    probe = probe_batch(trunk)
+    mask = probe.attention_mask
     whole, parts = hidden_states(trunk, probe)[mask], TopTrunk(trunk, SharedTrunk(trunk, depth))(probe)[mask]
     tolerance = 1e-3 if whole.dtype == torch.float32 else 0.1
     if not torch.allclose(whole, parts, atol=tolerance, rtol=tolerance):

@@ -24,6 +24,11 @@ def states_before(hidden: Tensor, mask: Tensor) -> Tensor:
     return hidden[:, :-1][mask[:, 1:]]
 
 
+def places_before(mask: Tensor) -> Tensor:
+    """(B, T) where those states stand: each True of `mask` moved one column to the left."""
+    return torch.nn.functional.pad(mask[:, 1:], (0, 1))
+
+
 def spread(values: Tensor, mask: Tensor) -> Tensor:
     """(B, T) the N values laid out on the True places of `mask`, 0 elsewhere: the inverse of reading them off."""
     return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
@@ -77,7 +82,9 @@ def chunked_logprobs(
         logprob = z[target] - logsumexp(z),   entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
     Logits exist for a few rows at a time, forward and backward; the backward makes them anew. Half-precision inputs
-    are multiplied as they are and reduced in fp32.
+    are multiplied as they are and reduced in fp32. Where the output layer is frozen, the gradient of logprob is
+    (W[target] - sum_v softmax(z)_v W_v) * scale / temperature, so the mean row of W is found in the forward pass and
+    the backward needs no logits, unless a gradient comes through the entropy.
     """
     rows = max(1, chunk_elements // weight.shape[0])
     apply = cast(
@@ -144,6 +151,8 @@ class _ChunkedLogprobs(torch.autograd.Function):
         logprobs = torch.empty(targets.shape, dtype=dtype, device=states.device)
         entropy = torch.empty_like(logprobs)
         normaliser = torch.empty_like(logprobs)
+        frozen = not any(ctx.needs_input_grad[1:3]) and to_logits.softcap is None
+        mean_rows = torch.empty_like(states) if frozen and ctx.needs_input_grad[0] else None
         for start in range(0, len(targets), rows):
             part = slice(start, start + rows)
             logits = to_logits(_product(states[part], weight, bias))
@@ -153,9 +162,12 @@ class _ChunkedLogprobs(torch.autograd.Function):
             mass = exponentials.sum(dim=1)
             log_mass = mass.log()
             normaliser[part] = log_mass + top[:, 0]
+            if mean_rows is not None:
+                torch.mm(exponentials.div_(mass[:, None]).to(weight.dtype), weight, out=mean_rows[part])
+                mass = torch.ones_like(mass)
             entropy[part] = log_mass - exponentials.mul_(logits).sum(dim=1) / mass
             logprobs[part] = logits.gather(1, targets[part, None])[:, 0] - log_mass
-        ctx.save_for_backward(states, weight, bias, targets, normaliser, entropy)
+        ctx.save_for_backward(states, weight, bias, targets, normaliser, entropy, mean_rows)
         ctx.to_logits, ctx.rows = to_logits, rows
         return logprobs, entropy
 
@@ -165,13 +177,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         if torch.is_grad_enabled():
             raise RuntimeError("chunked_logprobs has no second derivative: use log_distributions")
         grad_logprobs, grad_entropy = grad_outputs
-        states, weight, bias, targets, normaliser, entropy = ctx.saved_tensors
+        states, weight, bias, targets, normaliser, entropy, mean_rows = ctx.saved_tensors
         wants_states, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        through_entropy = bool(grad_entropy.any())
+        if mean_rows is not None and not through_entropy:
+            slope = (grad_logprobs * (ctx.to_logits.scale / ctx.to_logits.temperature)).to(states.dtype)
+            return (weight[targets].sub_(mean_rows).mul_(slope[:, None]), *[None] * 5)
         grad_states = torch.empty_like(states) if wants_states else None
         # Summed in fp32 over the chunks: half-precision sums would lose the small ones.
         grad_weight = torch.zeros_like(weight, dtype=normaliser.dtype) if wants_weight else None
         grad_bias = torch.zeros_like(bias, dtype=normaliser.dtype) if wants_bias else None
-        through_entropy = bool(grad_entropy.any())
         for start in range(0, len(targets), ctx.rows):
             part = slice(start, start + ctx.rows)
             product = _product(states[part], weight, bias)

@@ -35,3 +35,9 @@ def last_index(mask: Tensor) -> Tensor:
     """(B,) the column of each row's last True place. A row without one gives -1: callers must have ruled it out."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, columns, -1).amax(dim=1)
+
+
+def last_places(mask: Tensor) -> Tensor:
+    """(B, T) True at each row's last True place, and nowhere in a row without one."""
+    columns = torch.arange(mask.shape[1], device=mask.device)
+    return columns == last_index(mask)[:, None]

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
+from tether.models.families import departure
 from tether.rollout.llama import LlamaDecoder
 
 KINDS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
-ROTARY = ("default", "linear", "llama3", "yarn")  # the kinds whose angles depend on the position alone
 TRIAL = ((1, 2, 0), (3, 1, 0, 2, 1))  # token ids that every model has
 TOLERANCE = 1e-3  # of the largest logit
 
@@ -38,24 +36,7 @@ def unsupported(model: PreTrainedModel, length: int) -> str | None:
         return f"the weights are {', '.join(sorted(map(str, dtypes)))} and not all float32"
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         return "the adapter puts tokens of its own before the prompt"
-    if base.model.rotary_emb.rope_type not in ROTARY:
-        return f"rotary positions of type {base.model.rotary_emb.rope_type!r} depend on the length"
-    window = getattr(base.config, "sliding_window", None)
-    if window is not None and length > window:
-        return f"sequences of {length} tokens exceed the attention window of {window}"
-    return _changed_module(model)
-
-
-def _changed_module(model: nn.Module) -> str | None:
-    """The first module that does more than its class says: a hook, or a forward pass of its own."""
-    for name, module in model.named_modules():
-        hooks: list[Callable[..., Any]] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # transformers' own hooks record outputs, or mark the embeddings for gradients; they change no number
-        if any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks):
-            return f"{name or 'the model'} has a forward hook"
-        if "forward" in vars(module):
-            return f"{name or 'the model'} has a forward pass of its own"
-    return None
+    return departure(base.model, length, around=model)
 
 
 @torch.inference_mode()

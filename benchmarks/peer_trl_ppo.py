@@ -1,0 +1,100 @@
+"""The peer of the PPO benchmarks: TRL 1.12's PPOTrainer on random weights, timed from log to log.
+
+Runs in an interpreter of its own that has `trl==1.12.0`. It prints one line of JSON: the seconds of each iteration, and
+of the generation in it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import tempfile
+import time
+import warnings
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1", "WANDB_DISABLED": "true"}
+warnings.filterwarnings("ignore")
+
+import torch  # noqa: E402
+import trl.experimental.ppo.ppo_trainer as trainer_module  # noqa: E402
+from datasets import Dataset  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoTokenizer,
+    LlamaConfig,
+    LlamaForCausalLM,
+    LlamaForSequenceClassification,
+    TrainerCallback,
+)
+from trl.experimental.ppo import PPOConfig, PPOTrainer  # noqa: E402
+
+CACHE = Path(os.environ.get("TETHER_CACHE", Path.home() / ".cache" / "tether"))
+
+
+class Clock(TrainerCallback):
+    """Notes the time at each log, which TRL writes once an iteration, and how long generation took until then."""
+
+    def __init__(self) -> None:
+        self.stamps = [time.perf_counter()]
+        self.generating = [0.0]
+        generate = trainer_module.batch_generation
+
+        def timed(*arguments: Any, **named: Any) -> Any:
+            began = time.perf_counter()
+            made = generate(*arguments, **named)
+            self.generating[-1] += time.perf_counter() - began
+            return made
+
+        trainer_module.batch_generation = timed
+
+    def on_log(self, *_: Any, **__: Any) -> None:
+        """An iteration is over."""
+        self.stamps.append(time.perf_counter())
+        self.generating.append(0.0)
+
+
+def main() -> None:
+    """Train for a few iterations and say how long each took."""
+    parser = argparse.ArgumentParser()
+    for name in ("batch", "prompt", "response", "epochs", "threads", "iterations"):
+        parser.add_argument(f"--{name}", type=int, required=True)
+    parser.add_argument("--tokenizer", default=str(CACHE / "models" / "smollm2-135m"))
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    tokenizer = AutoTokenizer.from_pretrained(options.tokenizer, padding_side="left")
+    tokenizer.pad_token = "<|endoftext|>"
+    config = LlamaConfig(
+        vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+        num_key_value_heads=3, max_position_embeddings=8192, tie_word_embeddings=True, num_labels=1,
+        pad_token_id=tokenizer.pad_token_id, eos_token_id=tokenizer.eos_token_id,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    policy, reference = LlamaForCausalLM(config), LlamaForCausalLM(config)
+    reward, value = LlamaForSequenceClassification(config), LlamaForSequenceClassification(config)
+    iterations = options.iterations + 1
+    draws = torch.Generator().manual_seed(1)
+    ids = torch.randint(5, 40000, (options.batch * iterations, options.prompt), generator=draws).tolist()
+    data = Dataset.from_list([{"input_ids": row} for row in ids])
+    settings = PPOConfig(
+        output_dir=tempfile.mkdtemp(), per_device_train_batch_size=options.batch, gradient_accumulation_steps=1,
+        total_episodes=options.batch * iterations, num_ppo_epochs=options.epochs, num_mini_batches=1,
+        response_length=options.response, local_rollout_forward_batch_size=options.batch, num_sample_generations=0,
+        learning_rate=1e-6, report_to=[], bf16=False, use_cpu=True, missing_eos_penalty=1.0, stop_token="eos",
+        save_strategy="no", gradient_checkpointing=False, temperature=1.0,
+    )  # fmt: skip
+    clock = Clock()
+    trainer = PPOTrainer(
+        args=settings, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
+        value_model=value, train_dataset=data, eval_dataset=data.select(range(4)), callbacks=[clock],
+    )  # fmt: skip
+    clock.stamps = [time.perf_counter()]
+    trainer.train()
+    seconds = [after - before for before, after in zip(clock.stamps, clock.stamps[1:], strict=False)]
+    rollout = clock.generating[: len(seconds)]
+    print(json.dumps({"seconds": seconds, "best": min(seconds[1:]), "rollout": min(rollout[1:])}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,153 @@
+"""One PPO iteration on a CPU against TRL 1.12's PPOTrainer: same shapes, threads and machine, taking turns.
+
+    python benchmarks/ppo_cpu.py [--trl-python PYTHON] [--iterations 2] [--modes separate top] [--json]
+
+32 prompts x (32 + 32) tokens, four epochs, one optimiser step an epoch, the shape of SmolLM2-135M with random weights,
+fp32. Rollouts, the reward model, the reference, values, the update: whole iterations are timed, and the best of each is
+kept after a first that is not counted. The peer runs in an interpreter that has `trl==1.12.0`, the last release with
+PPO; without one, only Tether is timed. With `--json` the last line holds the ratios; `ratio` is that of `separate`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import re
+import subprocess
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from smollm_shape import matrix_rate, random_prompts, smollm2
+
+from tether.config.load import load_recipe
+from tether.loops.build import build_rl
+from tether.loops.rl import RLParts, rl_step
+from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.load import LoadedModel
+from tether.models.sharing import Separate
+from tether.models.trunks import TopTrunk, own_top
+from tether.rewards.model import RewardModelReward
+from tether.types import Prompt
+
+PEER = Path(__file__).with_name("peer_trl_ppo.py")
+
+
+class RandomPrompts:
+    """A task of random tokens; its own reward is replaced by a reward model."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self.count, self.length = count, length
+
+    def prompts(self) -> list[Prompt]:
+        """What is asked."""
+        return random_prompts(self.count, self.length)
+
+    def held_out(self) -> list[Prompt]:
+        """Nothing."""
+        return []
+
+    def reward(self) -> Any:
+        """Never asked."""
+        return lambda rollouts: [0.0 for _ in rollouts]
+
+
+def iteration_parts(mode: str, options: argparse.Namespace) -> RLParts:
+    """A PPO run whose four roles are held as `mode` says."""
+    flags = {
+        "roles.mode": mode,
+        "roles.top_layers": options.top_layers,
+        "task.name": "ppo_cpu:RandomPrompts",
+        "task.options": {"count": options.batch * 8, "length": options.prompt},
+        "rollout.prompts_per_step": options.batch,
+        "rollout.max_new_tokens": options.response,
+        "rollout.max_batch": options.batch,
+        "ppo.epochs": options.epochs,
+        "ppo.minibatch_size": options.batch,
+        "optimizer.policy_rate": 1e-6,
+        "optimizer.critic_rate": 1e-6,
+        "optimizer.micro_tokens": options.micro_tokens,
+    }
+    recipe: Any = load_recipe("ppo", None, [f"--{key}={json.dumps(value)}" for key, value in flags.items()])
+    parts = build_rl(recipe, smollm2(random=True))
+    return dataclasses.replace(parts, reward=reward_model(parts, options))
+
+
+def reward_model(parts: RLParts, options: argparse.Namespace) -> RewardModelReward:
+    """A reward model of the same shape: one of its own, or a top on the trunk that the roles share."""
+    policy, trunk = parts.roles.actor.policy, parts.roles.actor.trunk
+    if isinstance(trunk, TopTrunk):
+        own = TopTrunk(own_top(trunk.model, trunk.shared.depth), trunk.shared)
+    else:
+        own = Separate(policy).scalar_trunk(0)
+    head = ScalarHead.like_output(policy, deviation=0.04, seed=0)
+    model = ScalarModel(own, head, "reward").requires_grad_(False)
+    vocabulary = LoadedModel(own.model, None, -2, 0, 8192)  # type: ignore[arg-type]
+    return RewardModelReward(model, vocabulary, options.micro_tokens)
+
+
+def time_tether(mode: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Seconds of whole iterations, and of their rollouts."""
+    parts = iteration_parts(mode, options)
+    controllers = parts.algorithm.controllers
+    seconds, rollouts = [], []
+    for step in range(options.iterations + 1):
+        result, controllers = rl_step(parts, step, controllers)
+        assert result.metrics["response_length"] == options.response
+        seconds.append(result.metrics["seconds/step"])
+        rollouts.append(result.metrics["seconds/rollout"])
+    return {"seconds": seconds, "best": min(seconds[1:]), "rollout": min(rollouts[1:])}
+
+
+def time_peer(options: argparse.Namespace) -> dict[str, Any]:
+    """The same of TRL's trainer, in the interpreter that has it."""
+    command = [options.trl_python, str(PEER)]
+    for name in ("batch", "prompt", "response", "epochs", "threads", "iterations"):
+        command += [f"--{name}", str(getattr(options, name))]
+    found = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = re.findall(r'^\{"seconds".*\}$', found.stdout, flags=re.MULTILINE)
+    if not lines:
+        raise SystemExit(f"the peer failed:\n{found.stdout[-2000:]}\n{found.stderr[-4000:]}")
+    return json.loads(lines[-1])
+
+
+def main() -> None:
+    """Time them in turn and print the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--prompt", type=int, default=32)
+    parser.add_argument("--response", type=int, default=32)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--top-layers", type=int, default=4)
+    parser.add_argument("--micro-tokens", type=int, default=8192)
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--iterations", type=int, default=2, help="timed, after one that is not")
+    parser.add_argument("--modes", nargs="+", default=["separate", "top"], choices=["separate", "adapters", "top"])
+    parser.add_argument("--trl-python", help="an interpreter with trl==1.12.0")
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    torch.set_num_threads(options.threads)
+    rate = matrix_rate()
+    began = time.perf_counter()
+    found = {mode: time_tether(mode, options) for mode in options.modes}
+    if options.trl_python:
+        found["TRL 1.12"] = time_peer(options)
+    print(
+        f"{options.batch} prompts x ({options.prompt} + {options.response}) tokens, {options.epochs} epochs, "
+        f"SmolLM2-135M shape, fp32, {options.threads} threads, {rate:.0f} to {matrix_rate():.0f} GFLOP/s, "
+        f"{time.perf_counter() - began:.0f} s in all"
+    )
+    peer = found.get("TRL 1.12")
+    ratios = {mode: peer["best"] / found[mode]["best"] for mode in options.modes} if peer else {}
+    for name, times in found.items():
+        each = " ".join(f"{value:.1f}" for value in times["seconds"])
+        beside = f"{ratios[name]:5.2f}x" if name in ratios else ""
+        print(f"{name:10s} {times['best']:6.1f} s (rollouts {times['rollout']:4.1f}) {beside:6s}  all: {each}")
+    if options.json:
+        print(json.dumps({"ratio": ratios.get("separate"), "ratios": ratios, "gflops": rate, "seconds": found}))
+
+
+if __name__ == "__main__":
+    main()

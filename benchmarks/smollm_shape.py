@@ -1,0 +1,71 @@
+"""What the CPU benchmarks share: SmolLM2-135M or its shape, prompts of an exact length, the machine's matrix rate."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from typing import Any, cast
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from tether.models.load import LoadedModel, load_causal_lm
+from tether.types import Prompt
+
+NEVER = -2  # an end token that no model draws
+SHAPE: dict[str, Any] = {
+    "vocab_size": 49152,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+}
+
+
+class Numbers:
+    """A tokenizer whose text is token ids written out, so that a prompt has exactly the length that was asked for."""
+
+    eos_token_id = NEVER
+
+    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:  # noqa: ARG002
+        """The numbers in the text."""
+        return [int(word) for word in text.split()]
+
+    def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
+        """The ids as text."""
+        return [" ".join(map(str, row)) for row in rows]
+
+
+def smollm2(*, random: bool) -> LoadedModel:
+    """SmolLM2-135M, or a model of its shape with random weights; nothing ends its answers."""
+    if not random:
+        loaded = load_causal_lm("smollm2-135m", dtype="float32", device="cpu", seed=0)
+        return dataclasses.replace(loaded, tokenizer=cast(Any, Numbers()), end_id=NEVER)
+    torch.manual_seed(0)
+    model = LlamaForCausalLM(LlamaConfig(**SHAPE)).eval()
+    return LoadedModel(model, cast(Any, Numbers()), end_id=NEVER, pad_id=0, context_length=8192)
+
+
+def random_ids(count: int, length: int) -> torch.Tensor:
+    """(count, length) token ids, the same at each call."""
+    return torch.randint(3, 40000, (count, length), generator=torch.Generator().manual_seed(1))
+
+
+def random_prompts(count: int, length: int) -> list[Prompt]:
+    """Prompts of so many tokens each."""
+    rows = random_ids(count, length).tolist()
+    return [Prompt.from_text(str(index), " ".join(map(str, row))) for index, row in enumerate(rows)]
+
+
+def matrix_rate() -> float:
+    """GFLOP/s of an fp32 matrix product on this machine now: best of five."""
+    left, right = torch.randn(2048, 2048), torch.randn(2048, 2048)
+    seconds = []
+    for _ in range(5):
+        began = time.perf_counter()
+        left @ right
+        seconds.append(time.perf_counter() - began)
+    return 2 * 2048**3 / min(seconds) / 1e9

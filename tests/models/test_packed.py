@@ -1,0 +1,157 @@
+"""The pass over packed tokens against the model's own modules: states, gradients, and when it is not taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from transformers import (
+    LlamaConfig,
+    LlamaModel,
+    MistralConfig,
+    MistralModel,
+    Qwen2Config,
+    Qwen2Model,
+    Qwen3Config,
+    Qwen3Model,
+)
+
+from tether.models.forward import hidden_states
+from tether.models.packed import Packing, packed_states
+from tether.models.trunks import SharedTrunk, TopTrunk, Trunk
+from tether.types import Sequences
+
+SHAPE = {
+    "vocab_size": 40,
+    "hidden_size": 24,
+    "intermediate_size": 36,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+KINDS = {
+    "llama": (LlamaModel, LlamaConfig(**SHAPE)),
+    "mistral": (MistralModel, MistralConfig(**SHAPE, sliding_window=None, head_dim=6)),
+    "qwen2": (Qwen2Model, Qwen2Config(**SHAPE)),
+    "qwen3": (Qwen3Model, Qwen3Config(**SHAPE, head_dim=8)),
+}
+
+
+def exact_norm(module: Any, x: Tensor) -> Tensor:
+    """The norm as transformers writes it, less its rounding to float32."""
+    return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+
+
+def trunk(kind: str = "llama") -> Any:
+    """A random trunk in float64 throughout, its norms away from 1 so that a forgotten weight shows."""
+    model_class, config = KINDS[kind]
+    torch.manual_seed(0)
+    model = model_class(config).double().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    for module in model.modules():
+        if type(module).__name__.endswith("RMSNorm"):
+            module.__class__ = type("ExactNorm", (type(module),), {"forward": exact_norm})
+    return model
+
+
+def batch(spans: list[tuple[int, int]], width: int) -> Sequences:
+    """Rows of random tokens that are real in the given columns."""
+    mask = torch.zeros(len(spans), width, dtype=torch.bool)
+    for row, (start, end) in enumerate(spans):
+        mask[row, start:end] = True
+    tokens = torch.randint(0, 40, mask.shape, generator=torch.Generator().manual_seed(len(spans)))
+    return Sequences(tokens=tokens, attention_mask=mask, response_mask=mask & (torch.arange(width) > 2))
+
+
+def gradients(model: nn.Module, states: Tensor, read: Tensor) -> list[Tensor]:
+    """Of a random weighting of the states that are read."""
+    model.zero_grad()
+    weights = torch.randn(states.shape, generator=torch.Generator().manual_seed(5), dtype=states.dtype)
+    (states * weights)[read].sum().backward()
+    return [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+UNEVEN = batch([(0, 9), (4, 7), (0, 5), (2, 9)], 9)
+EVEN = batch([(0, 6), (0, 6)], 6)
+
+
+@pytest.mark.parametrize("rows", [UNEVEN, EVEN], ids=["uneven", "even"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_states_and_gradients_are_the_models_own(kind: str, rows: Sequences):
+    model, real = trunk(kind), rows.attention_mask
+    ours, theirs = packed_states(model, rows), hidden_states(model, rows)
+    torch.testing.assert_close(ours[real], theirs[real], rtol=1e-10, atol=1e-12)
+    assert (ours[~real] == 0).all()
+    for mine, own in zip(gradients(model, ours, real), gradients(model, theirs, real), strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    spans=st.lists(st.tuples(st.integers(0, 4), st.integers(1, 5)), min_size=1, max_size=4),
+    draw=st.integers(0, 2**20),
+)
+def test_only_what_is_wanted_is_found_and_it_is_the_same(spans: list[tuple[int, int]], draw: int):
+    model, rows = trunk(), batch([(start, start + length) for start, length in spans], 9)
+    chance = torch.rand(rows.tokens.shape, generator=torch.Generator().manual_seed(draw))
+    wanted = rows.attention_mask & (chance < 0.5)
+    ours, theirs = packed_states(model, rows, wanted=wanted), hidden_states(model, rows)
+    torch.testing.assert_close(ours[wanted], theirs[wanted], rtol=1e-10, atol=1e-12)
+    assert (ours[~wanted] == 0).all()
+    for mine, own in zip(gradients(model, ours, wanted), gradients(model, theirs, wanted), strict=True):
+        torch.testing.assert_close(mine, own, rtol=1e-9, atol=1e-11)
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 3), st.integers(1, 6)), min_size=1, max_size=5))
+def test_packing_comes_back(spans: list[tuple[int, int]]):
+    rows = batch([(start, start + length) for start, length in spans], 9)
+    packing = Packing.of(rows.attention_mask)
+    numbers = torch.arange(rows.tokens.numel(), dtype=torch.float64).view(*rows.tokens.shape, 1) + 1
+    packed = packing.pack(numbers)
+    assert torch.equal(packing.unpack(packed, None), numbers * rows.attention_mask[..., None])
+    heads = packed[:, None, :]
+    assert torch.equal(packing.from_attention(packing.for_attention(heads)), packed)
+    assert packing.positions[0] == 0 and (packing.positions.diff()[packing.positions[1:] > 0] == 1).all()
+
+
+def test_a_top_on_a_shared_trunk_is_the_whole():
+    model = trunk()
+    top = TopTrunk(model, SharedTrunk(model, depth=1))
+    real = UNEVEN.attention_mask
+    torch.testing.assert_close(top(UNEVEN)[real], hidden_states(model, UNEVEN)[real], rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(top.plain(UNEVEN)[real], top(UNEVEN)[real], rtol=1e-10, atol=1e-12)
+
+
+def test_a_hook_is_honoured():
+    model = trunk()
+    fast = Trunk(model)
+    with_hook = model.layers[1].mlp.register_forward_hook(lambda *given: given[-1] * 2.0)
+    real = UNEVEN.attention_mask
+    assert torch.equal(fast(UNEVEN)[real], hidden_states(model, UNEVEN)[real])
+    with_hook.remove()
+    assert not torch.equal(fast(UNEVEN)[real], hidden_states(model, UNEVEN)[real])  # to the bit: the other way again
+
+
+def test_a_model_that_computes_something_else_is_found_out():
+    model = trunk()
+    model.layers[0].self_attn.scaling = 3.0  # its own code takes it from there, too: still right
+    assert Trunk(model).fast.tried
+    model.layers[0].mlp.__class__ = type("Halved", (type(model.layers[0].mlp),), {"forward": lambda self, x: 0.5 * x})
+    assert not Trunk(model).fast.tried
+
+
+def test_the_second_derivative_is_refused_rather_than_wrong():
+    model = trunk()
+    states = packed_states(model, EVEN)
+    gradient = torch.autograd.grad(states.square().sum(), model.layers[0].mlp.up_proj.weight, create_graph=True)[0]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.square().sum().backward()
