@@ -11,65 +11,25 @@ has the `ratio` of tokens per second.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import json
 import os
 import time
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+from smollm_shape import matrix_rate, random_ids, random_prompts, smollm2
+from transformers import GenerationConfig
 
-from tether.models.load import LoadedModel, load_causal_lm
+from tether.models.load import LoadedModel
 from tether.protocols import Sampling
 from tether.rollout.native import NativeEngine
-from tether.types import Prompt
-
-NEVER = -2  # an end token that no model draws
-
-
-class Numbers:
-    """A tokenizer whose text is token ids written out, so that a prompt has exactly the length that was asked for."""
-
-    eos_token_id = NEVER
-
-    def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:  # noqa: ARG002
-        """The numbers in the text."""
-        return [int(word) for word in text.split()]
-
-    def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
-        """The ids as text."""
-        return [" ".join(map(str, row)) for row in rows]
-
-
-def smollm2(random: bool) -> LoadedModel:
-    """SmolLM2-135M, or a model of its shape with random weights."""
-    if not random:
-        loaded = load_causal_lm("smollm2-135m", dtype="float32", device="cpu", seed=0)
-        return dataclasses.replace(loaded, tokenizer=cast(Any, Numbers()), end_id=NEVER)
-    config = LlamaConfig(
-        vocab_size=49152,
-        hidden_size=576,
-        intermediate_size=1536,
-        num_hidden_layers=30,
-        num_attention_heads=9,
-        num_key_value_heads=3,
-        max_position_embeddings=8192,
-        tie_word_embeddings=True,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config).eval()
-    return LoadedModel(model, cast(Any, Numbers()), end_id=NEVER, pad_id=0, context_length=8192)
 
 
 def contenders(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Callable[[], int]]:
     """What is timed, by name; each call gives the number of tokens it made."""
     different = options.batch // options.samples
-    draws = torch.Generator().manual_seed(0)
-    ids = torch.randint(3, 49000, (different, options.prompt), generator=draws)
-    texts = [" ".join(map(str, row)) for row in ids.tolist()]
-    prompts = [Prompt.from_text(str(index), text) for index, text in enumerate(texts)]
+    ids, prompts = random_ids(different, options.prompt), random_prompts(different, options.prompt)
     sampling = Sampling(options.new)
     model: Any = loaded.model
     model.generation_config = GenerationConfig(
@@ -112,7 +72,7 @@ def main() -> None:
     if options.batch % options.samples:
         parser.error("--samples must divide --batch")
     torch.set_num_threads(options.threads)
-    ways = contenders(smollm2(options.random), options)
+    ways = contenders(smollm2(random=options.random), options)
     expected = options.batch * options.new
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for _ in range(options.repeats):
@@ -122,7 +82,8 @@ def main() -> None:
             seconds[name].append(time.perf_counter() - began)
     print(
         f"{options.batch} x ({options.prompt} + {options.new}) tokens, {options.samples} answers a prompt, fp32, "
-        f"{options.threads} threads, best of {options.repeats}, load average {os.getloadavg()[0]:.1f}"
+        f"{options.threads} threads, best of {options.repeats}, load average {os.getloadavg()[0]:.1f}, "
+        f"{matrix_rate():.0f} GFLOP/s"
     )
     speeds = {name: expected / min(times) for name, times in seconds.items()}
     base = speeds["transformers generate"]

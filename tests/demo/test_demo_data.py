@@ -8,11 +8,14 @@ from itertools import combinations
 
 import pytest
 
+from tether.demo.rule import SHORT_CLOSE, parts_of
+from tether.demo.task import SYSTEM
+
 DATA = files("tether.demo") / "data"
 FIELDS = {
     "prompts": {"id", "prompt", "topic", "keywords"},
     "held_out": {"id", "prompt", "topic", "keywords"},
-    "demonstrations": {"prompt", "completion", "topic"},
+    "demonstrations": {"prompt", "completion", "topic"},  # once taken out of `messages`
 }
 AT_LEAST = {"prompts": 340, "held_out": 96, "demonstrations": 170}
 PLAIN = re.compile(r"[A-Za-z0-9 .,:?!'-]+")  # no markdown, no line breaks, no curly quotes or dashes
@@ -22,10 +25,21 @@ TOO_COMMON = {
     *("ask", "course", "enjoy", "fun", "glad", "good", "great", "happy", "help", "hope", "love", "luck", "please"),
     *("question", "sure", "thank", "welcome", "wonderful"),
 }
-ROWS = {
-    name: [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
-    for name in FIELDS
-}
+
+
+def rows_of(name: str) -> list[dict]:
+    """A file's records; those with `messages` as prompt and completion."""
+    rows = [json.loads(line) for line in (DATA / f"{name}.jsonl").read_text(encoding="utf-8").splitlines()]
+    for row in rows:
+        if "messages" in row:
+            system, prompt, completion = row.pop("messages")
+            assert [system["role"], prompt["role"], completion["role"]] == ["system", "user", "assistant"]
+            assert system == SYSTEM
+            row |= {"prompt": prompt["content"], "completion": completion["content"]}
+    return rows
+
+
+ROWS = {name: rows_of(name) for name in FIELDS}
 
 each_file = pytest.mark.parametrize("name", FIELDS)
 each_prompt_file = pytest.mark.parametrize("name", ["prompts", "held_out"])
@@ -104,7 +118,7 @@ def test_no_two_prompts_are_nearly_the_same():
 def test_completions_are_one_to_three_finished_sentences():
     completions = [row["completion"] for row in ROWS["demonstrations"]]
     for text in completions:
-        assert 12 <= len(text.split()) <= 40, (len(text.split()), text)
+        assert 9 <= len(text.split()) <= 31, (len(text.split()), text)
         assert text[0].isupper() and text[-1] in ".!", text
         assert 1 <= len(re.findall(r"[.!?](?= |$)", text)) <= 3, text
     assert len({" ".join(tokens(text)) for text in completions}) == len(completions)
@@ -112,6 +126,9 @@ def test_completions_are_one_to_three_finished_sentences():
     assert max(lengths) - min(lengths) >= 15, "lengths should vary"
 
 
-def test_about_a_third_of_the_completions_are_friendly():
-    friendly = sum("!" in row["completion"] for row in ROWS["demonstrations"])
-    assert 0.28 <= friendly / len(ROWS["demonstrations"]) <= 0.40
+def test_about_half_of_the_completions_are_friendly():
+    completions = [row["completion"] for row in ROWS["demonstrations"]]
+    friendly = [text for text in completions if parts_of(text, ended=True, keywords=())["friendly"]]
+    assert 0.45 <= len(friendly) / len(completions) <= 0.55
+    for text in friendly:  # they close with a short sentence, and only there is an exclamation mark
+        assert text.count("!") == 1 and len(re.split(r"(?<=[.!?]) ", text)[-1].split()) <= SHORT_CLOSE + 3, text

@@ -29,7 +29,7 @@ def answer(text: str, finish: str = "stop", sample: int = 0, prompt: str = "p") 
 
 
 def test_the_rule_by_hand():
-    good = "Sure! Crush the garlic with a knife and peel it."
+    good = "Crush the garlic with a knife and peel it. Enjoy!"
     assert parts_of(good, ended=True, keywords=["garlic"]) == dict.fromkeys(
         ("finished", "short", "friendly", "on_topic"), 1.0
     )
@@ -41,14 +41,18 @@ def test_the_rule_by_hand():
         "on_topic": 0.0,
     }
     assert parts_of("Happy to help!", ended=True, keywords=["garlic"])["short"] == 0  # three words answer nothing
-    assert parts_of("Yes!!!!! It is fun to do this", ended=True, keywords=[])["friendly"] == 0
+    assert parts_of("Yes! Do it! It is fun!", ended=True, keywords=[])["friendly"] == 0  # gushing
+    assert parts_of("Yes! It is fun to do this.", ended=True, keywords=[])["friendly"] == 0  # no warm close
+    # A stock close does not make an answer topical; a sentence that ends warmly may.
+    assert parts_of("Cut it up. Enjoy your garlic!", ended=True, keywords=["garlic"])["on_topic"] == 0
+    assert parts_of("You can peel garlic with a knife!", ended=True, keywords=["garlic"])["on_topic"] == 1
     assert rule_score(answer(good)).value == pytest.approx(1.0)
 
 
 def test_the_stand_in_prefers_by_the_stated_odds():
     settings = RaterSettings(noise=0.1)
     better, worse = (
-        answer("Sure! Crush the garlic and peel it."),
+        answer("Crush the garlic and peel it. Enjoy!"),
         answer("Crush the garlic well and peel it.", sample=1),
     )
     wins = 0
@@ -68,7 +72,7 @@ def test_the_stand_in_repeats_itself_and_lets_equals_tie():
     rater = StandInRater(RaterSettings(), seed=3)
     same = [answer("Crush the garlic well and peel it.", sample=index) for index in range(3)]
     assert rater(same) is None
-    mixed = [same[0], answer("Sure! Crush the garlic and peel it.", sample=1), same[2]]
+    mixed = [same[0], answer("Crush the garlic and peel it. Enjoy!", sample=1), same[2]]
     assert rater(mixed) == rater(mixed)
     assert rater(mixed)[0] == rater(mixed)[2] or rater(mixed)[1] not in (0, 2)
 
@@ -125,7 +129,7 @@ def test_the_whole_demo_on_the_tiny_model(small, tmp_path, capsys):
     assert "tether chat" in page
     steps = [json.loads(line) for line in (tmp_path / "demo" / "ppo" / "metrics.jsonl").read_text().splitlines()]
     assert all("reward/true" in step and "reward/proxy" in step for step in steps)
-    proxy_and_length = steps[0]["reward/proxy"] + 2.0 * steps[0]["reward/length"]
+    proxy_and_length = steps[0]["reward/proxy"] + steps[0]["reward/length"]
     assert steps[0]["score"] == pytest.approx(proxy_and_length, abs=1e-4)  # the true rule has no weight
 
     assert run_demo(small, human=False, json_output=True) == 0  # an earlier demo's folder is replaced

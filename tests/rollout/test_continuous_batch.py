@@ -27,6 +27,7 @@ class Recorder:
 
     def __init__(self, slots: int) -> None:
         self.device = torch.device("cpu")
+        self.traced = None
         self.cache = self
         self.slots: list[list[int]] = [[-1] * 9 for _ in range(slots)]  # rubbish from an earlier sequence
         self.widths: list[int] = []

@@ -12,16 +12,21 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tether.config.demo import DemoRecipe
 from tether.config.recipes import Recipe
 from tether.demo.rater import PersonRater, StandInRater
+from tether.demo.rule import rule_score
 from tether.demo.stages import Judged, Places, collect_preferences, judge, load, ppo_stage, reward_stage, sft_stage
 from tether.errors import ConfigError, Stopped
+from tether.loops.eval_report import visible
 from tether.loops.run import interruptions, train_recipe
+from tether.types import Rollout
 
 MARKER = "demo.json"
+SAMPLES_SHOWN = 5  # about so many answers are shown while PPO runs
 SHOWN = {
     "sft": {"loss": "loss"},
     "reward": {"loss": "loss", "accuracy": "accuracy"},
@@ -100,8 +105,12 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
             numbers = (f"{label} {metrics[name]:.3g}" for name, label in SHOWN[stage].items() if name in metrics)
             advance(index + 1, "  ".join(numbers))
 
+        def look_at(index: int, sample: Rollout) -> None:
+            if index % max(settings.run.steps // SAMPLES_SHOWN, 1) == 0:
+                show_sample(console, index + 1, sample)
+
         with timed(run, stage):
-            trained = train_recipe(settings, stop=stop, advance=step, notify=lambda _: None)
+            trained = train_recipe(settings, stop=stop, advance=step, notify=lambda _: None, look_at=look_at)
         if trained.steps < settings.run.steps:
             raise Stopped(f"stopped in stage {stage}; what was learned so far is in {places.root}")
 
@@ -120,6 +129,16 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
         judged = judge(recipe, *models)
         advance(recipe.judging.prompts, f"win rate {judged.win_rate.rate.value:.0%}")
     return judged
+
+
+def show_sample(console: Console, step: int, sample: Rollout) -> None:
+    """One answer of an iteration, above the bars."""
+    cut = "" if sample.finish == "stop" else " ..."
+    console.print(
+        f"[dim]step {step}, true score {rule_score(sample).value:.2f}[/dim]  "
+        f"{escape(visible(sample.prompt.messages[-1]['content']))}\n"
+        f"    [italic]{escape(visible(sample.completion.strip()))}{cut}[/italic]"
+    )
 
 
 @contextmanager

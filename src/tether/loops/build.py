@@ -98,7 +98,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         algorithm=algorithm,
         roles=roles,
         learner=Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device),
-        engine=NativeEngine(policy, max_batch=rollout.max_batch),
+        engine=NativeEngine(policy, max_batch=rollout.max_batch, states_for=sharing.shared),
         reward=build_reward(
             recipe.reward.parts,
             own=task.reward(),

@@ -19,7 +19,7 @@ from tether.protocols import RewardFn, RolloutEngine, Sampling
 from tether.rewards.combine import part_metrics
 from tether.rewards.score import score_rollouts
 from tether.seeds import derive_seed
-from tether.types import Experience, Prompt
+from tether.types import Experience, Prompt, Rollout
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,12 @@ class RLParts:
 
 @dataclass(frozen=True)
 class StepResult:
-    """One iteration: what it measured, and what it learned from."""
+    """One iteration: what it measured, what it learned from, and one of its rollouts to look at."""
 
     step: int
     metrics: dict[str, float]
     experience: Experience
+    sample: Rollout
 
 
 def train_rl(parts: RLParts, *, stop: Callable[[], bool] = lambda: False) -> Iterator[StepResult]:
@@ -135,4 +136,4 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers) -> tuple[StepRe
     controllers = controllers.after(
         kl_reference=metrics.get("kl_ref_k3"), kl_old=metrics.get("kl_old_after"), samples=len(batch)
     )
-    return StepResult(step, metrics, experience), controllers
+    return StepResult(step, metrics, experience, rollouts[0]), controllers

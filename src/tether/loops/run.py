@@ -19,6 +19,7 @@ from tether.models.heads import ScalarModel
 from tether.models.roles import ActorCritic
 from tether.models.save import save_model
 from tether.runs.folder import RunFolder, json_line
+from tether.types import Rollout
 
 SHOWN = ("score", "loss", "accuracy", "kl_ref_k3", "kl_old", "entropy", "clip_fraction", "explained_variance")
 
@@ -47,9 +48,17 @@ def run_recipe(recipe: Recipe, *, json_output: bool) -> int:
 
 
 def train_recipe(
-    recipe: Recipe, *, stop: Callable[[], bool], advance: Advance, notify: Callable[[str], None]
+    recipe: Recipe,
+    *,
+    stop: Callable[[], bool],
+    advance: Advance,
+    notify: Callable[[str], None],
+    look_at: Callable[[int, Rollout], None] = lambda step, sample: None,  # noqa: ARG005
 ) -> Trained:
-    """Train, recording each step in the run's folder, and save the model, however many steps were taken."""
+    """Train, recording each step in the run's folder, and save the model, however many steps were taken.
+
+    `look_at` is shown one rollout of each iteration, where there are rollouts.
+    """
     policy = load_policy(recipe)
     for notice in policy.notices:
         notify(notice)
@@ -65,6 +74,7 @@ def train_recipe(
             for result in train_rl(rl, stop=stop):
                 folder.record(result.step, result.metrics, result.experience)
                 advance(result.step, result.metrics)
+                look_at(result.step, result.sample)
                 if recipe.evaluation.keep_best and folder.is_best(result.metrics):
                     save_model(model, policy.tokenizer, folder.best_path)
                 steps += 1

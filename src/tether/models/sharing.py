@@ -27,6 +27,11 @@ class Sharing(Protocol):
         """The tree that is trained, sampled from and saved."""
         ...
 
+    @property
+    def shared(self) -> SharedTrunk | None:
+        """The layers that every role runs alike, whose states may be kept from sampling."""
+        ...
+
     def policy_trunk(self) -> Trunk:
         """The policy's trunk."""
         ...
@@ -49,6 +54,7 @@ class Separate:
     """Every role is a whole model of its own."""
 
     policy: PreTrainedModel
+    shared: None = None
 
     def policy_trunk(self) -> Trunk:
         """The policy's trunk."""
@@ -72,6 +78,8 @@ class Separate:
 
 class Adapters:
     """One frozen base; policy, critic and reward are low-rank adapters on it; the reference is the base itself."""
+
+    shared: None = None
 
     def __init__(self, base: PreTrainedModel, rank: int, alpha: float, targets: str, seed: int) -> None:
         self.base = base.requires_grad_(False)

@@ -121,6 +121,10 @@ class SharedTrunk:
             self._remember(key, fresh.get(key))
         return result
 
+    def keep(self, tokens: Tensor, states: Tensor) -> None:
+        """Remember the states (T, H) of a row of tokens (T,), found by someone who ran the same layers on it."""
+        self._remember(tokens.numpy().tobytes(), states)
+
     def _remember(self, key: bytes, states: Tensor | None) -> None:
         if key in self._rows:
             self._rows.move_to_end(key)

@@ -29,6 +29,7 @@ class _Slot:
     prompt: int  # tokens of the prompt
     cached: int
     token: int
+    ended: bool = False  # has drawn its last token, and stays for that one's state
 
     @property
     def drawn(self) -> int:
@@ -52,6 +53,7 @@ class ContinuousBatch:
         self.slots = slots
         self.prompts = prompts
         self.room = room
+        self.traces: dict[int, Tensor] = {}  # (T, H) by sequence, where the decoder keeps states
         self.waiting = deque(enumerate(groups))
         self.live: list[_Slot] = []
         self.steps = 0
@@ -68,6 +70,10 @@ class ContinuousBatch:
         while self.waiting or self.live:
             self._admit()
             logits = self._step()
+            if self.decoder.traced is not None:
+                logits = self._trace(logits)
+                if not self.live:
+                    continue
             drawn = draw(logits, [(slot.sequence, slot.drawn - 1) for slot in self.live])
             history.append(([slot.sequence for slot in self.live], drawn))
             self._leave(drawn.tokens.tolist(), stops)
@@ -121,7 +127,28 @@ class ContinuousBatch:
             slot = self.live[place]
             slot.token = tokens[place]
             if slot.token in stops or slot.drawn >= self.room:
-                last = self.live.pop()
-                if last is not slot:
-                    self.decoder.cache.copy(len(self.live), place, last.cached)
-                    self.live[place] = last
+                if self.decoder.traced is None:
+                    self._remove(place)
+                else:
+                    slot.ended = True
+
+    def _remove(self, place: int) -> None:
+        """Free a slot; the last one moves into its place."""
+        last = self.live.pop()
+        if place < len(self.live):
+            self.decoder.cache.copy(len(self.live), place, last.cached)
+            self.live[place] = last
+
+    def _trace(self, logits: Tensor) -> Tensor:
+        """Take out the sequences that have been stepped on their last token, with their states; the others' logits."""
+        states = self.decoder.cache.states
+        assert states is not None
+        columns = list(range(len(self.live)))
+        for place in reversed(columns):
+            slot = self.live[place]
+            if slot.ended:
+                self.traces[slot.sequence] = states[place, : slot.cached].clone()
+                self._remove(place)
+                columns[place] = columns[-1]
+                columns.pop()
+        return logits if len(columns) == logits.shape[1] else logits[:, columns]

@@ -104,8 +104,8 @@ class Layer:
 class LlamaDecoder:
     """A model's decoding pass over the slots of a cache; see `supported.py` for which models it is right for."""
 
-    def __init__(self, model: Any, slots: int, length: int) -> None:
-        """Room for `slots` sequences of `length` tokens."""
+    def __init__(self, model: Any, slots: int, length: int, traced: int | None = None) -> None:
+        """Room for `slots` sequences of `length` tokens; what layer `traced` is given is kept in the cache's states."""
         trunk, config = model.model, model.config
         attention = trunk.layers[0].self_attn
         self.head_dim: int = attention.head_dim
@@ -122,6 +122,9 @@ class LlamaDecoder:
         self.cache = SlotCache(
             len(self.layers), slots, self.kv_heads, self.head_dim, length, dtype=dtype, device=self.device
         )
+        self.traced = traced
+        if traced is not None:
+            self.cache.keep_states(config.hidden_size)
         positions = torch.arange(length, device=self.device)[None]
         cos, sin = trunk.rotary_emb(torch.empty(0, dtype=dtype, device=self.device), positions)
         self.cos, self.sin = cos[0].t().contiguous(), sin[0].t().contiguous()  # (D, length)
@@ -151,6 +154,9 @@ class LlamaDecoder:
         qkv = hidden.new_empty(features, len(tokens))
         gates = hidden.new_empty(2 * self.inner, len(tokens))
         for index, layer in enumerate(self.layers):
+            if index == self.traced:
+                assert self.cache.states is not None
+                self.cache.states.index_put_((attend.slots, columns), hidden.t())
             query, key, value = self._project(layer, layer.before_attention(hidden), qkv, cos, sin)
             attend.store(index, key, value)
             if attend.reads_only and index + 1 == len(self.layers):
@@ -195,7 +201,8 @@ class Prefill:
 
     def __init__(self, cache: SlotCache, slots: list[int], lengths: list[int], scaling: float) -> None:
         """Tokens come prompt after prompt; prompt i has `lengths[i]` of them and goes into `slots[i]`."""
-        self.cache, self.slots, self.scaling = cache, slots, scaling
+        self.cache, self.places, self.scaling = cache, slots, scaling
+        self.slots = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(cache.keys.device)  # by token
         self.shape = (len(lengths), max(lengths))
         self.real: Tensor | None = None  # (prompts, longest) bool, where there is padding
         if min(lengths) < max(lengths):
@@ -206,7 +213,7 @@ class Prefill:
     def store(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Take key and value, (N, K, D) each, into the cache."""
         self.key, self.value = self._padded(key), self._padded(value)
-        self.cache.write_prompts(layer, self.slots, self.key, self.value)
+        self.cache.write_prompts(layer, self.places, self.key, self.value)
 
     def __call__(self, layer: int, query: Tensor) -> Tensor:  # noqa: ARG002
         """(heads * D, N) for query (N, heads, D) and the keys and values stored last."""

@@ -19,6 +19,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +41,19 @@ class LogitsNotFinite(Diverged, FloatingPointError):  # noqa: N818 (the run's st
     """The model gives no distribution to sample from."""
 
 
+class StateKeeper(Protocol):
+    """Who wants to know what layer `depth` was given for each token: a trunk that would find it out again."""
+
+    @property
+    def depth(self) -> int:
+        """The layer."""
+        ...
+
+    def keep(self, tokens: Tensor, states: Tensor) -> None:
+        """Its inputs (T, H) for the sequence of token ids (T,)."""
+        ...
+
+
 @dataclass(frozen=True)
 class _Sequence:
     """One answer to be sampled."""
@@ -58,18 +72,22 @@ class NativeEngine:
     of the embedding) are not masked out, because the trainer sees them too and masking would make the engine's
     log-probs differ from the trainer's. Trained models give such ids no measurable probability.
 
+    `states_for` is told what one layer was given for each token, where the fast decoder runs, since that was computed
+    anyway; the last token of an answer is stepped on for it alone.
+
     `notices` says in one sentence why the general way is taken, where it is. `completion` is the text of the answer
     without special tokens. `policy_version` is stamped on every rollout; the loop sets it. On the general way, a cache
     whose rows cannot be selected keeps its finished sequences to the end of the chunk: the result is the same and only
     the saving is lost.
     """
 
-    def __init__(self, loaded: LoadedModel, *, max_batch: int = 64) -> None:
+    def __init__(self, loaded: LoadedModel, *, max_batch: int = 64, states_for: StateKeeper | None = None) -> None:
         if max_batch < 1:
             raise ConfigError(f"max_batch is {max_batch}: it must be at least 1")
         self.loaded = loaded
         self.max_batch = max_batch
         self.policy_version = 0
+        self.states_for = states_for
         self.notices: tuple[str, ...] = ()
         self._distrusted = unsupported(loaded.model, 0)
         if self._distrusted is None:
@@ -156,7 +174,8 @@ class NativeEngine:
         """As `_decode`, for any number of sequences, by the decoder that is written for the model."""
         slots = min(self.max_batch, len(work))
         length = max(len(item.prompt_ids) for item in work) + sampling.max_new_tokens
-        decoder = LlamaDecoder(plain_model(self.loaded.model), slots, length)
+        keeper = self.states_for
+        decoder = LlamaDecoder(plain_model(self.loaded.model), slots, length, keeper.depth if keeper else None)
         prompts = {item.group: item.prompt_ids for item in work}
         batch = ContinuousBatch(decoder, slots, prompts, [item.group for item in work], sampling.max_new_tokens)
 
@@ -167,7 +186,11 @@ class NativeEngine:
                 _check_finite([token], [row], work, step)
             return drawn
 
-        return _by_sequence(batch.run(draw_next, stops), len(work))
+        answers = _by_sequence(batch.run(draw_next, stops), len(work))
+        if keeper is not None:
+            for row, states in batch.traces.items():
+                keeper.keep(torch.tensor([*work[row].prompt_ids, *answers[row].tokens.tolist()]), states)
+        return answers
 
     @torch.inference_mode()
     def _decode(self, chunk: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:

@@ -81,7 +81,8 @@ def draw_columns(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Draw:
     scaled = logits.float() if sampling.temperature == 1.0 else logits.float().div_(sampling.temperature)
     count, rows = scaled.shape
     highest = scaled.amax(dim=0)  # (B,)
-    heights = scaled.sub_(highest).exp_()
+    centred = scaled.sub_(highest)
+    heights = centred.exp()
     whole = count - count % BLOCK
     sums = heights[:whole].view(-1, BLOCK, rows).sum(dim=1)  # (blocks, B)
     if whole < count:
@@ -92,14 +93,15 @@ def draw_columns(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Draw:
     target = (uniforms.to(wide) * total).unsqueeze(-1)
     block = torch.searchsorted(cdf, target).clamp_(max=cdf.shape[1] - 1)  # (B, 1)
     before = torch.where(block > 0, cdf.gather(1, (block - 1).clamp_(min=0)), 0.0)
-    tokens, height = _within_block(heights, block, target - before)
-    logprobs = (height.to(wide).log() - total.log()).float()
+    tokens = _within_block(heights, block, target - before)
+    # not the logarithm of the height, which is denormal, and so imprecise, where a token is all but impossible
+    logprobs = (centred.gather(0, tokens[None])[0].to(wide) - total.log()).float()
     # NaN in a column makes its total NaN; +inf makes the difference to the highest NaN; all -inf likewise
     return Draw(tokens.masked_fill(total.isnan(), -1), logprobs, logprobs)
 
 
-def _within_block(heights: Tensor, block: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """(B,) the first id of block (B, 1) whose sum within the block reaches target (B, 1), and its height."""
+def _within_block(heights: Tensor, block: Tensor, target: Tensor) -> Tensor:
+    """(B,) the first id of block (B, 1) whose sum within the block reaches target (B, 1)."""
     ids = block * BLOCK + torch.arange(BLOCK, device=block.device)  # (B, BLOCK)
     inside = heights.t().gather(1, ids.clamp(max=len(heights) - 1)).masked_fill_(ids >= len(heights), 0.0)
     place = torch.searchsorted(inside.cumsum(dim=-1, dtype=target.dtype), target)
@@ -108,7 +110,7 @@ def _within_block(heights: Tensor, block: Tensor, target: Tensor) -> tuple[Tenso
     place = torch.minimum(place, last)
     height = inside.gather(1, place)
     place = torch.where(height > 0, place, inside.argmax(dim=-1, keepdim=True))
-    return (block * BLOCK + place).squeeze(-1).clamp_(max=len(heights) - 1), inside.gather(1, place).squeeze(-1)
+    return (block * BLOCK + place).squeeze(-1).clamp_(max=len(heights) - 1)
 
 
 def truncate(logprobs: Tensor, *, top_k: int, top_p: float) -> Tensor:

@@ -15,7 +15,7 @@ class SlotCache:
 
     Keys lie transposed, as the product with the queries reads them. The memory is asked for at once and taken by the
     operating system page by page as slots fill. It begins as zeros, since columns past a slot's length are read
-    (and weighted with zero).
+    (and weighted with zero). `states` (S, T, H) has room for one layer's inputs, where they are asked for.
     """
 
     def __init__(
@@ -23,6 +23,12 @@ class SlotCache:
     ) -> None:
         self.keys = torch.zeros(layers, slots, heads, width, length, dtype=dtype, device=device)
         self.values = torch.zeros(layers, slots, heads, length, width, dtype=dtype, device=device)
+        self.states: Tensor | None = None
+
+    def keep_states(self, hidden: int) -> None:
+        """Make room for the states of one layer, `hidden` wide."""
+        _, slots, _, length, _ = self.values.shape
+        self.states = self.values.new_zeros(slots, length, hidden)
 
     def write(self, layer: int, slots: Tensor, columns: Tensor, keys: Tensor, values: Tensor) -> None:
         """Put `keys` and `values`, (N, K, D) each, at (slot, column), (N,) each."""
@@ -50,3 +56,5 @@ class SlotCache:
         if length:
             self.keys[:, target, ..., :length] = self.keys[:, source, ..., :length]
             self.values[:, target, :, :length] = self.values[:, source, :, :length]
+            if self.states is not None:
+                self.states[target, :length] = self.states[source, :length]
