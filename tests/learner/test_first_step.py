@@ -51,3 +51,40 @@ def test_a_ratio_is_not_one_after_a_step():
     learner.step()
     ratio = torch.exp(roles.actor(experience).logprobs - experience.old_logprobs)[experience.response_mask]
     assert not torch.equal(ratio, torch.ones_like(ratio))
+
+
+def gradient_of_first_step(roles, experience) -> tuple[torch.Tensor, torch.Tensor]:
+    learner = make_learner(roles)
+    learner.backward(experience, make_algorithm().objective(Coefficients(0.0, 0.0)))
+    return learner.flat_gradient("policy"), learner.flat_gradient("critic")
+
+
+@pytest.mark.parametrize("critic", ["separate", "head"])
+def test_the_pass_that_evaluated_is_taken_up_by_the_first_step_to_the_bit(critic, monkeypatch):
+    roles = make_roles(critic=critic)
+    experience = make_experience(roles, make_algorithm(), made_up_batch())
+    passes = []
+    original = type(roles.actor)._pass
+    monkeypatch.setattr(type(roles.actor), "_pass", lambda *given: passes.append(1) or original(*given))
+    taken_up = gradient_of_first_step(roles, experience)
+    assert passes == []
+    for parameter in roles.actor.parameters():
+        parameter.grad = None
+    made_anew = gradient_of_first_step(roles, experience)
+    assert passes == [1]
+    for one, other in zip(taken_up, made_anew, strict=True):
+        assert torch.equal(one, other)
+
+
+def test_a_pass_is_not_taken_up_once_a_parameter_or_the_batch_has_changed():
+    roles = make_roles()
+    experience = make_experience(roles, make_algorithm(), made_up_batch())
+    with torch.no_grad():
+        next(roles.actor.parameters()).mul_(1.5)
+    changed = roles.actor(experience).logprobs
+    assert not torch.equal(changed[experience.response_mask], experience.old_logprobs[experience.response_mask])
+
+    experience = make_experience(roles, make_algorithm(), made_up_batch())
+    other = experience.select(torch.arange(len(experience)).flip(0))
+    torch.testing.assert_close(roles.actor(other).logprobs, experience.old_logprobs.flip(0))
+    assert roles.actor._ahead is None  # dropped: its memory is free again

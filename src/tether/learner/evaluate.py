@@ -19,23 +19,26 @@ def evaluate_tokens(
     equal to the bit and every ratio is exactly 1.
     """
     columns: dict[str, Tensor | None] = {}
-    for minibatch in minibatches(batch, minibatch_size):
-        for rows in micro_batches(batch.select(minibatch), micro_tokens):
-            places = minibatch[rows]
-            micro = batch.select(places)
-            first, last = micro.span()
-            evaluation = roles.evaluate(micro.trimmed().to(device))
-            for name in Evaluation.__dataclass_fields__:
-                part: Tensor | None = getattr(evaluation, name)
-                if part is None:
-                    columns[name] = None
-                    continue
-                column = columns.get(name)
-                if column is None:
-                    shape = batch.tokens.shape if part.dim() == 2 else (len(batch),)
-                    column = columns[name] = torch.zeros(shape, dtype=part.dtype)
-                if part.dim() == 2:
-                    column[places, first:last] = part.cpu()
-                else:
-                    column[places] = part.cpu()
+    parts = [
+        minibatch[rows]
+        for minibatch in minibatches(batch, minibatch_size)
+        for rows in micro_batches(batch.select(minibatch), micro_tokens)
+    ]
+    for places in parts:
+        micro = batch.select(places)
+        first, last = micro.span()
+        evaluation = roles.evaluate(micro.trimmed().to(device), ahead=len(parts) == 1)
+        for name in Evaluation.__dataclass_fields__:
+            part: Tensor | None = getattr(evaluation, name)
+            if part is None:
+                columns[name] = None
+                continue
+            column = columns.get(name)
+            if column is None:
+                shape = batch.tokens.shape if part.dim() == 2 else (len(batch),)
+                column = columns[name] = torch.zeros(shape, dtype=part.dtype)
+            if part.dim() == 2:
+                column[places, first:last] = part.cpu()
+            else:
+                column[places] = part.cpu()
     return extend(batch, EvaluatedBatch, **columns)

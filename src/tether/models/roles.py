@@ -40,6 +40,30 @@ def states_read(batch: Sequences) -> Tensor:
     return places_before(batch.response_mask) | last_places(batch.attention_mask)
 
 
+@dataclass(frozen=True)
+class Ahead:
+    """A pass that was made before it is asked for."""
+
+    batch: Sequences
+    versions: list[int]
+    outputs: TokenOutputs
+
+    def holds_for(self, batch: Sequences, model: nn.Module) -> bool:
+        """Whether it is a pass over this very batch with the parameters as they are now."""
+        return (
+            batch.temperature == self.batch.temperature
+            and torch.equal(batch.tokens, self.batch.tokens)
+            and torch.equal(batch.attention_mask, self.batch.attention_mask)
+            and torch.equal(batch.response_mask, self.batch.response_mask)
+            and self.versions == _versions(model)
+        )
+
+
+def _versions(model: nn.Module) -> list[int]:
+    """How often each parameter has been changed in place."""
+    return [parameter._version for parameter in model.parameters()]
+
+
 class ActorCritic(nn.Module):
     """The policy, and a critic where the algorithm needs one: a model of its own, or a head on the policy's trunk."""
 
@@ -51,25 +75,36 @@ class ActorCritic(nn.Module):
         self.trunk = trunk if trunk is not None else Separate(policy).policy_trunk()
         self.critic = critic
         self.output = OutputLayer.of(policy)
+        self._ahead: Ahead | None = None
 
     def forward(self, batch: Sequences) -> TokenOutputs:
         """Log-probs, entropy and values on the batch's response tokens; one pass of each trunk."""
+        ahead, self._ahead = self._ahead, None
+        if ahead is not None and ahead.holds_for(batch, self):
+            return ahead.outputs
+        return self._pass(batch)[0]
+
+    def evaluate(self, batch: Sequences, *, ahead: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """`(logprobs, values, final_values)`: what `forward` gives, and the value after the last token.
+
+        With `ahead` the pass is kept with its graph, for a `forward` on the same batch while no parameter has changed:
+        where a batch is one micro-batch, the first step's pass is the one that found its old log-probs.
+        """
+        with torch.set_grad_enabled(ahead):
+            outputs, final_values = self._pass(batch)
+        if ahead:
+            self._ahead = Ahead(batch, _versions(self), outputs)
+        values = None if outputs.values is None else outputs.values.detach()
+        return outputs.logprobs.detach(), values, None if final_values is None else final_values.detach()
+
+    def _pass(self, batch: Sequences) -> tuple[TokenOutputs, Tensor | None]:
+        """What `forward` gives, and the value after each row's last token."""
         hidden = self.trunk(batch, states_read(batch))
         logprobs, entropy = self.output.logprobs(hidden, batch)
-        values = None
-        if self.critic is not None:
-            head, states = self._critic_states(hidden, batch)
-            values = head.values(states, batch)
-        return TokenOutputs(logprobs, entropy, values)
-
-    def evaluate(self, batch: Sequences) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`(logprobs, values, final_values)`: what `forward` gives, and the value after the last token."""
-        hidden = self.trunk(batch, states_read(batch))
-        logprobs, _ = self.output.logprobs(hidden, batch)
         if self.critic is None:
-            return logprobs, None, None
+            return TokenOutputs(logprobs, entropy, None), None
         head, states = self._critic_states(hidden, batch)
-        return logprobs, head.values(states, batch), head.at_end(states, batch)
+        return TokenOutputs(logprobs, entropy, head.values(states, batch)), head.at_end(states, batch)
 
     def _critic_states(self, hidden: Tensor, batch: Sequences) -> tuple[ScalarHead, Tensor]:
         if isinstance(self.critic, ScalarHead):
@@ -135,8 +170,8 @@ class Roles:
         return cls(ActorCritic(sharing.policy, sharing.policy_trunk(), value), reference)
 
     @torch.no_grad()
-    def evaluate(self, batch: Sequences) -> Evaluation:
-        """What each role says of a micro-batch."""
-        old, values, final_values = self.actor.evaluate(batch)
+    def evaluate(self, batch: Sequences, *, ahead: bool = False) -> Evaluation:
+        """What each role says of a micro-batch; `ahead` as for the actor."""
+        old, values, final_values = self.actor.evaluate(batch, ahead=ahead)
         reference = self.reference.logprobs(batch) if self.reference is not None else None
         return Evaluation(old, reference, values, final_values)
