@@ -71,11 +71,12 @@ def iteration_parts(mode: str, options: argparse.Namespace) -> RLParts:
         "optimizer.micro_tokens": options.micro_tokens,
     }
     recipe: Any = load_recipe("ppo", None, [f"--{key}={json.dumps(value)}" for key, value in flags.items()])
-    parts = build_rl(recipe, smollm2(random=True))
-    return dataclasses.replace(parts, reward=reward_model(parts, options))
+    loaded = smollm2(random=True)
+    parts = build_rl(recipe, loaded)
+    return dataclasses.replace(parts, reward=reward_model(parts, loaded, options))
 
 
-def reward_model(parts: RLParts, options: argparse.Namespace) -> RewardModelReward:
+def reward_model(parts: RLParts, loaded: LoadedModel, options: argparse.Namespace) -> RewardModelReward:
     """A reward model of the same shape: one of its own, or a top on the trunk that the roles share."""
     policy, trunk = parts.roles.actor.policy, parts.roles.actor.trunk
     if isinstance(trunk, TopTrunk):
@@ -84,8 +85,7 @@ def reward_model(parts: RLParts, options: argparse.Namespace) -> RewardModelRewa
         own = Separate(policy).scalar_trunk(0)
     head = ScalarHead.like_output(policy, deviation=0.04, seed=0)
     model = ScalarModel(own, head, "reward").requires_grad_(False)
-    vocabulary = LoadedModel(own.model, None, -2, 0, 8192)  # type: ignore[arg-type]
-    return RewardModelReward(model, vocabulary, options.micro_tokens)
+    return RewardModelReward(model, dataclasses.replace(loaded, model=own.model), options.micro_tokens)
 
 
 def time_tether(mode: str, options: argparse.Namespace) -> dict[str, Any]:
