@@ -1,0 +1,90 @@
+"""What a run has recorded, as values: whoever reads a run (reports, audits, exports) reads these."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+Column = NDArray[Any]
+
+TOKEN_COLUMNS: dict[str, str] = {
+    "token": "int32",
+    "response": "bool",  # the policy sampled this token
+    "behavior_logprob": "float32",
+    "untruncated_logprob": "float32",
+    "old_logprob": "float32",
+    "ref_logprob": "float32",
+    "value": "float32",
+    "reward": "float32",
+    "advantage": "float32",
+    "return": "float32",
+    "ratio": "float32",  # new / old, as the last pass of the update over this token saw it
+    "clipped": "bool",  # whether the clip removed this token's gradient in that pass
+}
+"""The columns that a rollout may have, and what they are stored as. `ref_logprob`, `value`, `return`, `ratio` and
+`clipped` are absent where there is no reference, no critic or no clip."""
+
+
+@dataclass(frozen=True)
+class StoredRollout:
+    """One rollout of one step with its token columns, each of length T = prompt + answer tokens."""
+
+    step: int
+    row: int  # its place in the step's batch
+    prompt_id: str
+    group_id: int
+    sample_id: int
+    prompt_text: str
+    completion: str
+    finish: str
+    score: float
+    temperature: float
+    columns: Mapping[str, Column]
+    pieces: Sequence[str]  # (T,) the text of each token
+    parts: Mapping[str, float] = field(default_factory=dict[str, float])
+    final_value: float | None = None
+
+    @property
+    def kl(self) -> Column | None:
+        """(T,) old - ref log-prob, the k1 estimate of the KL to the reference; 0 off the answer."""
+        if "ref_logprob" not in self.columns:
+            return None
+        difference = self.columns["old_logprob"] - self.columns["ref_logprob"]
+        return np.where(self.columns["response"], difference, np.float32(0.0))
+
+    def answer(self, name: str) -> Column:
+        """One column over the answer's tokens alone."""
+        return self.columns[name][self.columns["response"]]
+
+
+@dataclass(frozen=True)
+class Event:
+    """Something that happened to a run: started, resumed, checkpoint, skipped, finding, ..."""
+
+    time: float  # seconds since 1970
+    kind: str
+    text: str
+    step: int | None = None
+    data: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+
+@dataclass(frozen=True)
+class RecordedRun:
+    """A whole run. `metrics` has one mapping a step, in order, each with its "step"; what was not finite is NaN."""
+
+    name: str
+    method: str
+    config: Mapping[str, Any]
+    metrics: Sequence[Mapping[str, float]]
+    events: Sequence[Event] = ()
+    rollout_steps: Sequence[int] = ()  # the steps whose rollouts were kept
+    rollouts: Callable[[int], Sequence[StoredRollout]] = lambda step: ()  # noqa: ARG005 (none were kept)
+
+    def column(self, name: str) -> tuple[list[int], list[float]]:
+        """(steps, values) of one metric, where it was measured."""
+        kept = [(int(row["step"]), float(row[name])) for row in self.metrics if name in row]
+        return [step for step, _ in kept], [value for _, value in kept]
