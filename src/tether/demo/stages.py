@@ -152,7 +152,7 @@ def judge(recipe: DemoRecipe, before: LoadedModel, after: LoadedModel) -> Judged
     seed = derive_seed(recipe.seed, "judging")
     sides = [
         evaluate_model(
-            model, prompts, sampling=sampling, name=name, rewards={"true": rule_reward}, seed=seed, max_batch=32
+            model, prompts, sampling=sampling, name=name, rewards={"true": rule_reward}, seed=seed, max_batch=48
         )
         for name, model in (("SFT", before), ("PPO", after))
     ]
