@@ -27,8 +27,9 @@ from tether.loops.build import build_rl
 from tether.loops.rl import RLParts, rl_step
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel
+from tether.models.shared_trunk import TopTrunk
 from tether.models.sharing import Separate
-from tether.models.trunks import TopTrunk, own_top
+from tether.models.trunks import own_top
 from tether.rewards.model import RewardModelReward
 from tether.types import Prompt
 

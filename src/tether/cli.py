@@ -40,8 +40,9 @@ Methods:
 {methods}
 
 Options:
-  --json  print one JSON line a step, in place of the table
-  --help  with a method: every key, its default and what it means
+  --json         print one JSON line a step, in place of the table
+  --resume auto  go on with the run of this name if there is one
+  --help         with a method: every key, its default and what it means
 
 Try: tether train ppo recipes/tiny-ppo.yaml
 """
@@ -57,7 +58,8 @@ Options:
   --version  print the version
   --help     this text; after a verb, that verb's
 
-Exit codes: 0 done, 1 a bug, 2 wrong usage or recipe, 3 stopped and resumable, 4 diverged, 5 data or reward, 6 storage.
+Exit codes: 0 done, 1 a bug, 2 wrong usage or recipe, 3 stopped and resumable, 4 diverged, 5 data or reward, 6 storage,
+7 stalled.
 TETHER_DEBUG=1 shows where an error was raised.
 """
 
@@ -93,15 +95,32 @@ def _train(words: list[str]) -> int:
         print_fields(method, METHODS[method])
         return 0
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
+    resume = _take_resume(rest)
 
     from tether.config.load import load_recipe
 
     recipe = load_recipe(method, path, rest)  # before torch is imported: a wrong key is told at once
+    _find_user_code()
+    if resume:
+        from tether.loops.resume import start_or_resume
+
+        return start_or_resume(recipe, json_output=json_output)
 
     from tether.loops.run import run_recipe
 
-    _find_user_code()
     return run_recipe(recipe, json_output=json_output)
+
+
+def _take_resume(words: list[str]) -> bool:
+    """Whether `--resume auto` is among the words, which it is taken out of."""
+    if "--resume" not in words:
+        return False
+    place = words.index("--resume")
+    value = words[place + 1] if place + 1 < len(words) else "nothing"
+    if value not in ("auto", "never"):
+        raise UsageError(f"--resume: expected auto or never, was given {value}")
+    del words[place : place + 2]
+    return value == "auto"
 
 
 def _conformance(words: list[str]) -> int:
@@ -153,14 +172,20 @@ def _serve_reward(words: list[str]) -> int:
     return serve(options.target, host=options.host, port=options.port, json_output=options.json)
 
 
-def _in_module(verb: str, module: str) -> Callable[[list[str]], int]:
-    """A verb in a light module of its own: `SUMMARY`, `add_options(parser)`, `run(options) -> int`."""
+def _in_module(verb: str, module: str, *, takes_flags: bool = False) -> Callable[[list[str]], int]:
+    """A verb in a light module of its own: `SUMMARY`, `add_options(parser)`, `run(options) -> int`.
+
+    With `takes_flags`, what the parser does not know are keys of a recipe, and left in `options.flags`.
+    """
 
     def run(words: list[str]) -> int:
         its = import_module(module)
         parser = _Parser(verb, its.SUMMARY)
         its.add_options(parser)
-        options = parser.parse_args(words)
+        options, flags = parser.parse_known_args(words)
+        if flags and not takes_flags:
+            parser.error(f"unrecognized arguments: {' '.join(flags)}")
+        options.flags = flags
         _find_user_code()
         return its.run(options)
 
@@ -174,11 +199,25 @@ def _demo(words: list[str]) -> int:
 
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model: PPO and its neighbours, SFT, a reward model", _train),
+    "resume": Verb("go on with a run that was stopped or killed", _in_module("resume", "tether.loops.resume_verb")),
+    "fork": Verb(
+        "continue from a checkpoint with other settings",
+        _in_module("fork", "tether.loops.fork_verb", takes_flags=True),
+    ),
+    "replay": Verb(
+        "recompute a step's advantages under other settings",
+        _in_module("replay", "tether.loops.replay_verb", takes_flags=True),
+    ),
     "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
     "demo": Verb("the whole of RLHF on a real model, in minutes", _demo),
     "models": Verb("list the models known by name, and fetch one", _models),
     "eval": Verb("measure a model, alone or against another", _in_module("eval", "tether.loops.eval_verb")),
     "chat": Verb("talk to a model, or to two side by side", _in_module("chat", "tether.loops.chat_verb")),
+    "runs": Verb("list the runs of a workspace", _in_module("runs", "tether.runs.runs_verb")),
+    "show": Verb("show a run, a step, or an answer token by token", _in_module("show", "tether.runs.show_verb")),
+    "report": Verb("write a run's report", _in_module("report", "tether.runs.report_verb")),
+    "export": Verb("take a run's model, rollouts or metrics out", _in_module("export", "tether.runs.export_verb")),
+    "doctor": Verb("say what is wrong with a run, and why", _in_module("doctor", "tether.audit.doctor_verb")),
     "serve-reward": Verb("serve a reward model or a rule over HTTP, for other runs", _serve_reward),
 }
 

@@ -46,3 +46,9 @@ class StorageError(TetherError):
     """Memory or disk is full, or cannot be written."""
 
     exit_code: ClassVar[int] = 6
+
+
+class Stalled(TetherError):  # noqa: N818 (the run's state, not a fault)
+    """The run made no progress for `run.stall_seconds`, and was ended by its watchdog."""
+
+    exit_code: ClassVar[int] = 7

@@ -160,7 +160,7 @@ def test_conformance_hands_on_its_options(conformance, tmp_path: Path, monkeypat
     [
         (["trian", "ppo"], "unknown verb trian: did you mean train?"),
         (["--verison"], "unknown option --verison: did you mean --version?"),
-        (["zzz"], "unknown verb zzz: choose one of train, conformance"),
+        (["zzz"], "unknown verb zzz: choose one of train, resume"),
         (["train", "pppo"], "unknown method pppo: did you mean ppo?"),
         (["train"], "train needs a method first"),
         (["train", "--ppo.gamma", "1"], "train needs a method first"),

@@ -37,7 +37,9 @@ def rollout(prompt: int, answer: int, *, group: int = 0, finish: str = "stop", f
 
 
 def gather(rollouts: list[Rollout], scores: list[Score], *, pad_id: int = END, need_groups: bool = False):
-    return collate(rollouts, scores, pad_id=pad_id, temperature=0.7, need_groups=need_groups)
+    made = collate(rollouts, scores, pad_id=pad_id, temperature=0.7, need_groups=need_groups)
+    assert len(made.rollouts) == len(made.scores) == len(made.batch)
+    return made.batch, made.dropped
 
 
 def test_golden_with_a_pad_id_that_is_the_end_id():

@@ -15,6 +15,7 @@ from tether.demo.rater import PersonRater, StandInRater
 from tether.demo.rule import parts_of, rule_score
 from tether.demo.task import DemoTask
 from tether.errors import ConfigError
+from tether.runs.read import open_workspace, read_run
 from tether.types import Prompt, Rollout
 
 RECIPE = "recipes/demo.yaml"
@@ -127,7 +128,8 @@ def test_the_whole_demo_on_the_tiny_model(small, tmp_path, capsys):
     page = (tmp_path / "demo" / "report.html").read_text()
     HTMLParser().feed(page)
     assert "tether chat" in page
-    steps = [json.loads(line) for line in (tmp_path / "demo" / "ppo" / "metrics.jsonl").read_text().splitlines()]
+    with open_workspace(tmp_path) as opened:
+        steps = read_run(opened, "demo/ppo").metrics
     assert all("reward/true" in step and "reward/proxy" in step for step in steps)
     proxy_and_length = steps[0]["reward/proxy"] + steps[0]["reward/length"]
     assert steps[0]["score"] == pytest.approx(proxy_and_length, abs=1e-4)  # the true rule has no weight

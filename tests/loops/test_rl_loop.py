@@ -13,6 +13,7 @@ from tether.errors import DataError
 from tether.loops.build import build_rl, load_policy
 from tether.loops.rl import train_rl
 from tether.loops.run import run_recipe
+from tether.runs.read import open_workspace, read_run
 from tether.types import Score
 
 SMALL = [
@@ -126,9 +127,10 @@ def test_run_recipe_leaves_config_metrics_and_a_model_that_loads(tmp_path, capsy
     folder = tmp_path / "small"
     printed = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [line["step"] for line in printed] == [0, 1]
-    kept = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [line["score"] for line in kept] == [line["score"] for line in printed]
-    assert json.loads((folder / "config.json").read_text())["method"] == "ppo"
+    with open_workspace(tmp_path) as opened:
+        kept = read_run(opened, "small")
+    assert [line["score"] for line in kept.metrics] == [line["score"] for line in printed]
+    assert kept.method == json.loads((folder / "recipe.json").read_text())["method"] == "ppo"
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     model = AutoModelForCausalLM.from_pretrained(folder / "model")

@@ -17,6 +17,7 @@ from tether.algorithms.updates import MinibatchEpochs
 from tether.config.methods import TRPOSettings
 from tether.config.parts import KLSettings, RewardSettings
 from tether.learner.learner import Learner
+from tether.learner.memory import within_memory
 from tether.ops.kl import FixedKL, exact_kl
 from tether.ops.trust_region import LineSearch, conjugate_gradient, fisher_vector_product, line_search, step_scale
 from tether.protocols import PolicyModel
@@ -62,29 +63,47 @@ class TrustRegionStep:
     ) -> Measures:
         """s solves (F + damping I) s = g; step back from s * sqrt(2 max_kl / s^T (F + damping I) s) until it holds."""
         assert extra is None, "a trust region is over the surrogate alone"
+        refused = learner.refuse(experience)
+        if refused is not None:
+            return refused
         measures = learner.backward(experience, objective)
         gradient = -learner.flat_gradient("policy")
-        learner.discard()
-        if bool(torch.isfinite(gradient).all()):
-            search = self.move(learner, experience, gradient)
+        sound = learner.finite and bool(torch.isfinite(gradient).all())
+        search = self.move_within_memory(learner, experience, gradient) if sound else None
+        if search is None:
+            measures = learner.skip("the natural-gradient step is not finite")
+        else:
+            learner.discard()
             measures.count("steps", float(search.accepted))
             measures.add("kl_old_after", search.kl)
             measures.add("surrogate_gain", search.surrogate - surrogate_at_old(experience))
             measures.add("step_fraction", search.fraction)
-        else:
-            measures.count("skipped_steps")
-        skipped = learner.skipped_in_a_row + 1 if "skipped_steps" in measures.counts else 0
+        skipped = learner.skipped_in_a_row if search is None else 0
         critic = MinibatchEpochs(self.settings.critic_epochs, self.settings.minibatch_size)
         taught = critic(learner, experience, ValueObjective(), generator)
         # The critic's good steps do not excuse the policy's bad ones.
         learner.skipped_in_a_row = max(skipped, learner.skipped_in_a_row)
-        measures.count("skipped_steps", taught.counts["skipped_steps"])
-        measures.add("value_loss", *taught.weighted["value_loss"])
-        measures.add("grad_norm/critic", *taught.weighted["grad_norm/critic"])
+        for name in {"skipped_steps", "out_of_memory"} & taught.counts.keys():
+            measures.count(name, taught.counts[name])
+        for name in {"value_loss", "grad_norm/critic", "micro_tokens"} & taught.weighted.keys():
+            measures.add(name, *taught.weighted[name])
         return measures
 
-    def move(self, learner: Learner, experience: Experience, gradient: Tensor) -> LineSearch:
-        """Set the policy's parameters to the best step along the natural gradient, or leave them."""
+    def move_within_memory(self, learner: Learner, experience: Experience, gradient: Tensor) -> LineSearch | None:
+        """`move`, begun again from where the policy stood, in smaller micro-batches, as often as memory runs out."""
+        start = learner.flat_parameters("policy")
+
+        def make_room() -> None:
+            learner.set_flat_parameters("policy", start)
+            learner.halve([experience])
+
+        return within_memory(lambda: self.move(learner, experience, gradient), make_room)
+
+    def move(self, learner: Learner, experience: Experience, gradient: Tensor) -> LineSearch | None:
+        """Set the policy's parameters to the best step along the natural gradient, or leave them.
+
+        None where that step is not finite: some number on the way overflowed.
+        """
         settings, region = self.settings, TrustRegion(learner, experience)
 
         def curvature(vector: Tensor) -> Tensor:
@@ -92,6 +111,8 @@ class TrustRegionStep:
 
         direction = conjugate_gradient(curvature, gradient, iterations=settings.cg_iterations)
         full_step = direction * step_scale(direction, curvature(direction), max_kl=settings.max_kl)
+        if not bool(torch.isfinite(full_step).all()):
+            return None
         start = learner.flat_parameters("policy")
 
         def trial(fraction: float) -> tuple[float, float]:

@@ -21,6 +21,9 @@ class MinibatchEpochs:
     Before each step the forward pass that makes its gradient also measures KL(old || new), by the estimator k3 that is
     never negative. Above `max_kl` the step is not taken and the update ends. `measure_after` adds one pass without
     gradients at the end, for a controller that adapts to the KL the update arrived at.
+
+    A batch with anything in it that is not finite is left out as a whole: one skipped step. A minibatch whose own pass
+    is not finite is skipped, and what it measured is kept out of the means.
     """
 
     epochs: int
@@ -37,24 +40,26 @@ class MinibatchEpochs:
         extra: ExtraGradient | None = None,
     ) -> Measures:
         """Take the steps; the first epoch in the batch's own order, the others shuffled."""
+        refused = learner.refuse(experience)
+        if refused is not None:
+            return refused
         measures = Measures()
         stopped = False
         for rows in self._steps(experience, generator):
             seen = learner.backward(experience.select(rows), objective)
-            measures.merge(seen)
-            if self.max_kl is not None and "kl_old" in seen.weighted and seen.mean("kl_old") > self.max_kl:
-                learner.discard()
-                stopped = True
-                break
+            if learner.finite:
+                measures.merge(seen)
+                if self.max_kl is not None and "kl_old" in seen.weighted and seen.mean("kl_old") > self.max_kl:
+                    learner.discard()
+                    stopped = True
+                    break
             if extra is not None:
-                measures.merge(extra(learner))
+                added = extra(learner)
+                measures.merge(added if learner.finite else Measures())
             measures.merge(learner.step())
         measures.count("early_stop", float(stopped))
         if self.measure_after:
-            with torch.no_grad():
-                for micro in learner.micro_batches(experience):
-                    total, weight = objective(learner.model(micro), micro).measures.weighted["kl_old"]
-                    measures.add("kl_old_after", total, weight)
+            measures.add("kl_old_after", *learner.measure(experience, objective).weighted["kl_old"])
         return measures
 
     def _steps(self, experience: Experience, generator: torch.Generator) -> Iterator[Tensor]:

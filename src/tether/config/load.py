@@ -7,7 +7,7 @@ update, a section given in part keeps the rest of this recipe's own defaults, an
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar
 
@@ -77,7 +77,28 @@ def load_settings(recipe_class: type[AnyRecipe], path: str | None = None, flags:
     """The same for any class of recipe."""
     keys = Keys(recipe_class)
     given = {**read_recipe(keys, path), **read_flags(keys, flags)}
-    plain = defaults(recipe_class)
+    return _with(recipe_class, defaults(recipe_class), given, keys, path)
+
+
+def recipe_from_record(record: Mapping[str, Any]) -> Recipe:
+    """The recipe that a run kept: every key, and its method. Raises ValueError where it is not one."""
+    method = record.get("method")
+    if method not in RECIPES:
+        raise ValueError(f"it names no method of this version ({method})")
+    rest = {name: value for name, value in record.items() if name != "method"}
+    return RECIPES[method].model_validate_json(json.dumps(rest), strict=True)
+
+
+def change_settings(recipe: AnyRecipe, flags: Sequence[str]) -> AnyRecipe:
+    """A recipe with what the flags give in place of its own."""
+    keys = Keys(type(recipe))
+    return _with(type(recipe), recipe.model_dump(mode="json"), read_flags(keys, flags), keys, None)
+
+
+def _with(
+    recipe_class: type[AnyRecipe], plain: dict[str, Any], given: dict[str, Given], keys: Keys, path: str | None
+) -> AnyRecipe:
+    """The recipe of these plain values under the given ones."""
     for key, (value, _) in given.items():
         *parents, name = key.split(".")
         section = plain

@@ -145,6 +145,31 @@ class RunSettings(Settings):
     steps: Positive = Field(default=100, description="Iterations (RL) or optimiser steps (SFT, reward, DPO).")
     save: bool = Field(default=True, description="Save the model at the end.")
     max_skipped: Positive = Field(default=10, description="Stop (exit 4) after this many updates skipped in a row.")
+    stall_seconds: NonNegative = Field(
+        default=0.0, description="Dump all stacks and end (exit 7) after this long without progress; 0: never."
+    )
+    doctor_every: Count = Field(default=5, description="Look for what goes wrong every so many steps; 0: never.")
+
+
+class CheckpointSettings(Settings):
+    """What a run can be resumed and forked from."""
+
+    every: Count = Field(default=10, description="Steps between two; 0: only when the run stops and at its end.")
+    keep: Positive = Field(default=2, description="How many of the newest are kept.")
+    keep_every: Count = Field(default=0, description="Those of steps that are multiples of this are kept as well.")
+
+
+class StoreSettings(Settings):
+    """The run store: metrics, events, and rollouts token by token."""
+
+    url: str | None = Field(
+        default=None, description="Of a database, such as postgresql://...; by default tether.db in run.directory."
+    )
+    rollouts_every: Count = Field(default=1, description="Keep the tokens of every so many iterations; 0: of none.")
+    rollouts_keep: Count = Field(default=200, description="Of at most so many iterations, spread out; 0: of all.")
+    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+        default=(), description="Where metrics go as well."
+    )
 
 
 class EvaluationSettings(Settings):

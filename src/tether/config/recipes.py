@@ -20,6 +20,7 @@ from tether.config.methods import (
     need_group,
 )
 from tether.config.parts import (
+    CheckpointSettings,
     DataSettings,
     EvaluationSettings,
     KLSettings,
@@ -29,6 +30,7 @@ from tether.config.parts import (
     RolesSettings,
     RolloutSettings,
     RunSettings,
+    StoreSettings,
     TaskSettings,
 )
 
@@ -42,6 +44,8 @@ class Recipe(Settings):
     roles: RolesSettings = Field(default_factory=RolesSettings)
     optimizer: OptimizerSettings = Field(default_factory=OptimizerSettings)
     run: RunSettings = Field(default_factory=RunSettings)
+    checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
+    store: StoreSettings = Field(default_factory=StoreSettings)
 
 
 class RLRecipe(Recipe):

@@ -156,6 +156,7 @@ def trpo_step(setup: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         iterations=setup["cg_iterations"],
     )
     search = step.move(learner, experience, gradient)
+    assert search is not None, "nothing in this case fails to be finite"
     return {
         "gradient": gradient,
         "direction": direction,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -23,9 +24,19 @@ def attention_mask(rows: Sequence[Tensor]) -> Tensor:
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
+@dataclass(frozen=True)
+class Collated:
+    """What can be learned from: a batch whose row b is `rollouts[b]`, scored `scores[b]`; and counts of the rest."""
+
+    batch: TokenBatch
+    rollouts: list[Rollout]
+    scores: list[Score]
+    dropped: dict[str, float]
+
+
 def collate(
     rollouts: Sequence[Rollout], scores: Sequence[Score], *, pad_id: int, temperature: float, need_groups: bool
-) -> tuple[TokenBatch, dict[str, float]]:
+) -> Collated:
     """One batch of what can be learned from, and counts of what was left out.
 
     Left out, never read as zero: an answer that the engine gave up on, one without a sampled token, and one whose score
@@ -50,7 +61,9 @@ def collate(
     if not valid:
         reasons = ", ".join(f"{int(number)} {name.removeprefix('dropped/')}" for name, number in counts.items())
         raise DataError(f"none of the {len(rollouts)} rollouts can be learned from ({reasons}): check the reward")
-    return _batch([rollout for rollout, _ in valid], [score for _, score in valid], pad_id, temperature), counts
+    kept_rollouts, kept_scores = [rollout for rollout, _ in valid], [score for _, score in valid]
+    batch = _batch(kept_rollouts, kept_scores, pad_id, temperature)
+    return Collated(batch, kept_rollouts, kept_scores, counts)
 
 
 def _batch(rollouts: Sequence[Rollout], scores: Sequence[Score], pad_id: int, temperature: float) -> TokenBatch:

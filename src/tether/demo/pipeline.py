@@ -23,9 +23,11 @@ from tether.demo.stages import Judged, Places, collect_preferences, judge, load,
 from tether.errors import ConfigError, Stopped
 from tether.loops.eval_report import visible
 from tether.loops.run import interruptions, train_recipe
+from tether.runs.folder import DEMO, is_run, write_whole
+from tether.runs.read import open_workspace, read_run
 from tether.types import Rollout
 
-MARKER = "demo.json"
+PROGRESS = "progress.json"
 SAMPLES_SHOWN = 5  # about so many answers are shown while PPO runs
 SHOWN = {
     "sft": {"loss": "loss"},
@@ -45,25 +47,38 @@ class DemoRun:
 
     def metrics(self, stage: str) -> list[dict[str, Any]]:
         """What a stage recorded, step by step."""
-        lines = (self.places.root / stage / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-        return [json.loads(line) for line in lines]
+        with open_workspace(self.recipe.directory) as opened:
+            return [dict(row) for row in read_run(opened, f"{self.recipe.name}/{stage}").metrics]
+
+    def note_progress(self) -> None:
+        """Keep what is known, for a demo that is resumed."""
+        write_whole(self.places.root / PROGRESS, {"seconds": self.seconds, "preferences": self.preferences})
+
+    def take_up_progress(self) -> None:
+        """Read what an earlier sitting knew."""
+        file = self.places.root / PROGRESS
+        if file.is_file():
+            known = json.loads(file.read_text(encoding="utf-8"))
+            self.seconds, self.preferences = known["seconds"], known["preferences"]
 
     def reward_report(self) -> dict[str, Any]:
         """How far the reward model can be trusted."""
         return json.loads((self.places.root / "reward" / "report.json").read_text(encoding="utf-8"))
 
 
-def run_demo(recipe: DemoRecipe, *, human: bool, json_output: bool) -> int:
-    """Run every stage and write the report; the exit code."""
+def run_demo(recipe: DemoRecipe, *, human: bool, json_output: bool, resume: bool = False) -> int:
+    """Run every stage and write the report; the exit code. With `resume`, go on in the stage that it was stopped in."""
     from tether.demo.report import write_demo_report
 
     console = Console(stderr=True)
-    run = DemoRun(recipe, Places(prepare_folder(recipe)))
+    root = Path(recipe.directory) / recipe.name if resume else prepare_folder(recipe, human=human)
+    run = DemoRun(recipe, Places(root))
+    run.take_up_progress()
     with interruptions() as stop, stages(console) as show:
         judged = run_stages(run, stop=stop, show=show, human=human, console=console)
         with timed(run, "report"):
             report, summary = write_demo_report(run, judged)
-    (run.places.root / "summary.json").write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    write_whole(run.places.root / "summary.json", summary)
     if json_output:
         print(json.dumps(summary))
     low, high = summary["win_rate_interval"]
@@ -78,15 +93,24 @@ def run_demo(recipe: DemoRecipe, *, human: bool, json_output: bool) -> int:
     return 0
 
 
-def prepare_folder(recipe: DemoRecipe) -> Path:
+def resume_demo(root: Path, *, json_output: bool) -> int:
+    """Go on with the demo in this folder."""
+    record = json.loads((root / DEMO).read_text(encoding="utf-8"))
+    human = record.pop("human", False)
+    recipe = DemoRecipe.model_validate_json(json.dumps(record), strict=True)
+    recipe = recipe.model_copy(update={"directory": str(root.parent), "name": root.name})
+    return run_demo(recipe, human=human, json_output=json_output, resume=True)
+
+
+def prepare_folder(recipe: DemoRecipe, *, human: bool) -> Path:
     """An empty folder; one that an earlier demo left is replaced, any other is refused."""
     root = Path(recipe.directory) / recipe.name
     if root.exists() and any(root.iterdir()):
-        if not (root / MARKER).is_file():
+        if not (root / DEMO).is_file():
             raise ConfigError(f"{root} is not an earlier demo's folder: choose another with --name, or remove it")
         shutil.rmtree(root)
     root.mkdir(parents=True, exist_ok=True)
-    (root / MARKER).write_text(json.dumps({"method": "demo", **recipe.model_dump(mode="json")}, indent=2) + "\n")
+    write_whole(root / DEMO, {"human": human, **recipe.model_dump(mode="json")})
     return root
 
 
@@ -95,8 +119,11 @@ Advance = Callable[[int, str], None]
 
 
 def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: bool, console: Console) -> Judged:
-    """The stages in order. Between two of them, an interruption ends the demo."""
+    """The stages in order; one that is done is passed over, one that was begun goes on."""
     recipe, places = run.recipe, run.places
+
+    def notify(text: str) -> None:
+        console.print(text, style="dim", markup=False)
 
     def train(stage: str, title: str, settings: Recipe) -> None:
         advance = show(stage, title, settings.run.steps)
@@ -110,17 +137,29 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
                 show_sample(console, index + 1, sample)
 
         with timed(run, stage):
-            trained = train_recipe(settings, stop=stop, advance=step, notify=lambda _: None, look_at=look_at)
+            trained = train_recipe(
+                settings,
+                stop=stop,
+                advance=step,
+                notify=notify,
+                look_at=look_at,
+                resume=is_run(places.root / stage),
+            )
         if trained.steps < settings.run.steps:
-            raise Stopped(f"stopped in stage {stage}; what was learned so far is in {places.root}")
+            raise Stopped(f"stopped in stage {stage}; go on with: tether resume {places.root}")
+        advance(settings.run.steps, "")
+
+    def rank() -> None:
+        advance = show("preferences", "2 Rank answers", recipe.rater.prompts)
+        if not run.preferences:
+            with timed(run, "preferences"):
+                rater = StandInRater(recipe.rater, recipe.seed)
+                chooser = PersonRater(console, rater) if human else rater
+                run.preferences = collect_preferences(recipe, places, chooser, load(places.model("sft"), recipe.seed))
+        advance(recipe.rater.prompts, f"{run.preferences['pairs']:.0f} pairs")
 
     train("sft", "1 Learn from demonstrations", sft_stage(recipe, places))
-    advance = show("preferences", "2 Rank answers", recipe.rater.prompts)
-    with timed(run, "preferences"):
-        rater = StandInRater(recipe.rater, recipe.seed)
-        chooser = PersonRater(console, rater) if human else rater
-        run.preferences = collect_preferences(recipe, places, chooser, load(places.model("sft"), recipe.seed))
-        advance(recipe.rater.prompts, f"{run.preferences['pairs']:.0f} pairs")
+    rank()
     train("reward", "3 Learn what is preferred", reward_stage(recipe, places))
     train("ppo", "4 PPO against it", ppo_stage(recipe, places))
     advance = show("judging", "5 Compare on unseen prompts", recipe.judging.prompts)
@@ -143,10 +182,13 @@ def show_sample(console: Console, step: int, sample: Rollout) -> None:
 
 @contextmanager
 def timed(run: DemoRun, stage: str) -> Iterator[None]:
-    """Note how long a stage takes."""
+    """Note how long a stage takes, over all the sittings that it takes."""
     began = time.perf_counter()
-    yield
-    run.seconds[stage] = round(time.perf_counter() - began, 1)
+    try:
+        yield
+    finally:
+        run.seconds[stage] = round(run.seconds.get(stage, 0.0) + time.perf_counter() - began, 1)
+        run.note_progress()
 
 
 @contextmanager

@@ -85,8 +85,12 @@ def ppo_stage(recipe: DemoRecipe, places: Places) -> PPORecipe:
 
 
 def _run(recipe: DemoRecipe, stage: str, places: Places) -> Any:
+    """The stage as a run of the workspace that the demo is in."""
     settings = getattr(recipe, stage).run
-    return settings.model_copy(update={"name": stage, "directory": str(places.root), "seed": recipe.seed})
+    directory = str(places.root.parent)
+    return settings.model_copy(
+        update={"name": f"{places.root.name}/{stage}", "directory": directory, "seed": recipe.seed}
+    )
 
 
 def load(path: str, seed: int) -> LoadedModel:

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 SUMMARY = "the whole of RLHF on a real model, in minutes: SFT, rankings, reward model, PPO, a report"
 
 HELP = """Usage: tether demo [RECIPE.yaml] [--human] [--section.key VALUE ...] [--json]
+
+A demo that was stopped goes on with `tether resume runs/demo`, in the stage that it was in.
 
 The whole of RLHF on a real pretrained model: supervised fine-tuning, ranked answers, a reward model, PPO, and a report
 that compares the result with its start on prompts that no stage has seen.
@@ -43,3 +47,10 @@ def main(words: list[str]) -> int:
     from tether.demo.pipeline import run_demo
 
     return run_demo(recipe, human=switches["human"], json_output=switches["json"])
+
+
+def resume(folder: Path, *, json_output: bool) -> int:
+    """Go on with a demo that was stopped or killed."""
+    from tether.demo.pipeline import resume_demo
+
+    return resume_demo(folder, json_output=json_output)

@@ -2,28 +2,57 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
 from tether.learner.batching import micro_batches, minibatches
+from tether.learner.memory import within_memory
 from tether.models.roles import Evaluation, Roles
-from tether.types import EvaluatedBatch, TokenBatch, extend
+from tether.types import EvaluatedBatch, Sequences, TokenBatch, extend
+
+Halve = Callable[[Sequence[Sequences]], int]
+"""Makes the micro-batches of the given batches smaller, and says how many tokens they may have now."""
 
 
 def evaluate_tokens(
-    batch: TokenBatch, roles: Roles, *, minibatch_size: int, micro_tokens: int, device: torch.device | str
+    batch: TokenBatch,
+    roles: Roles,
+    *,
+    minibatch_size: int,
+    micro_tokens: int,
+    device: torch.device | str,
+    halve: Halve | None = None,
 ) -> EvaluatedBatch:
     """Old and reference log-probs and values, in the very micro-batches that the first epoch will train on.
 
     The same rows in the same shapes go through the same kernels, so that on the first step old and new log-probs are
     equal to the bit and every ratio is exactly 1.
+
+    When memory runs out, `halve` (a learner's) is asked for a smaller `micro_tokens` and all is evaluated again. Should
+    memory run out later, in the update, its micro-batches are no longer those of this evaluation, and for that one
+    iteration the first ratios are 1 only up to rounding.
     """
+    steps = list(minibatches(batch, minibatch_size))
+
+    def attempt() -> EvaluatedBatch:
+        parts = [
+            minibatch[rows] for minibatch in steps for rows in micro_batches(batch.select(minibatch), micro_tokens)
+        ]
+        return _evaluate(batch, roles, parts, device)
+
+    def make_room() -> None:
+        nonlocal micro_tokens
+        assert halve is not None
+        micro_tokens = halve([batch.select(minibatch) for minibatch in steps])
+
+    return attempt() if halve is None else within_memory(attempt, make_room)
+
+
+def _evaluate(batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: torch.device | str) -> EvaluatedBatch:
+    """Each part's rows evaluated by themselves, and put together as columns of the batch."""
     columns: dict[str, Tensor | None] = {}
-    parts = [
-        minibatch[rows]
-        for minibatch in minibatches(batch, minibatch_size)
-        for rows in micro_batches(batch.select(minibatch), micro_tokens)
-    ]
     for places in parts:
         micro = batch.select(places)
         first, last = micro.span()

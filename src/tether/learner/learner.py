@@ -2,51 +2,42 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tether.learner.batching import micro_batches
-from tether.learner.schedule import Schedule, rate_factor
+from tether.learner.faults import (
+    Fault,
+    Finding,
+    Part,
+    all_finite,
+    find_all,
+    in_columns,
+    in_micro_batch,
+    outputs_to_check,
+)
+from tether.learner.memory import free_cache, smaller_budget, step_within_memory, within_memory
+from tether.learner.overflow import cannot_overflow
+from tether.learner.schedule import rate_factor
+from tether.learner.settings import LearnerSettings
+from tether.learner.state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
 from tether.protocols import Objective, TrainedModel
 from tether.types import Measures, Sequences
-
-
-@dataclass(frozen=True)
-class LearnerSettings:
-    """How gradients become steps; rates are by parameter group."""
-
-    rates: dict[str, float]
-    micro_tokens: int
-    max_grad_norm: float | None = 1.0
-    schedule: Schedule = "constant"
-    warmup: float = 0.0
-    betas: tuple[float, float] = (0.9, 0.999)
-    epsilon: float = 1e-8
-    weight_decay: float = 0.0
-
-    def adamw(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-        """The optimiser, unless the learner is given another; one pass over each parameter where the device can."""
-        devices = {parameter.device.type for group in parameter_groups for parameter in group["params"]}
-        return torch.optim.AdamW(
-            parameter_groups,
-            betas=self.betas,
-            eps=self.epsilon,
-            weight_decay=self.weight_decay,
-            fused=devices <= {"cpu", "cuda"},
-        )
 
 
 class Learner:
     """Holds the optimiser. `backward` adds up a gradient, `step` applies it, `discard` throws it away.
 
     The sum that an objective returns is divided by its size over the *whole* step, so that splitting into micro-batches
-    never changes the gradient. A loss or gradient that is not finite makes `step` skip the update and count it; the
-    weights never become non-finite.
+    never changes the gradient. What is not finite, be it an output, a loss, a gradient or the optimiser's own result,
+    makes `step` skip the update, count it and call `on_fault`; weights and optimiser stay as they were, to the bit.
+
+    When memory runs out, `micro_tokens` is halved for the rest of the run and the gradient of the step at hand is
+    gathered again from the beginning, so that it is the one that smaller micro-batches would have given.
     """
 
     def __init__(
@@ -66,42 +57,100 @@ class Learner:
             {"params": parameters, "lr": settings.rates[name], "name": name} for name, parameters in self.groups.items()
         ]
         self.optimizer = make_optimizer(parameter_groups) if make_optimizer else settings.adamw(parameter_groups)
+        self.named = parameter_names(model, self.groups)
+        self.micro_tokens = settings.micro_tokens
         self.skipped_in_a_row = 0
-        self._finite = True
+        self.on_fault: Callable[[Fault], None] = lambda fault: None  # noqa: ARG005 (nobody wants to know)
+        self._start = hyperparameters(self.optimizer)
+        self._largest_norm = 0.0  # of any gradient that a step was taken with
+        self._out_of_memory = 0  # times since they were last reported
+        self._gathered: list[tuple[Sequences, Objective[Any, Any]]] = []  # since the last step
+        self._added = 0  # of these, how many are in the gradient
+        self._findings: list[Finding] = []
+
+    # -- gathering a gradient -----------------------------------------------------------------------------------------
 
     def micro_batches(self, batch: Sequences) -> Iterator[Any]:
         """The batch in parts that fit in memory, trimmed of needless padding, on the learner's device."""
-        for rows in micro_batches(batch, self.settings.micro_tokens):
-            yield batch.select(rows).trimmed().to(self.device)
+        return (part.micro for part in self._parts(batch))
+
+    def _parts(self, batch: Sequences) -> Iterator[Part]:
+        for rows in micro_batches(batch, self.micro_tokens):
+            selected = batch.select(rows)
+            yield Part(selected.trimmed().to(self.device), rows, selected.span()[0])
+
+    @property
+    def finite(self) -> bool:
+        """Whether all that was gathered since the last step is finite so far."""
+        return not self._findings
 
     def backward(self, batch: Sequences, objective: Objective[Any, Any]) -> Measures:
         """Add the gradient of `objective` over the whole of `batch`, and report what it measured."""
-        return self._sum(batch, objective, self._add_gradient)
+        self._gathered.append((batch, objective))
+        return within_memory(self._gather, self._start_again)
 
     @torch.no_grad()
     def measure(self, batch: Sequences, objective: Objective[Any, Any]) -> Measures:
         """What `objective` measures over `batch`, without a gradient."""
-        return self._sum(batch, objective, lambda _: None)
+        return within_memory(
+            lambda: self._sum(batch, objective, lambda loss, outputs, part: None),  # noqa: ARG005
+            lambda: self.halve([batch]),
+        )
 
-    def _sum(self, batch: Sequences, objective: Objective[Any, Any], visit: Callable[[Tensor], None]) -> Measures:
+    def _gather(self) -> Measures:
+        """Add the gradient of what is not in it yet; what is reported is of the last batch."""
+        measures = Measures()
+        for batch, objective in self._gathered[self._added :]:
+            measures = self._sum(batch, objective, self._add_gradient)
+            self._added += 1
+        return measures
+
+    def _start_again(self) -> None:
+        """Throw the partial gradient away and make room for another try."""
+        self.optimizer.zero_grad(set_to_none=True)
+        self._findings.clear()
+        self._added = 0
+        self.halve([batch for batch, _ in self._gathered])
+
+    def halve(self, batches: Sequence[Sequences]) -> int:
+        """Make the micro-batches of these batches smaller, for good, and free what can be freed.
+
+        Old log-probs that were evaluated in larger micro-batches may then differ from the first step's by rounding.
+        """
+        forget = getattr(self.model, "forget_ahead", None)  # a pass that a model keeps takes room as well
+        if callable(forget):
+            forget()
+        free_cache(self.device)
+        self.micro_tokens = smaller_budget(batches, self.micro_tokens)
+        self._out_of_memory += 1
+        return self.micro_tokens
+
+    def _sum(
+        self, batch: Sequences, objective: Objective[Any, Any], visit: Callable[[Tensor, Any, Part], None]
+    ) -> Measures:
         size = objective.size(batch)
         if not size > 0:
             raise ValueError("the batch is empty: it has no token, sequence or pair to learn from")
         measures = Measures()
         total = torch.zeros((), dtype=torch.float64)
-        for micro in self.micro_batches(batch):
-            loss = objective(self.model(micro), micro)
-            visit(loss.total / size)
+        for part in self._parts(batch):
+            outputs = self.model(part.micro)
+            loss = objective(outputs, part.micro)
+            visit(loss.total / size, outputs, part)
             measures.merge(loss.measures)
             total += loss.total.detach().double().cpu()
         measures.add("loss", total, size)
         return measures
 
-    def _add_gradient(self, loss: Tensor) -> None:
-        if bool(torch.isfinite(loss)):
+    def _add_gradient(self, loss: Tensor, outputs: Any, part: Part) -> None:
+        checked = outputs_to_check(outputs, part.micro)
+        if all_finite(loss, checked.values()):
             loss.backward()
         else:
-            self._finite = False
+            place = self._added
+            self._findings += [replace(found, batch=place) for found in in_micro_batch(loss, checked, part)]
+
+    # -- taking a step ------------------------------------------------------------------------------------------------
 
     def step(self) -> Measures:
         """Clip each group's gradient, take the optimiser's step, clear the gradient.
@@ -109,27 +158,120 @@ class Learner:
         Groups are clipped apart: a separate critic whose loss is large must not shrink the policy's step. (A value head
         on the policy's trunk sends its gradient through the trunk, which is the policy's group.)
         """
-        measures = Measures()
-        for name, parameters in self.groups.items():
-            norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+        if not self.finite:
+            return self.skip("an output or the loss is not finite")
+        norms = self._norms()
+        if not all(bool(torch.isfinite(norm)) for norm in norms.values()):
+            gradients = {f"gradient of {name}": p.grad for name, p in self.named.items() if p.grad is not None}
+            self._findings += find_all(gradients)
+            return self.skip("the gradient or its norm is not finite")
+        if not self._apply(norms):
+            return self.skip("the optimiser's result is not finite")
+        measures = self._end_step(skipped=False)
+        for name, norm in norms.items():
             measures.add(f"grad_norm/{name}", float(norm))
-            self._finite = self._finite and math.isfinite(float(norm))
-            if self.settings.max_grad_norm is not None and self._finite:
-                nn.utils.clip_grads_with_norm_(parameters, self.settings.max_grad_norm, norm)
-        if self._finite:
-            self.optimizer.step()
-            self.skipped_in_a_row = 0
-        else:
-            self.skipped_in_a_row += 1
-        measures.count("steps", float(self._finite))
-        measures.count("skipped_steps", float(not self._finite))
+        return measures
+
+    def _norms(self) -> dict[str, Tensor]:
+        return {
+            name: nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            for name, parameters in self.groups.items()
+        }
+
+    def _apply(self, norms: dict[str, Tensor]) -> bool:
+        """Clip and take the optimiser's step; False if its result was not finite, and all is as it was before."""
+        largest, limit = self._largest_norm, self.settings.max_grad_norm
+        for name, norm in norms.items():
+            if limit is not None:
+                nn.utils.clip_grads_with_norm_(self.groups[name], limit, norm)
+            largest = max(largest, float(norm) if limit is None else min(float(norm), limit))
+        before = None if cannot_overflow(self.optimizer, largest) else self._capture(copy=True)
+        step_within_memory(self.optimizer)
+        if before is not None:
+            self._findings += find_all(self._capture(copy=False).tensors)
+            if not self.finite:
+                put_back(before, self.named, self.optimizer, self._start)
+                return False
+        self._largest_norm = largest
+        return True
+
+    def skip(self, reason: str) -> Measures:
+        """Leave the update out: hand what was gathered for it to `on_fault`, count it, throw the gradient away."""
+        norms = {name: float(norm) for name, norm in self._norms().items()}
+        batches = tuple(batch for batch, _ in self._gathered)
+        return self._leave_out(Fault(reason, tuple(self._findings), batches, norms, self.micro_tokens))
+
+    def refuse(self, batch: Sequences) -> Measures | None:
+        """None where all that is learned from `batch` is finite; else the update is left out, and this is its report.
+
+        To be asked before a batch is cut into steps: baselines and whitening spread one bad number over all of them.
+        """
+        findings = in_columns(batch)
+        if not findings:
+            return None
+        names = ", ".join(finding.tensor for finding in findings)
+        return self._leave_out(Fault(f"not finite: {names}", tuple(findings), (batch,), {}, self.micro_tokens))
+
+    def _leave_out(self, fault: Fault) -> Measures:
+        self.on_fault(fault)
+        return self._end_step(skipped=True)
+
+    def _end_step(self, *, skipped: bool) -> Measures:
+        measures = Measures()
+        measures.count("steps", float(not skipped))
+        measures.count("skipped_steps", float(skipped))
+        if self._out_of_memory:
+            measures.count("out_of_memory", float(self._out_of_memory))
+        if self.micro_tokens != self.settings.micro_tokens:
+            measures.add("micro_tokens", float(self.micro_tokens))
+        self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
+        self._out_of_memory = 0
         self.discard()
         return measures
 
     def discard(self) -> None:
         """Throw the gathered gradient away."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._finite = True
+        self._gathered.clear()
+        self._findings.clear()
+        self._added = 0
+
+    # -- state --------------------------------------------------------------------------------------------------------
+
+    def state(self, *, copy: bool = False) -> LearnerState:
+        """Everything it takes to go on from here, between two steps.
+
+        The tensors are the learner's own, which the next step changes; with `copy` they are clones on the CPU, to be
+        written while training goes on.
+        """
+        assert not self._gathered, "a gathered gradient is not part of the state: take a step, or discard it"
+        return self._capture(copy=copy)
+
+    def _capture(self, *, copy: bool) -> LearnerState:
+        counters = {
+            "micro_tokens": {"start": self.settings.micro_tokens, "now": self.micro_tokens},
+            "skipped_in_a_row": self.skipped_in_a_row,
+            "largest_norm": self._largest_norm,
+            "out_of_memory": self._out_of_memory,
+        }
+        return capture(self.named, self.optimizer, copy=copy, start=self._start, counters=counters)
+
+    def load_state(self, state: LearnerState) -> None:
+        """Become the learner whose `state` this is, bit for bit; nothing is changed where it does not belong here.
+
+        A setting that differs from the one which the state began with (a fork) is kept.
+        """
+        check(state, self.named, self.optimizer)
+        put_back(state, self.named, self.optimizer, self._start)
+        numbers = state.numbers
+        if numbers["micro_tokens"]["start"] == self.settings.micro_tokens:
+            self.micro_tokens = int(numbers["micro_tokens"]["now"])
+        self.skipped_in_a_row = int(numbers["skipped_in_a_row"])
+        self._largest_norm = float(numbers["largest_norm"])
+        self._out_of_memory = int(numbers["out_of_memory"])
+        self.discard()
+
+    # -- rates and vectors --------------------------------------------------------------------------------------------
 
     def set_progress(self, progress: float) -> None:
         """Set the rates for this point in [0, 1] of the run."""

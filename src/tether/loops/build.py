@@ -29,6 +29,7 @@ from tether.data.examples import (
 from tether.data.texts import read_texts
 from tether.learner.batching import micro_batches
 from tether.learner.learner import Learner, LearnerSettings
+from tether.learner.memory import within_memory
 from tether.loops.reward_model import finish_reward_model
 from tether.loops.rl import RLParts
 from tether.loops.supervised import SupervisedParts
@@ -124,6 +125,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         mix_in=mixed_in(recipe, policy) if isinstance(recipe, PPORecipe) and recipe.ptx.data else None,
         held_out=list(task.held_out())[: recipe.evaluation.prompts],
         evaluate_every=recipe.evaluation.every,
+        shared=sharing.shared,
     )
 
 
@@ -165,7 +167,8 @@ def build_supervised(recipe: Recipe, policy: LoadedModel) -> SupervisedParts[Any
 
 def _sft(recipe: SFTRecipe, policy: LoadedModel) -> SupervisedParts[Any]:
     encode = _encoder(recipe.data, policy)
-    roles = Roles.build(sharing_of(recipe, policy), critic=None, with_reference=False, seed=0)
+    sharing = sharing_of(recipe, policy)
+    roles = Roles.build(sharing, critic=None, with_reference=False, seed=0)
     return SupervisedParts(
         learner=Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device),
         objective=SFTObjective(),
@@ -175,6 +178,7 @@ def _sft(recipe: SFTRecipe, policy: LoadedModel) -> SupervisedParts[Any]:
         batch_size=recipe.sft.batch_size,
         steps=recipe.run.steps,
         max_skipped=recipe.run.max_skipped,
+        shared=sharing.shared,
     )
 
 
@@ -183,7 +187,8 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[
     # A fresh head drawn with deviation 1 / sqrt(width + 1), as in Stiennon et al. (2020).
     seed = derive_seed(recipe.run.seed, "reward head")
     head = ScalarHead.like_output(policy.model, deviation=(width + 1) ** -0.5, seed=seed)
-    model = ScalarModel(sharing_of(recipe, policy).scalar_trunk(seed), head, "reward")
+    sharing = sharing_of(recipe, policy)
+    model = ScalarModel(sharing.scalar_trunk(seed), head, "reward")
     train, held_out = _rankings(recipe.data, policy)
     centre_on = recipe.reward.centre_on
     centre = read_demonstrations(centre_on, _encoder(recipe.data, policy)) if centre_on else []
@@ -197,11 +202,13 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[
         steps=recipe.run.steps,
         max_skipped=recipe.run.max_skipped,
         report=lambda parts: finish_reward_model(parts, centre),
+        shared=sharing.shared,
     )
 
 
 def _dpo(recipe: DPORecipe, policy: LoadedModel) -> SupervisedParts[Any]:
-    roles = Roles.build(sharing_of(recipe, policy), critic=None, with_reference=True, seed=0)
+    sharing = sharing_of(recipe, policy)
+    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0)
     assert roles.reference is not None
     reference, settings = roles.reference, recipe.dpo
     learner = Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device)
@@ -219,6 +226,7 @@ def _dpo(recipe: DPORecipe, policy: LoadedModel) -> SupervisedParts[Any]:
         batch_size=settings.batch_size,
         steps=recipe.run.steps,
         max_skipped=recipe.run.max_skipped,
+        shared=sharing.shared,
     )
 
 
@@ -229,12 +237,16 @@ def _dpo_objective(settings: DPOSettings) -> DPOObjective:
 @torch.no_grad()
 def with_reference(batch: PairBatch, reference: ReferencePolicy, learner: Learner) -> PairBatch:
     """The batch with the reference's log-probs filled in, in the micro-batches that will be trained on."""
-    column = torch.zeros(batch.tokens.shape)
-    for rows in micro_batches(batch, learner.settings.micro_tokens):
-        micro = batch.select(rows)
-        first, last = micro.span()
-        column[rows, first:last] = reference.logprobs(micro.trimmed().to(learner.device)).float().cpu()
-    return dataclasses.replace(batch, ref_logprobs=column)
+
+    def attempt() -> PairBatch:
+        column = torch.zeros(batch.tokens.shape)
+        for rows in micro_batches(batch, learner.micro_tokens):
+            micro = batch.select(rows)
+            first, last = micro.span()
+            column[rows, first:last] = reference.logprobs(micro.trimmed().to(learner.device)).float().cpu()
+        return dataclasses.replace(batch, ref_logprobs=column)
+
+    return within_memory(attempt, lambda: learner.halve([batch]))
 
 
 def _encoder(data: DataSettings, policy: LoadedModel) -> RowEncoder:

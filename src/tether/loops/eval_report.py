@@ -14,7 +14,10 @@ from rich.table import Table
 
 from tether.loops.evaluate import Evaluation, WinRate
 from tether.metrics.intervals import LEVEL, Estimate
+from tether.runs.report_text import visible
 from tether.types import Rollout
+
+__all__ = ["MEANINGS", "Report", "as_json", "cell", "print_report", "visible"]
 
 MEANINGS = {
     "score": "task score",
@@ -80,11 +83,6 @@ def cell(estimate: Estimate) -> str:
     width = estimate.high - estimate.low
     digits = 1 if width >= 10 else 4 if 0 < width < 0.02 else 2
     return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
-
-
-def visible(text: str) -> str:
-    """A model's text for a terminal: control characters, which could move the cursor or worse, shown as a box."""
-    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
 
 
 def _table(report: Report) -> Table:

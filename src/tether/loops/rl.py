@@ -7,19 +7,25 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
-from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient
+from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
 from tether.data.collate import collate
 from tether.data.cursor import DataOrder
 from tether.errors import Diverged
 from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner
+from tether.loops.last_look import LastLook
 from tether.models.roles import Roles
+from tether.models.shared_trunk import SharedTrunk
 from tether.protocols import RewardFn, RolloutEngine, Sampling
 from tether.rewards.combine import part_metrics
 from tether.rewards.score import score_rollouts
 from tether.seeds import derive_seed
-from tether.types import Experience, Prompt, Rollout
+from tether.types import Experience, Measures, Prompt, Rollout, Score
+
+Doing = Callable[[str], None]
+"""Told what comes next, such as `rollout, step 12`: whoever waits for progress hears of it."""
 
 
 @dataclass(frozen=True)
@@ -43,27 +49,52 @@ class RLParts:
     mix_in: Callable[[int], ExtraGradient] | None = None  # for an iteration, what is mixed into each of its steps
     held_out: Sequence[Prompt] = ()
     evaluate_every: int = 0
+    shared: SharedTrunk | None = None  # layers that remember what they were run on
 
 
 @dataclass(frozen=True)
 class StepResult:
-    """One iteration: what it measured, what it learned from, and one of its rollouts to look at."""
+    """One iteration: what it measured, what it learned from, and the KL controllers after it.
+
+    Row b of the experience is `rollouts[b]`, which was scored `scores[b]`.
+    """
 
     step: int
     metrics: dict[str, float]
     experience: Experience
-    sample: Rollout
+    rollouts: list[Rollout]
+    scores: list[Score]
+    controllers: Controllers
+    ratios: Tensor  # (B, T) new / old in the update's last pass over each token
+    clipped: Tensor | None  # (B, T) bool
 
 
-def train_rl(parts: RLParts, *, stop: Callable[[], bool] = lambda: False) -> Iterator[StepResult]:
-    """Sample, score, evaluate, give credit, update; again. Ends early, between two steps, once `stop()` is true."""
-    controllers = parts.algorithm.controllers
-    for step in range(parts.steps):
+def _nothing(_: str) -> None:
+    """Nobody wants to know."""
+
+
+def train_rl(
+    parts: RLParts,
+    *,
+    start: int = 0,
+    controllers: Controllers | None = None,
+    stop: Callable[[], bool] = lambda: False,
+    doing: Doing = _nothing,
+) -> Iterator[StepResult]:
+    """Sample, score, evaluate, give credit, update; again. Ends early, between two steps, once `stop()` is true.
+
+    To go on where a run stood takes the number of steps it had taken and the controllers after them.
+    """
+    controllers = controllers or parts.algorithm.controllers
+    for step in range(start, parts.steps):
         if stop():
             return
         parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
+        if parts.shared is not None:
+            parts.shared.forget()  # an iteration owes nothing to the ones before it, so that any may be the first
         before = evaluate_held_out(parts) if step == 0 and parts.evaluate_every else {}
-        result, controllers = rl_step(parts, step, controllers)
+        result = rl_step(parts, step, controllers, doing)
+        controllers = result.controllers
         after = evaluate_held_out(parts) if _evaluates(parts, step) else {}
         result.metrics.update({f"start/{name}": value for name, value in before.items()} | after)
         yield result
@@ -94,11 +125,12 @@ def evaluate_held_out(parts: RLParts) -> dict[str, float]:
     }
 
 
-def rl_step(parts: RLParts, step: int, controllers: Controllers) -> tuple[StepResult, Controllers]:
-    """One iteration, and the KL controllers after it."""
-    algorithm, began = parts.algorithm, time.perf_counter()
+def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = _nothing) -> StepResult:
+    """One iteration."""
+    algorithm, learner, began = parts.algorithm, parts.learner, time.perf_counter()
     coefficients = controllers.coefficients()
 
+    doing(f"rollout, step {step}")
     parts.engine.policy_version = step
     prompts = parts.prompts.take(step * parts.prompts_per_step, parts.prompts_per_step)
     rollouts = parts.engine.generate(
@@ -108,32 +140,44 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers) -> tuple[StepRe
         seed=derive_seed(parts.seed, "rollout", step),
     )
     generated = time.perf_counter()
+    doing(f"scores, step {step}")
     scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)
-    batch, dropped = collate(
+    made = collate(
         rollouts,
         scores,
         pad_id=parts.pad_id,
         temperature=parts.sampling.temperature,
         need_groups=algorithm.needs_groups,
     )
+    doing(f"evaluation, step {step}")
     evaluated = evaluate_tokens(
-        batch,
+        made.batch,
         parts.roles,
         minibatch_size=algorithm.minibatch_size,
-        micro_tokens=parts.learner.settings.micro_tokens,
-        device=parts.learner.device,
+        micro_tokens=learner.micro_tokens,
+        device=learner.device,
+        halve=learner.halve,
     )
+    doing(f"update, step {step}")
     experience, measures = algorithm.credit(evaluated, coefficients.reference)
-    generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
+    look = LastLook(experience)
     objective = algorithm.objective_at(step, coefficients)
-    extra = parts.mix_in(step) if parts.mix_in is not None else None
-    measures.merge(algorithm.update(parts.learner, experience, objective, generator, extra))
+    measures.merge(update(parts, step, look, objective))
 
-    metrics = measures.values() | dropped | part_metrics(scores)
+    metrics = measures.values() | made.dropped | part_metrics(scores)
     metrics |= {"kl_coef": coefficients.reference} if algorithm.needs_reference else {}
     metrics |= {"penalty_coef": coefficients.old} if coefficients.old else {}
     metrics |= {"seconds/rollout": generated - began, "seconds/step": time.perf_counter() - began}
     controllers = controllers.after(
-        kl_reference=metrics.get("kl_ref_k3"), kl_old=metrics.get("kl_old_after"), samples=len(batch)
+        kl_reference=metrics.get("kl_ref_k3"), kl_old=metrics.get("kl_old_after"), samples=len(made.batch)
     )
-    return StepResult(step, metrics, experience, rollouts[0]), controllers
+    return StepResult(
+        step, metrics, experience, made.rollouts, made.scores, controllers, look.ratios(), look.clipped(objective)
+    )
+
+
+def update(parts: RLParts, step: int, look: LastLook, objective: TokenObjective) -> Measures:
+    """Learn from one iteration's experience, watched by `look`."""
+    generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
+    extra = parts.mix_in(step) if parts.mix_in is not None else None
+    return parts.algorithm.update(parts.learner, look.experience, look.watching(objective), generator, extra)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -10,21 +12,29 @@ from dataclasses import dataclass
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from tether.config.recipes import Recipe, RLRecipe
+from tether.config.recipes import Recipe
 from tether.errors import Stopped
-from tether.loops.build import build_rl, build_supervised, load_policy
-from tether.loops.rl import train_rl
-from tether.loops.supervised import train_supervised
-from tether.models.heads import ScalarModel
-from tether.models.roles import ActorCritic
-from tether.models.save import save_model
-from tether.runs.folder import RunFolder, json_line
+from tether.loops.build import load_policy
+from tether.loops.session import Session
+from tether.loops.state import seed_everything
+from tether.loops.training import build_training
+from tether.runs.checkpoints import Checkpoint
+from tether.runs.folder import RunFolder, json_line, run_path
+from tether.runs.store.records import Source
 from tether.types import Rollout
 
 SHOWN = ("score", "loss", "accuracy", "kl_ref_k3", "kl_old", "entropy", "clip_fraction", "explained_variance")
 
 
 Advance = Callable[[int, dict[str, float]], None]
+
+
+@dataclass(frozen=True)
+class Forked:
+    """Where a fork begins: another run's checkpoint, and which run that was."""
+
+    checkpoint: Checkpoint
+    source: Source
 
 
 @dataclass(frozen=True)
@@ -35,15 +45,22 @@ class Trained:
     steps: int
 
 
-def run_recipe(recipe: Recipe, *, json_output: bool) -> int:
-    """Train as the recipe says; 0 when every step was taken. Raises `Stopped` when interrupted, after saving."""
+def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forked: Forked | None = None) -> int:
+    """Train as the recipe says; 0 when every step was taken. Raises `Stopped` when interrupted, after a checkpoint."""
     console = Console(stderr=True)
     with interruptions() as stop, progress_bar(recipe, json_output, console) as advance:
-        trained = train_recipe(recipe, stop=stop, advance=advance, notify=lambda text: console.print(text, style="dim"))
+        trained = train_recipe(
+            recipe,
+            stop=stop,
+            advance=advance,
+            notify=lambda text: console.print(text, style="dim", markup=False),
+            resume=resume,
+            forked=forked,
+        )
     place = trained.folder.path
     if trained.steps < recipe.run.steps:
-        raise Stopped(f"stopped after {trained.steps} of {recipe.run.steps} steps; what was learned is in {place}")
-    console.print(f"Done: {trained.steps} steps. Metrics and model are in {place}")
+        raise Stopped(f"stopped after {trained.steps} of {recipe.run.steps} steps; go on with: tether resume {place}")
+    console.print(f"Done: {trained.steps} steps. The model is in {place}; see `tether show {place}`")
     return 0
 
 
@@ -54,56 +71,59 @@ def train_recipe(
     advance: Advance,
     notify: Callable[[str], None],
     look_at: Callable[[int, Rollout], None] = lambda step, sample: None,  # noqa: ARG005
+    resume: bool = False,
+    forked: Forked | None = None,
 ) -> Trained:
-    """Train, recording each step in the run's folder, and save the model, however many steps were taken.
+    """Train, recording each step, and save the model at the end; with `resume`, from the newest whole checkpoint on.
 
-    `look_at` is shown one rollout of each iteration, where there are rollouts.
+    `look_at` is shown one rollout of each iteration, where there are rollouts. A run that is stopped before its end
+    leaves a checkpoint. `forked` begins with another run's.
     """
+    recipe = named(recipe)
+    if resume and (folder := RunFolder(run_path(recipe))).is_finished:
+        return Trained(folder, recipe.run.steps)
+    seed_everything(recipe.run.seed)
     policy = load_policy(recipe)
-    for notice in policy.notices:
+    training = build_training(recipe, policy)
+    for notice in (*policy.notices, *training.notices):
         notify(notice)
-    rl = build_rl(recipe, policy) if isinstance(recipe, RLRecipe) else None
-    parts = build_supervised(recipe, policy) if rl is None else None
-    for notice in getattr(rl.engine, "notices", ()) if rl is not None else ():
-        notify(notice)
-    folder = RunFolder(recipe)  # once everything that can be wrong with the recipe has been looked at
-    steps = 0
-    try:
-        if isinstance(recipe, RLRecipe) and rl is not None:
-            model = rl.roles.actor.policy
-            for result in train_rl(rl, stop=stop):
-                folder.record(result.step, result.metrics, result.experience)
-                advance(result.step, result.metrics)
-                look_at(result.step, result.sample)
-                if recipe.evaluation.keep_best and folder.is_best(result.metrics):
-                    save_model(model, policy.tokenizer, folder.best_path)
-                steps += 1
+    # Once everything that can be wrong with the recipe has been looked at.
+    folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe)
+    came_from = (forked.source,) if forked is not None else ()
+    with Session(recipe, folder, training, policy, resumes=resume, notify=notify, came_from=came_from) as session:
+        start = session.resume() if resume else session.fork(forked.checkpoint) if forked is not None else 0
+        for taken in training.steps(start, stop, session.doing):
+            session.keep(taken)
+            advance(taken.step, taken.metrics)
+            if taken.result is not None:
+                look_at(taken.step, taken.result.rollouts[0])
+        if session.done < recipe.run.steps:
+            session.stop()
         else:
-            assert parts is not None
-            learned = parts.learner.model
-            assert isinstance(learned, ScalarModel | ActorCritic)
-            model = learned if isinstance(learned, ScalarModel) else learned.policy
-            for step, metrics in train_supervised(parts, stop=stop):
-                folder.record(step, metrics)
-                advance(step, metrics)
-                steps += 1
-            folder.write("report.json", parts.report(parts))
-        if recipe.run.save:
-            save_model(model, policy.tokenizer, folder.model_path)
-    finally:
-        folder.close()
-    return Trained(folder, steps)
+            session.finish()
+        return Trained(folder, session.done)
+
+
+def named(recipe: Recipe) -> Recipe:
+    """The recipe with a name for its run: one that has none is called by its method and the time."""
+    name = recipe.run.name or f"{recipe.method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
 
 
 @contextmanager
 def interruptions() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C or SIGTERM asks the loop to end after the step at hand; the second ends at once."""
+    """The first Ctrl-C or SIGTERM asks the loop to end after the step at hand; the second ends at once.
+
+    Ending at once needs no farewell: what is half written has no name yet, and resuming finds the last checkpoint.
+    """
     asked = False
 
     def ask(*_: object) -> None:
         nonlocal asked
         if asked:
-            raise KeyboardInterrupt
+            os.write(2, b"\ntether: stopped at once; resuming goes on from the last checkpoint\n")
+            os._exit(Stopped.exit_code)
+        os.write(2, b"\ntether: stopping after the step at hand; once more stops at once\n")
         asked = True
 
     previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}

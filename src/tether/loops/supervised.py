@@ -9,6 +9,7 @@ from typing import Any, Generic, TypeVar
 from tether.data.cursor import DataOrder
 from tether.errors import Diverged
 from tether.learner.learner import Learner
+from tether.models.shared_trunk import SharedTrunk
 from tether.protocols import Objective
 from tether.types import Measures, Sequences
 
@@ -28,15 +29,21 @@ class SupervisedParts(Generic[Example]):
     steps: int
     max_skipped: int
     report: Callable[[SupervisedParts[Any]], dict[str, Any]] = lambda parts: {}  # noqa: ARG005 (nothing to tell)
+    shared: SharedTrunk | None = None  # layers that remember what they were run on
 
 
 def train_supervised(
-    parts: SupervisedParts[Any], *, stop: Callable[[], bool] = lambda: False
+    parts: SupervisedParts[Any],
+    *,
+    start: int = 0,
+    stop: Callable[[], bool] = lambda: False,
+    doing: Callable[[str], None] = lambda words: None,  # noqa: ARG005 (nobody wants to know)
 ) -> Iterator[tuple[int, dict[str, float]]]:
-    """One optimiser step a batch; ends early, between two steps, once `stop()` is true."""
-    for step in range(parts.steps):
+    """One optimiser step a batch, from step `start` on; ends early, between two steps, once `stop()` is true."""
+    for step in range(start, parts.steps):
         if stop():
             return
+        doing(f"step {step}")
         parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
         batch = parts.collate(parts.examples.take(step * parts.batch_size, parts.batch_size))
         measures = parts.learner.backward(batch, parts.objective)

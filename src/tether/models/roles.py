@@ -97,6 +97,10 @@ class ActorCritic(nn.Module):
         values = None if outputs.values is None else outputs.values.detach()
         return outputs.logprobs.detach(), values, None if final_values is None else final_values.detach()
 
+    def forget_ahead(self) -> None:
+        """Let a kept pass go: its memory is wanted."""
+        self._ahead = None
+
     def _pass(self, batch: Sequences) -> tuple[TokenOutputs, Tensor | None]:
         """What `forward` gives, and the value after each row's last token."""
         hidden = self.trunk(batch, states_read(batch))

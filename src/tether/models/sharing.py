@@ -16,7 +16,8 @@ from tether.errors import ConfigError
 from tether.models.forward import OutputLayer, trunk_of
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import CONFIG, inject_lora, load_lora, lora_config, target_names
-from tether.models.trunks import SharedTrunk, TopTrunk, Trunk, check_split, own_top, shared_tree, top_parameters
+from tether.models.shared_trunk import SharedTrunk, TopTrunk, check_split
+from tether.models.trunks import Trunk, own_top, shared_tree, top_parameters
 
 
 class Sharing(Protocol):

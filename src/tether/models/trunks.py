@@ -1,4 +1,4 @@
-"""Trunks: what turns tokens into hidden states, whole or in two parts of which the lower is shared.
+"""Trunks: what turns tokens into hidden states, and how one is cut into layers that roles share and layers they own.
 
 Roles share memory by sharing *tensors*: each role has a module tree of its own, and trees hold the same parameters
 where the roles have them in common. No role is switched on or off, so nothing depends on who ran last.
@@ -7,7 +7,6 @@ where the roles have them in common. No role is switched on or off, so nothing d
 from __future__ import annotations
 
 import copy
-from collections import OrderedDict
 from typing import TypeVar
 
 import torch
@@ -48,23 +47,6 @@ class Trunk(nn.Module):
         return hidden_states(self.model, batch)
 
 
-class TopTrunk(Trunk):
-    """A trunk whose lower layers are a `SharedTrunk`'s: only the layers above them are run here."""
-
-    def __init__(self, model: PreTrainedModel, shared: SharedTrunk) -> None:
-        super().__init__(model)
-        self.shared = shared
-        self.top = layers_between(model, shared.depth, None)
-
-    def forward(self, batch: Sequences, wanted: Tensor | None = None) -> Tensor:
-        """(B, T, H) hidden states after the final norm; only those of `wanted` (B, T) have to be right."""
-        return self.fast.states(self.top, batch, self.shared.states(batch), wanted)
-
-    def plain(self, batch: Sequences) -> Tensor:
-        """(B, T, H) the same by the model's own modules, differentiable twice."""
-        return hidden_states(self.top, batch, self.shared.states(batch))
-
-
 class Fast:
     """Whether a trunk's states may be found by the pass over packed tokens: its kind is known, and a trial agrees."""
 
@@ -82,65 +64,6 @@ class Fast:
         if self.tried and departure(model, batch.tokens.shape[1]) is None:
             return packed_states(model, batch, lower, wanted)
         return hidden_states(model, batch, lower)
-
-
-class SharedTrunk:
-    """The frozen lower layers of several roles. A row is run through them once and remembered.
-
-    Rows are known by their tokens: the states of a row depend on nothing else, because positions start at its first
-    real token and padding is not attended to. The least recently used rows are forgotten above `memory_bytes`.
-    """
-
-    def __init__(self, model: PreTrainedModel, depth: int, memory_bytes: int = 2**29) -> None:
-        self.depth = depth
-        self.bottom = layers_between(model, 0, depth)
-        self.fast = Fast(model)
-        self.memory_bytes = memory_bytes
-        self.rows_run = 0
-        self._rows: OrderedDict[bytes, Tensor] = OrderedDict()
-        self._bytes = 0
-
-    @torch.no_grad()
-    def states(self, batch: Sequences) -> Tensor:
-        """(B, T, H) what the lower layers put out; 0 on padding."""
-        keys, places = _row_keys(batch)
-        unknown = [row for row, key in enumerate(keys) if key not in self._rows]
-        fresh: dict[bytes, Tensor] = {}
-        if unknown:
-            self.rows_run += len(unknown)
-            rows = torch.tensor(unknown)
-            found = self.fast.states(self.bottom, batch.select(rows), None, None)
-            fresh = {keys[row]: found[index, places[row]] for index, row in enumerate(unknown)}
-        width = next(iter((fresh or self._rows).values())).shape[-1]
-        like = self.bottom.get_input_embeddings().weight
-        assert isinstance(like, Tensor)
-        result = torch.zeros(*batch.tokens.shape, width, dtype=like.dtype, device=like.device)
-        for row, key in enumerate(keys):
-            result[row, places[row]] = fresh[key] if key in fresh else self._rows[key]
-        for key in keys:
-            self._remember(key, fresh.get(key))
-        return result
-
-    def keep(self, tokens: Tensor, states: Tensor) -> None:
-        """Remember the states (T, H) of a row of tokens (T,), found by someone who ran the same layers on it."""
-        self._remember(tokens.numpy().tobytes(), states)
-
-    def _remember(self, key: bytes, states: Tensor | None) -> None:
-        if key in self._rows:
-            self._rows.move_to_end(key)
-        elif states is not None:
-            self._rows[key] = states.clone()
-            self._bytes += states.nbytes
-        while self._bytes > self.memory_bytes:
-            self._bytes -= self._rows.popitem(last=False)[1].nbytes
-
-
-def _row_keys(batch: Sequences) -> tuple[list[bytes], list[Tensor]]:
-    """Each row's real tokens as bytes, and the columns they stand in."""
-    tokens, mask = batch.tokens.cpu(), batch.attention_mask.cpu()
-    places = [row.nonzero()[:, 0] for row in mask]
-    keys = [tokens[row, columns].numpy().tobytes() for row, columns in enumerate(places)]
-    return keys, [columns.to(batch.tokens.device) for columns in places]
 
 
 def layers_between(trunk: PreTrainedModel, start: int, stop: int | None) -> PreTrainedModel:
@@ -205,16 +128,3 @@ def probe_batch(trunk: PreTrainedModel) -> Sequences:
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[1, 0] = False
     return Sequences(tokens=tokens, attention_mask=mask, response_mask=mask)
-
-
-@torch.no_grad()
-def check_split(trunk: PreTrainedModel, depth: int) -> None:
-    """Raise unless the two parts, one after the other, are the whole: not every architecture can be cut so."""
-    probe = probe_batch(trunk)
-    mask = probe.attention_mask
-    whole, parts = hidden_states(trunk, probe)[mask], TopTrunk(trunk, SharedTrunk(trunk, depth))(probe)[mask]
-    tolerance = 1e-3 if whole.dtype == torch.float32 else 0.1
-    if not torch.allclose(whole, parts, atol=tolerance, rtol=tolerance):
-        raise ConfigError(
-            f"roles.mode: {type(trunk).__name__} cannot be cut into a shared trunk and tops; use separate or adapters"
-        )

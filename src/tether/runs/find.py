@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.errors import ConfigError
+from tether.runs.folder import RECIPE, is_run
 
 
 def find_model(name: str) -> str:
@@ -14,7 +15,7 @@ def find_model(name: str) -> str:
     folder = Path(name).expanduser()
     if (folder / "model" / "config.json").is_file() or (folder / "model" / "adapter_config.json").is_file():
         return str(folder / "model")
-    if (folder / "metrics.jsonl").is_file():
+    if is_run(folder):
         raise ConfigError(f"{name} is a run without a saved model: it is not finished, or had run.save set to false")
     return name
 
@@ -23,10 +24,10 @@ def run_config(name: str) -> dict[str, Any]:
     """The resolved recipe of a run's folder, also where its model's folder is named; empty where it is no run."""
     folder = Path(name).expanduser()
     for place in (folder, folder.parent):
-        if (place / "metrics.jsonl").is_file() and (place / "config.json").is_file():
+        if is_run(place):
             try:
-                config = json.loads((place / "config.json").read_text(encoding="utf-8"))
+                config = json.loads((place / RECIPE).read_text(encoding="utf-8"))
             except ValueError as error:
-                raise ConfigError(f"{place / 'config.json'} is damaged ({error})") from None
+                raise ConfigError(f"{place / RECIPE} is damaged ({error})") from None
             return config if isinstance(config, dict) else {}
     return {}

@@ -1,16 +1,19 @@
-"""A run's folder: its resolved recipe, its metrics line by line, and the model it ends with."""
+"""A run's folder: its resolved recipe, its checkpoints, and the model it ends with."""
 
 from __future__ import annotations
 
 import json
 import math
-import time
+import os
 from pathlib import Path
 from typing import Any
 
 from tether.config import Recipe
 from tether.errors import ConfigError, StorageError
-from tether.types import Experience
+
+RECIPE = "recipe.json"  # what makes a folder a run's
+FINISHED = "finished.json"
+DEMO = "demo.json"  # what makes a folder a demo's, with a run for each stage in it
 
 
 def json_line(step: int, metrics: dict[str, float]) -> str:
@@ -19,34 +22,53 @@ def json_line(step: int, metrics: dict[str, float]) -> str:
     return json.dumps({"step": step, **finite}, allow_nan=False)
 
 
+def is_run(folder: Path) -> bool:
+    """Whether a run was begun in this folder."""
+    return (folder / RECIPE).is_file()
+
+
+def write_whole(path: Path, content: dict[str, Any]) -> None:
+    """A JSON file that is there as a whole or not at all, whenever the machine stops."""
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    with unfinished.open("w", encoding="utf-8") as file:
+        file.write(json.dumps(content, indent=2) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.replace(path)
+
+
+def run_path(recipe: Recipe) -> Path:
+    """Where the run of a recipe with a name is."""
+    assert recipe.run.name is not None
+    return Path(recipe.run.directory) / recipe.run.name
+
+
 class RunFolder:
-    """`config.json`, `metrics.jsonl` and `model/` of one run. Metrics are on disk once `record` returns."""
+    """`recipe.json`, `checkpoints/` and `model/` of one run, new or gone on with."""
 
-    def __init__(self, recipe: Recipe) -> None:
-        name = recipe.run.name or f"{recipe.method}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.path = Path(recipe.run.directory) / name
-        self._best = -math.inf
-        if (self.path / "config.json").exists():
-            raise ConfigError(f"run.name: {self.path} already holds a run; choose another name, or remove it")
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            (self.path / "config.json").write_text(
-                json.dumps({"method": recipe.method, **recipe.model_dump(mode="json")}, indent=2) + "\n"
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @classmethod
+    def begin(cls, recipe: Recipe) -> RunFolder:
+        """A new run's folder; one that holds a run already is refused."""
+        folder = cls(run_path(recipe))
+        if is_run(folder.path):
+            raise ConfigError(
+                f"run.name: {folder.path} already holds a run; choose another name, remove it, or go on with it: "
+                f"tether resume {folder.path}"
             )
-            self._metrics = (self.path / "metrics.jsonl").open("a", encoding="utf-8")
+        try:
+            folder.path.mkdir(parents=True, exist_ok=True)
+            write_whole(folder.path / RECIPE, recipe_record(recipe))
         except OSError as error:
-            raise StorageError(f"run.directory: cannot write to {self.path} ({error.strerror})") from error
-
-    def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
-        """Append one step's metrics."""
-        del experience
-        self._metrics.write(json_line(step, metrics) + "\n")
-        self._metrics.flush()
+            raise StorageError(f"run.directory: cannot write to {folder.path} ({error.strerror})") from error
+        return folder
 
     def write(self, name: str, content: dict[str, Any]) -> None:
         """Keep something as JSON; nothing is written where there is nothing to keep."""
         if content:
-            (self.path / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+            write_whole(self.path / name, content)
 
     @property
     def model_path(self) -> Path:
@@ -58,15 +80,21 @@ class RunFolder:
         """Where the model with the best held-out score goes."""
         return self.path / "best"
 
-    def is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether this step's held-out score is above all before it, the start's included."""
-        self._best = max(self._best, metrics.get("start/held_out/score", -math.inf))
-        score = metrics.get("held_out/score", -math.inf)
-        if score <= self._best:
-            return False
-        self._best = score
-        return True
+    @property
+    def checkpoints(self) -> Path:
+        """Where checkpoints go."""
+        return self.path / "checkpoints"
 
-    def close(self) -> None:
-        """Close the metrics file."""
-        self._metrics.close()
+    @property
+    def is_finished(self) -> bool:
+        """Whether every step was taken and all that follows them is written."""
+        return (self.path / FINISHED).is_file()
+
+    def finish(self, steps: int) -> None:
+        """Note that nothing is left to do."""
+        write_whole(self.path / FINISHED, {"steps": steps})
+
+
+def recipe_record(recipe: Recipe) -> dict[str, Any]:
+    """A recipe as it is kept: every key resolved, and its method."""
+    return {"method": recipe.method, **recipe.model_dump(mode="json")}

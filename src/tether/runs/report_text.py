@@ -41,6 +41,11 @@ def fenced(text: str, language: str = "") -> str:
     return f"{fence}{language}\n{body}\n{fence}"
 
 
+def visible(text: str) -> str:
+    """A model's text for a terminal: control characters, which could move the cursor or worse, shown as a box."""
+    return "".join(character if character.isprintable() or character in "\n\t" else "\ufffd" for character in text)
+
+
 def duration(seconds: float) -> str:
     """Seconds as a person says them: 8 s, 1 min 05 s, 2 h 03 min."""
     if not 0.0 <= seconds < 1e9:

@@ -1,0 +1,98 @@
+"""Going on with a run, and branching off from one: finding its folder, its recipe and its checkpoints."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tether.config.load import change_settings, recipe_from_record
+from tether.config.recipes import Recipe
+from tether.errors import ConfigError
+from tether.loops.run import Forked, run_recipe
+from tether.runs import checkpoints
+from tether.runs.folder import RECIPE, RunFolder, is_run, recipe_record, run_path
+from tether.runs.store.records import Source
+
+
+def run_folder(words: str, directory: str = "runs") -> Path:
+    """The folder of a run that a person means, by its path or by its name in the workspace."""
+    for place in (Path(words).expanduser(), Path(directory) / words):
+        if is_run(place):
+            return place
+    raise ConfigError(
+        f"there is no run at {words}, nor at {Path(directory) / words}: `tether runs` lists what there is"
+    )
+
+
+def stored_recipe(folder: Path) -> Recipe:
+    """The recipe that a run was begun with, pointing at the folder where it is now."""
+    try:
+        record = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
+        recipe = recipe_from_record(record)
+    except ValueError as error:
+        raise ConfigError(f"{folder / RECIPE} is damaged, or of another version: {error}") from error
+    if recipe.run.name is not None and run_path(recipe).resolve() == folder.resolve():
+        return recipe
+    moved = recipe.run.model_copy(update={"directory": str(folder.parent), "name": folder.name})
+    return recipe.model_copy(update={"run": moved})
+
+
+def resume_run(words: str, directory: str, *, json_output: bool) -> int:
+    """Go on with a run to its last step."""
+    return run_recipe(stored_recipe(run_folder(words, directory)), json_output=json_output, resume=True)
+
+
+def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
+    """`--resume auto`: go on with the run of this name if there is one, else begin it."""
+    if recipe.run.name is None:
+        raise ConfigError("--resume auto needs run.name: without a name there is no telling which run is meant")
+    folder = run_path(recipe)
+    if not is_run(folder):
+        return run_recipe(recipe, json_output=json_output)
+    before = recipe_record(stored_recipe(folder))
+    changed = [key for key, value in _flat(recipe_record(recipe)).items() if _flat(before).get(key) != value]
+    if changed:
+        raise ConfigError(
+            f"{folder} was begun with another recipe ({', '.join(changed)} differ): give it another run.name, or "
+            f"branch off with `tether fork {folder}`"
+        )
+    return run_recipe(recipe, json_output=json_output, resume=True)
+
+
+def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str], *, json_output: bool) -> int:
+    """Continue from one of a run's checkpoints with changed settings, as a run of its own."""
+    folder = run_folder(words, directory)
+    parent = stored_recipe(folder)
+    path = _checkpoint_at(folder, step)
+    checkpoint = checkpoints.read(path)
+    parent_name = parent.run.name or folder.name
+    named = parent.run.model_copy(update={"name": f"{parent_name}-fork-{checkpoint.step}"})
+    child = change_settings(parent.model_copy(update={"run": named}), flags)
+    if checkpoint.step >= child.run.steps:
+        raise ConfigError(f"run.steps is {child.run.steps}, and step {checkpoint.step} is not before it: set it higher")
+    source = Source("fork", f"{folder}, step {checkpoint.step}", run=parent_name)
+    return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, source))
+
+
+def _checkpoint_at(folder: Path, step: int | None) -> Path:
+    """The checkpoint after `step` steps, or the newest."""
+    found = dict(checkpoints.listed(RunFolder(folder).checkpoints))
+    if not found:
+        raise ConfigError(f"{folder} has no checkpoint to branch off from: set checkpoint.every for the next run")
+    if step is None:
+        return found[max(found)]
+    if step not in found:
+        steps = ", ".join(map(str, found))
+        raise ConfigError(f"--step: {folder} has checkpoints after {steps} steps; checkpoint.keep_every keeps more")
+    return found[step]
+
+
+def _flat(record: object, prefix: str = "") -> dict[str, object]:
+    """A nested record by dotted keys."""
+    if not isinstance(record, dict):
+        return {prefix: record}
+    flat: dict[str, object] = {}
+    for key, value in record.items():
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat

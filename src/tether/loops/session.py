@@ -1,0 +1,233 @@
+"""Everything around a run's steps: recording them, checkpoints, the best model, the doctor, the watchdog."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable
+from contextlib import ExitStack
+from types import TracebackType
+
+import torch
+from torch import nn
+
+from tether.audit.doctor import LiveDoctor
+from tether.config.recipes import Recipe, RLRecipe
+from tether.errors import ConfigError, StorageError
+from tether.loops.faults import FaultRecorder
+from tether.loops.training import Taken, Training
+from tether.loops.watchdog import Watchdog
+from tether.models.load import LoadedModel
+from tether.models.save import save_model
+from tether.runs.checkpoint_writer import CheckpointWriter
+from tether.runs.checkpoints import Checkpoint, listed, read_newest
+from tether.runs.environment import describe_environment
+from tether.runs.folder import RunFolder, recipe_record
+from tether.runs.keep import KeepRollouts
+from tether.runs.lineage import sources_of
+from tether.runs.pieces import token_pieces
+from tether.runs.sinks import SinkPlace, open_sinks
+from tether.runs.store.open import workspace_at
+from tether.runs.store.records import Source
+from tether.runs.tokens import StepRollouts
+from tether.runs.writer import RunRecorder, RunStart
+
+BITS_DEPEND_ON = ("torch", "threads", "processor", "device")  # of what the environment is described by
+
+
+class Session:
+    """One sitting of a run: from its beginning, or from where an earlier sitting left off, to its end or its stop."""
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        folder: RunFolder,
+        training: Training,
+        policy: LoadedModel,
+        *,
+        resumes: bool,
+        notify: Callable[[str], None],
+        came_from: tuple[Source, ...] = (),
+    ) -> None:
+        self.recipe, self.folder, self.training, self.policy = recipe, folder, training, policy
+        self.notify = notify
+        self.done = 0  # steps taken
+        self.best = -math.inf
+        self._saved_at: int | None = None
+        workspace = workspace_at(recipe.run.directory, recipe.store.url)
+        config = recipe_record(recipe)
+        sources = [*came_from, *sources_of(config, workspace)]
+        device = str(policy.model.device)
+        self._environment = describe_environment(seed=recipe.run.seed, device=device)
+        self._stands_on = {
+            "model": weights_digest(policy.model),
+            **{source.role: source.sha256 for source in sources if source.sha256 is not None},
+        }
+        keep = KeepRollouts(recipe.store.rollouts_every, recipe.store.rollouts_keep or None)
+        start = RunStart(recipe.method, recipe.run.steps, config, self._environment, sources)
+        self.recorder = RunRecorder(
+            workspace,
+            folder.path,
+            start,
+            resumes=resumes,
+            pieces=token_pieces(policy.tokenizer),
+            keep=keep,
+            notify=notify,
+        )
+        self.sinks = open_sinks(recipe.store.sinks, SinkPlace(self.recorder.name, folder.path, config), notify)
+        rules = recipe.checkpoint
+        self.checkpoints = CheckpointWriter(
+            folder.checkpoints, keep=rules.keep, keep_every=rules.keep_every, notify=self._trouble
+        )
+        self.faults = training.learner.on_fault = FaultRecorder(folder.path, self._trouble)
+        self.doctor = LiveDoctor(recipe.method, config, every=max(recipe.run.doctor_every, 1))
+        self._watchdog = Watchdog(recipe.run.stall_seconds, folder.path)
+        self._open = ExitStack()
+
+    def __enter__(self) -> Session:
+        self._open.enter_context(self._watchdog)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        state = "failed" if kind is not None else "done" if self.folder.is_finished else "stopped"
+        if error is not None:
+            self.recorder.event("failed", str(error) or type(error).__name__, step=self.done)
+        self._open.close()
+        self.checkpoints.wait()
+        self.sinks.close()
+        self.recorder.close(state)
+
+    # -- where it starts ----------------------------------------------------------------------------------------------
+
+    def resume(self) -> int:
+        """Become what the newest whole checkpoint holds, or start over where there is none; the steps taken."""
+        checkpoint = read_newest(self.folder.checkpoints, self._trouble)
+        if checkpoint is not None:
+            self._check_ground(checkpoint)
+            self.take_up(checkpoint)
+        self.recorder.rewind(self.done)
+        self.recorder.event("resumed", f"goes on after {self.done} steps")
+        return self.done
+
+    def fork(self, checkpoint: Checkpoint) -> int:
+        """Become what another run's checkpoint holds, and keep it as the first of one's own; the steps taken."""
+        self.take_up(checkpoint)
+        self.save_checkpoint()
+        self.recorder.event("forked", f"begins after {self.done} steps of another run")
+        return self.done
+
+    def take_up(self, checkpoint: Checkpoint) -> None:
+        """Become what a checkpoint holds."""
+        self.training.restore(checkpoint)
+        self.done = self._saved_at = checkpoint.step
+        self.best = float(checkpoint.values["best"])
+
+    def _check_ground(self, checkpoint: Checkpoint) -> None:
+        """The model and the data that a run goes on with must be those that it began with."""
+        for role, digest in checkpoint.values["stands_on"].items():
+            if self._stands_on.get(role) != digest:
+                what = "the model's weights" if role == "model" else f"the file of {role}"
+                raise ConfigError(
+                    f"{what} changed since the run {self.folder.path} began, so it cannot go on as it was: put the "
+                    "old one back, or start a new run"
+                )
+        before = checkpoint.values["environment"]
+        changed = [name for name in BITS_DEPEND_ON if before.get(name) != self._environment.get(name)]
+        if changed:
+            words = ", ".join(f"{name} {before.get(name)} -> {self._environment.get(name)}" for name in changed)
+            self._trouble(f"Since the run was stopped its ground has changed ({words}): the last bits may differ.")
+
+    # -- step by step -------------------------------------------------------------------------------------------------
+
+    def doing(self, words: str) -> None:
+        """There is progress."""
+        self._watchdog.pat(words)
+        self.faults.step = self.done
+
+    def keep(self, taken: Taken) -> None:
+        """Record a step, look at it, and keep the model where it is the best so far."""
+        rollouts = None
+        if taken.result is not None:
+            rollouts = StepRollouts(
+                taken.result.experience,
+                taken.result.rollouts,
+                taken.result.ratios,
+                taken.result.clipped,
+                [score.parts for score in taken.result.scores],
+            )
+        self.recorder.record(taken.step, taken.metrics, rollouts)
+        self.sinks.record(taken.step, taken.metrics)
+        self.done = taken.step + 1
+        self._examine(taken, rollouts)
+        if isinstance(self.recipe, RLRecipe) and self.recipe.evaluation.keep_best and self._is_best(taken.metrics):
+            save_model(self.training.model, self.policy.tokenizer, self.folder.best_path)
+        every = self.recipe.checkpoint.every
+        if (every and self.done % every == 0) or self.done == self.recipe.run.steps:
+            self.save_checkpoint()
+
+    def _examine(self, taken: Taken, rollouts: StepRollouts | None) -> None:
+        every = self.recipe.run.doctor_every
+        if not every:
+            return
+        due = rollouts is not None and (taken.step == 0 or self.done % every == 0)
+        stored = rollouts.stored(taken.step, None) if due and rollouts is not None else []
+        for finding in self.doctor.see(taken.step, taken.metrics, stored):
+            text = f"{finding.title}: {finding.saw}"
+            self.notify(f"Doctor: {text} ({finding.link})")
+            self.recorder.event("finding", text, step=taken.step, data=finding.as_json())
+
+    def _is_best(self, metrics: dict[str, float]) -> bool:
+        """Whether this step's held-out score is above all before it, the start's included."""
+        self.best = max(self.best, metrics.get("start/held_out/score", -math.inf))
+        score = metrics.get("held_out/score", -math.inf)
+        if score <= self.best:
+            return False
+        self.best = score
+        return True
+
+    def save_checkpoint(self) -> None:
+        """Begin to write a checkpoint of now; it gets its name once all that was recorded is on disk."""
+        values = {"best": self.best, "stands_on": self._stands_on, "environment": self._environment}
+        self.checkpoints.save(self.training.capture(self.done, values), self.recorder.flush)
+        self._saved_at = self.done
+
+    # -- how it ends --------------------------------------------------------------------------------------------------
+
+    def stop(self) -> None:
+        """Leave a checkpoint to go on from."""
+        if self._saved_at != self.done:
+            self.save_checkpoint()
+        self.checkpoints.wait()
+        if self.done not in (0, *(step for step, _ in listed(self.folder.checkpoints))):
+            raise StorageError(
+                f"stopped after {self.done} steps, but no checkpoint of them could be written to "
+                f"{self.folder.checkpoints}: make room; `tether resume {self.folder.path}` goes on from the last one"
+            )
+        self.recorder.event("stopped", f"stopped after {self.done} steps", step=self.done)
+
+    def finish(self) -> None:
+        """What follows the last step: the report, and the model where it is to be saved."""
+        self.doing("the end")
+        self.checkpoints.wait()
+        self.folder.write("report.json", self.training.finish())
+        if self.recipe.run.save:
+            save_model(self.training.model, self.policy.tokenizer, self.folder.model_path)
+        self.recorder.event("done", f"all {self.done} steps are taken", step=self.done)
+        self.recorder.flush()
+        self.folder.finish(self.done)
+
+    def _trouble(self, text: str) -> None:
+        """Something that the person should hear of and find again."""
+        self.notify(text)
+        self.recorder.event("trouble", text, step=self.done)
+
+
+def weights_digest(model: nn.Module) -> str:
+    """SHA-256 of every parameter."""
+    digest = hashlib.sha256()
+    for name, parameter in model.named_parameters():
+        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
+        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()

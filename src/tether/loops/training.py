@@ -1,0 +1,132 @@
+"""The two kinds of training, from rollouts and from records, behind one face: take steps, be captured, finish."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from transformers import PreTrainedModel
+
+from tether.config.recipes import Recipe, RLRecipe
+from tether.learner.learner import Learner
+from tether.loops.build import build_rl, build_supervised
+from tether.loops.rl import StepResult, train_rl
+from tether.loops.state import capture, restore
+from tether.loops.supervised import train_supervised
+from tether.models.heads import ScalarModel
+from tether.models.load import LoadedModel
+from tether.models.roles import ActorCritic
+from tether.runs.checkpoints import Checkpoint
+
+Stop = Callable[[], bool]
+Doing = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Taken:
+    """One step. `result` has its rollouts, where there were any."""
+
+    step: int
+    metrics: dict[str, float]
+    result: StepResult | None = None
+
+
+class Training(Protocol):
+    """What a run needs of the training that it runs."""
+
+    @property
+    def learner(self) -> Learner:
+        """Who takes the steps."""
+        ...
+
+    @property
+    def model(self) -> PreTrainedModel | ScalarModel:
+        """What is saved at the end."""
+        ...
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the person should know before it starts."""
+        ...
+
+    def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
+        """Take the steps from `start` on, until the last or until `stop()`."""
+        ...
+
+    def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
+        """Itself after `step` steps."""
+        ...
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Become what was captured."""
+        ...
+
+    def finish(self) -> dict[str, Any]:
+        """What is done after the last step, and its report."""
+        ...
+
+
+class FromRollouts:
+    """Reinforcement learning."""
+
+    def __init__(self, recipe: RLRecipe, policy: LoadedModel) -> None:
+        self.parts = build_rl(recipe, policy)
+        self.learner = self.parts.learner
+        self.model = self.parts.roles.actor.policy
+        self.notices: tuple[str, ...] = getattr(self.parts.engine, "notices", ())
+        self.controllers = self.parts.algorithm.controllers
+
+    def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
+        """Iterations; what the shared trunk remembers is of one iteration, so it is no part of the state."""
+        for result in train_rl(self.parts, start=start, controllers=self.controllers, stop=stop, doing=doing):
+            self.controllers = result.controllers
+            yield Taken(result.step, result.metrics, result)
+
+    def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
+        """Learner, controllers and random streams."""
+        return capture(step, self.learner, shared=None, controllers=self.controllers, values=values)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take them back."""
+        restored = restore(checkpoint, self.learner, shared=None, controllers=self.controllers)
+        assert restored is not None
+        self.controllers = restored
+
+    def finish(self) -> dict[str, Any]:
+        """Nothing more."""
+        return {}
+
+
+class FromRecords:
+    """Supervised fine-tuning, reward models, DPO."""
+
+    def __init__(self, recipe: Recipe, policy: LoadedModel) -> None:
+        self.parts = build_supervised(recipe, policy)
+        self.learner = self.parts.learner
+        self.notices: tuple[str, ...] = ()
+        learned = self.learner.model
+        assert isinstance(learned, ScalarModel | ActorCritic)
+        self.model = learned if isinstance(learned, ScalarModel) else learned.policy
+
+    def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
+        """One optimiser step a batch."""
+        for step, metrics in train_supervised(self.parts, start=start, stop=stop, doing=doing):
+            yield Taken(step, metrics)
+
+    def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
+        """Learner, random streams, and how the shared trunk found what it remembers."""
+        return capture(step, self.learner, shared=self.parts.shared, controllers=None, values=values)
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take them back."""
+        restore(checkpoint, self.learner, shared=self.parts.shared, controllers=None)
+
+    def finish(self) -> dict[str, Any]:
+        """Centring and the report on held-out records, for a reward model."""
+        return self.parts.report(self.parts)
+
+
+def build_training(recipe: Recipe, policy: LoadedModel) -> Training:
+    """The training that a recipe asks for."""
+    return FromRollouts(recipe, policy) if isinstance(recipe, RLRecipe) else FromRecords(recipe, policy)

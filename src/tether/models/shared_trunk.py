@@ -1,0 +1,186 @@
+"""The frozen lower layers that several roles share, run once a row, and the tops that stand on them."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from tether.errors import ConfigError
+from tether.models.forward import hidden_states
+from tether.models.trunks import Fast, Trunk, layers_between, probe_batch
+from tether.types import Sequences
+
+
+@dataclass
+class Remembered:
+    """A row's states (T, H), and the batch in which they were found.
+
+    Rounding depends on what is run together, so finding them again to the bit takes the same batch. Without `states`
+    a row is only known to be findable; without `batch` its states came from elsewhere and cannot be found again.
+    """
+
+    states: Tensor | None
+    batch: Sequences | None
+    nbytes: int
+
+
+class SharedTrunk:
+    """The frozen lower layers of several roles. A row is run through them once and remembered.
+
+    Rows are known by their tokens: the states of a row depend on nothing else, because positions start at its first
+    real token and padding is not attended to. The least recently used rows are forgotten above `memory_bytes`.
+
+    `memory` and `remember` carry what is remembered over a checkpoint: not the states, which are large, but which rows
+    were run together, so that they come out the same to the bit when they are next wanted.
+    """
+
+    def __init__(self, model: PreTrainedModel, depth: int, memory_bytes: int = 2**29) -> None:
+        self.depth = depth
+        self.bottom = layers_between(model, 0, depth)
+        self.fast = Fast(model)
+        self.memory_bytes = memory_bytes
+        self.rows_run = 0
+        self._rows: OrderedDict[bytes, Remembered] = OrderedDict()
+        self._bytes = 0
+
+    @torch.no_grad()
+    def states(self, batch: Sequences) -> Tensor:
+        """(B, T, H) what the lower layers put out; 0 on padding."""
+        keys, places = _row_keys(batch)
+        for key in keys:
+            if key in self._rows and self._rows[key].states is None:
+                self._find_again(self._rows[key])
+        unknown = [row for row, key in enumerate(keys) if key not in self._rows]
+        fresh: dict[bytes, Tensor] = {}
+        together = _tokens_only(batch.select(torch.tensor(unknown))) if unknown else None
+        if together is not None:
+            fresh = self._run(together)
+        like = self.bottom.get_input_embeddings().weight
+        assert isinstance(like, Tensor)
+        width = self.bottom.config.get_text_config().hidden_size
+        result = torch.zeros(*batch.tokens.shape, width, dtype=like.dtype, device=like.device)
+        for row, key in enumerate(keys):
+            known = fresh[key] if key in fresh else self._rows[key].states
+            assert known is not None
+            result[row, places[row]] = known
+        for key in keys:
+            self._remember(key, fresh.get(key), together)
+        return result
+
+    def _run(self, batch: Sequences) -> dict[bytes, Tensor]:
+        """Each row's states (T, H) by its key."""
+        keys, places = _row_keys(batch)
+        self.rows_run += len(keys)
+        found = self.fast.states(self.bottom, batch, None, None)
+        return {key: found[row, places[row]] for row, key in enumerate(keys)}
+
+    def _find_again(self, row: Remembered) -> None:
+        """Run the batch that a remembered row was found in, for all of its rows that are still remembered."""
+        assert row.batch is not None
+        for key, states in self._run(row.batch.to(self.bottom.device)).items():
+            known = self._rows.get(key)
+            if known is not None and known.batch is row.batch:
+                known.states = states.clone()
+
+    def keep(self, tokens: Tensor, states: Tensor) -> None:
+        """Remember the states (T, H) of a row of tokens (T,), found by someone who ran the same layers on it."""
+        self._remember(tokens.numpy().tobytes(), states, None)
+
+    def _remember(self, key: bytes, states: Tensor | None, batch: Sequences | None) -> None:
+        if key in self._rows:
+            self._rows.move_to_end(key)
+        elif states is not None:
+            self._rows[key] = Remembered(states.clone(), batch, states.nbytes)
+            self._bytes += states.nbytes
+        while self._bytes > self.memory_bytes:
+            self._bytes -= self._rows.popitem(last=False)[1].nbytes
+
+    def forget(self) -> None:
+        """Forget every row."""
+        self._rows.clear()
+        self._bytes = 0
+
+    def memory(self) -> dict[str, Tensor]:
+        """What is remembered, from the least recently used on: batches that were run, and which of their rows are left.
+
+        Rows that were kept from elsewhere are not part of it: whoever keeps some forgets them before a checkpoint.
+        """
+        saved: dict[str, Tensor] = {}
+        found: dict[int, tuple[int, dict[bytes, int]]] = {}  # by batch, its number and its rows' places
+        order: list[tuple[int, int]] = []
+        for key, row in self._rows.items():
+            if row.batch is None:
+                continue
+            if id(row.batch) not in found:
+                number = len(found)
+                found[id(row.batch)] = number, {key: place for place, key in enumerate(_row_keys(row.batch)[0])}
+                saved[f"tokens/{number}"] = row.batch.tokens.to("cpu", torch.int32)
+                saved[f"mask/{number}"] = row.batch.attention_mask.cpu()
+            number, places = found[id(row.batch)]
+            order.append((number, places[key]))
+        return saved | {"order": torch.tensor(order, dtype=torch.int64).reshape(-1, 2)}
+
+    def remember(self, saved: Mapping[str, Tensor]) -> None:
+        """Take up what `memory` gave; the states are found when they are wanted."""
+        self.forget()
+        weight = self.bottom.get_input_embeddings().weight
+        assert isinstance(weight, Tensor)
+        width = self.bottom.config.get_text_config().hidden_size * weight.element_size()
+        batches: dict[int, tuple[Sequences, list[bytes]]] = {}
+        for number, row in saved["order"].tolist():
+            if number not in batches:
+                tokens, mask = saved[f"tokens/{number}"].long(), saved[f"mask/{number}"]
+                batch = Sequences(tokens=tokens, attention_mask=mask, response_mask=mask)
+                batches[number] = batch, _row_keys(batch)[0]
+            batch, keys = batches[number]
+            nbytes = int(batch.attention_mask[row].sum()) * width
+            self._rows[keys[row]] = Remembered(None, batch, nbytes)
+            self._bytes += nbytes
+
+
+def _tokens_only(batch: Sequences) -> Sequences:
+    """The batch's rows as the layers see them, without the columns of its stage."""
+    return Sequences(tokens=batch.tokens, attention_mask=batch.attention_mask, response_mask=batch.attention_mask)
+
+
+def _row_keys(batch: Sequences) -> tuple[list[bytes], list[Tensor]]:
+    """Each row's real tokens as bytes, and the columns they stand in."""
+    tokens, mask = batch.tokens.cpu(), batch.attention_mask.cpu()
+    places = [row.nonzero()[:, 0] for row in mask]
+    keys = [tokens[row, columns].numpy().tobytes() for row, columns in enumerate(places)]
+    return keys, [columns.to(batch.tokens.device) for columns in places]
+
+
+class TopTrunk(Trunk):
+    """A trunk whose lower layers are a `SharedTrunk`'s: only the layers above them are run here."""
+
+    def __init__(self, model: PreTrainedModel, shared: SharedTrunk) -> None:
+        super().__init__(model)
+        self.shared = shared
+        self.top = layers_between(model, shared.depth, None)
+
+    def forward(self, batch: Sequences, wanted: Tensor | None = None) -> Tensor:
+        """(B, T, H) hidden states after the final norm; only those of `wanted` (B, T) have to be right."""
+        return self.fast.states(self.top, batch, self.shared.states(batch), wanted)
+
+    def plain(self, batch: Sequences) -> Tensor:
+        """(B, T, H) the same by the model's own modules, differentiable twice."""
+        return hidden_states(self.top, batch, self.shared.states(batch))
+
+
+@torch.no_grad()
+def check_split(trunk: PreTrainedModel, depth: int) -> None:
+    """Raise unless the two parts, one after the other, are the whole: not every architecture can be cut so."""
+    probe = probe_batch(trunk)
+    mask = probe.attention_mask
+    whole, parts = hidden_states(trunk, probe)[mask], TopTrunk(trunk, SharedTrunk(trunk, depth))(probe)[mask]
+    tolerance = 1e-3 if whole.dtype == torch.float32 else 0.1
+    if not torch.allclose(whole, parts, atol=tolerance, rtol=tolerance):
+        raise ConfigError(
+            f"roles.mode: {type(trunk).__name__} cannot be cut into a shared trunk and tops; use separate or adapters"
+        )

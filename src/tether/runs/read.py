@@ -1,0 +1,240 @@
+"""Reading the run store: which runs there are, and what one of them recorded. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Row, and_, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from tether.errors import ConfigError, StorageError
+from tether.runs.recorded import Event, RecordedRun, StoredRollout
+from tether.runs.store.journal import Journal
+from tether.runs.store.open import FILE, VARIABLE, Workspace, open_engine, workspace_at
+from tether.runs.store.pending import FOLDER, is_being_recorded, recording_lock
+from tether.runs.store.schema import events, lineage, metrics, rollouts, runs, steps
+from tether.runs.token_codec import decode_rollout
+
+LATEST = ("score", "kl_ref_k3", "loss", "accuracy", "held_out/score")
+"""The metrics that a list of runs shows, as the last step had them."""
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """Something a run was made from; `run` is the name it has in the same workspace, where it is a run."""
+
+    role: str
+    source: str
+    run: str | None
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run without its steps. Its `state` is running, done, stopped, failed, or interrupted: no one writes it on."""
+
+    id: int
+    name: str
+    method: str
+    state: str
+    created: float
+    updated: float
+    steps_target: int
+    steps_done: int
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    latest: Mapping[str, float]
+    lineage: Sequence[Ancestor]
+    folder: Path
+
+
+@dataclass(frozen=True)
+class OpenWorkspace:
+    """A workspace whose database is open for reading. Use it in a `with` statement, or close it."""
+
+    workspace: Workspace
+    engine: Engine
+
+    def close(self) -> None:
+        """Let go of the database."""
+        self.engine.dispose()
+
+    def __enter__(self) -> OpenWorkspace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """One view of the database, in which nothing changes."""
+        try:
+            with self.engine.connect().execution_options(reads_only=True) as connection, connection.begin():
+                yield connection
+        except SQLAlchemyError as error:
+            reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+            raise StorageError(f"the run store {self.workspace.place} cannot be read ({reason})") from error
+
+
+def open_workspace(directory: str | Path = "runs", url: str | None = None) -> OpenWorkspace:
+    """Open a workspace that is there. What an ended run could not write to its store is taken in on the way."""
+    workspace = workspace_at(directory, url)
+    waiting = _runs_with_pending(workspace)
+    if workspace.file is not None and not workspace.file.is_file() and not waiting:
+        raise ConfigError(
+            f"--workspace: there are no recorded runs in {workspace.directory} ({workspace.place} does not exist); "
+            "name the folder that runs were written to"
+        )
+    try:
+        engine = open_engine(workspace)
+    except (SQLAlchemyError, OSError) as error:
+        reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+        raise StorageError(f"the run store {workspace.place} cannot be opened ({reason})") from error
+    for folder in waiting:
+        _take_in(workspace, folder)
+    return OpenWorkspace(workspace, engine)
+
+
+def _runs_with_pending(workspace: Workspace) -> list[Path]:
+    found = [path for depth in ("*", "*/*", "*/*/*") for path in workspace.directory.glob(f"{depth}/{FOLDER}")]
+    return [path.parent for path in found if any(path.glob("*.record"))]
+
+
+def _take_in(workspace: Workspace, folder: Path) -> None:
+    """Write what waits beside a run that no one is writing."""
+    with recording_lock(folder) as free:
+        if free:
+            journal = Journal(workspace, workspace.name_of(folder), None, lambda text: None)  # noqa: ARG005
+            journal.close()
+
+
+# -- which runs there are -----------------------------------------------------------------------------------------
+
+
+def list_runs(opened: OpenWorkspace) -> list[RunSummary]:
+    """Every run of the workspace, the one written last first."""
+    with opened.reading() as connection:
+        mine = runs.c.workspace == opened.workspace.key
+        rows = connection.execute(select(runs).where(mine).order_by(runs.c.updated.desc(), runs.c.id.desc())).all()
+        latest = _latest(connection)
+        ancestors = _ancestors(connection)
+    return [_summary(opened, row, latest.get(row.id, {}), ancestors.get(row.id, [])) for row in rows]
+
+
+def _summary(opened: OpenWorkspace, row: Row[Any], latest: dict[str, float], ancestors: list[Ancestor]) -> RunSummary:
+    folder = opened.workspace.folder(row.name)
+    state = "interrupted" if row.state == "running" and not is_being_recorded(folder) else row.state
+    names = ("id", "name", "method", "created", "updated", "steps_target", "steps_done", "config", "environment")
+    fields = {name: getattr(row, name) for name in names}
+    return RunSummary(**fields, state=state, latest=latest, lineage=ancestors, folder=folder)
+
+
+def _latest(connection: Connection) -> dict[int, dict[str, float]]:
+    last = and_(metrics.c.run_id == runs.c.id, metrics.c.step == runs.c.steps_done - 1)
+    chosen = select(metrics.c.run_id, metrics.c.name, metrics.c.value).join(runs, last)
+    found: dict[int, dict[str, float]] = {}
+    for run_id, name, value in connection.execute(chosen.where(metrics.c.name.in_(LATEST))):
+        found.setdefault(run_id, {})[name] = _number(value)
+    return found
+
+
+def _ancestors(connection: Connection) -> dict[int, list[Ancestor]]:
+    chosen = select(lineage, runs.c.name.label("run")).outerjoin(runs, lineage.c.source_run_id == runs.c.id)
+    found: dict[int, list[Ancestor]] = {}
+    for row in connection.execute(chosen.order_by(lineage.c.run_id, lineage.c.position)):
+        found.setdefault(row.run_id, []).append(Ancestor(row.role, row.source, row.run, row.sha256))
+    return found
+
+
+def find_run(opened: OpenWorkspace, words: str) -> RunSummary:
+    """The run that a person means: by its name, or by the path of its folder."""
+    known = {run.name: run for run in list_runs(opened)}
+    name = words.strip("/")
+    if name not in known:
+        with_path = Path(words).expanduser().resolve()
+        root = opened.workspace.directory.resolve()
+        name = with_path.relative_to(root).as_posix() if with_path.is_relative_to(root) else name
+    if name in known:
+        return known[name]
+    close = get_close_matches(name, known, n=1)
+    advice = f"did you mean {close[0]}?" if close else "`tether runs` lists what there is"
+    raise ConfigError(f"no run called {words} is recorded in {opened.workspace.place}: {advice}")
+
+
+def workspace_of(words: str, directory: str | None = None) -> str:
+    """The folder of the workspace in which a run is meant: as said, around the run's own folder, or `runs`."""
+    if directory is not None:
+        return directory
+    folder = Path(words).expanduser()
+    if VARIABLE not in os.environ and folder.is_dir():
+        for place in folder.resolve().parents:
+            if (place / FILE).is_file():
+                return str(place)
+    return "runs"
+
+
+# -- what a run recorded ------------------------------------------------------------------------------------------
+
+
+def read_run(opened: OpenWorkspace, words: str) -> RecordedRun:
+    """All that a run recorded; its rollouts are read when asked for, step by step."""
+    run = find_run(opened, words)
+    with opened.reading() as connection:
+        return RecordedRun(
+            name=run.name,
+            method=run.method,
+            config=run.config,
+            metrics=_metrics(connection, run.id),
+            events=_events(connection, run.id),
+            rollout_steps=_rollout_steps(connection, run.id),
+            rollouts=lambda step: read_rollouts(opened, run.id, step),
+        )
+
+
+def _metrics(connection: Connection, run_id: int) -> list[dict[str, float]]:
+    taken = select(steps.c.step).where(steps.c.run_id == run_id).order_by(steps.c.step)
+    rows: dict[int, dict[str, float]] = {step: {"step": step} for step in connection.execute(taken).scalars()}
+    measured = select(metrics.c.step, metrics.c.name, metrics.c.value).where(metrics.c.run_id == run_id)
+    for step, name, value in connection.execute(measured.order_by(metrics.c.step, metrics.c.name)):
+        rows[step][name] = _number(value)
+    return list(rows.values())
+
+
+def _events(connection: Connection, run_id: int) -> list[Event]:
+    chosen = select(events).where(events.c.run_id == run_id).order_by(events.c.time, events.c.id)
+    return [Event(row.time, row.kind, row.text, row.step, row.data) for row in connection.execute(chosen)]
+
+
+def _rollout_steps(connection: Connection, run_id: int) -> list[int]:
+    chosen = select(rollouts.c.step).where(rollouts.c.run_id == run_id).distinct().order_by(rollouts.c.step)
+    return list(connection.execute(chosen).scalars())
+
+
+def read_rollouts(opened: OpenWorkspace, run_id: int, step: int) -> list[StoredRollout]:
+    """The rollouts of one step, in the order of its batch; empty where they were not kept."""
+    chosen = select(rollouts).where(rollouts.c.run_id == run_id, rollouts.c.step == step)
+    with opened.reading() as connection:
+        rows = connection.execute(chosen.order_by(rollouts.c.place)).all()
+    return [
+        decode_rollout(
+            row.content,
+            step=row.step,
+            row=row.place,
+            group_id=row.group_id,
+            sample_id=row.sample_id,
+            finish=row.finish,
+            score=_number(row.score),
+        )
+        for row in rows
+    ]
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

@@ -1,0 +1,21 @@
+"""`tether runs`: the runs of a workspace, the latest first."""
+
+from __future__ import annotations
+
+import argparse
+
+from tether.runs.verb_options import add_workspace_options
+
+SUMMARY = "List the runs of a workspace: how far each came, its score, and what it was made from."
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """Everything that `tether runs` can be told."""
+    add_workspace_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Read and print."""
+    from tether.runs.runs_text import print_runs
+
+    return print_runs(options)

@@ -1,0 +1,163 @@
+"""Other places that metrics go to: TensorBoard, Weights & Biases, trackio, or any `Tracker` of the user's own.
+
+A sink is a guest. It runs in a thread of its own, so that a slow one costs no step; one that raises is told once and
+shown out; and at the end a hanging one is left behind.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import queue
+import sys
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import redirect_stdout, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tether.errors import ConfigError
+from tether.protocols import Tracker
+from tether.types import Experience
+
+MOST_WAITING = 1000  # steps
+
+
+@dataclass(frozen=True)
+class SinkPlace:
+    """What a sink may want to know of the run."""
+
+    name: str
+    folder: Path
+    config: Mapping[str, Any]
+
+
+def open_sinks(names: Sequence[str], place: SinkPlace, notify: Callable[[str], None]) -> Sinks:
+    """The sinks of these names. A name that is not known is an error; one that does not open is told and left out."""
+    opened: dict[str, Tracker] = {}
+    for name in names:
+        if name not in SINKS:
+            raise ConfigError(f"run.sinks: {name} is not known; choose from {', '.join(SINKS)}")
+        try:
+            opened[name] = SINKS[name](place)
+        except ImportError as error:
+            notify(f"{name} is not installed, and gets no metrics: pip install 'tether-rl[{name}]' ({error})")
+        except Exception as error:
+            notify(f"{name} could not be opened, and gets no metrics ({type(error).__name__}: {error})")
+    return Sinks(opened, notify)
+
+
+class Sinks:
+    """Several trackers behind one that never raises and never waits."""
+
+    def __init__(self, trackers: Mapping[str, Tracker], notify: Callable[[str], None]) -> None:
+        self._trackers = dict(trackers)
+        self._notify = notify
+        self._waiting: queue.Queue[tuple[int, dict[str, float], Experience | None] | None] = queue.Queue(MOST_WAITING)
+        self._told_full = False
+        self._thread = threading.Thread(target=self._work, name="metric-sinks", daemon=True)
+        self._thread.start()
+
+    def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
+        """Hand one step to every sink."""
+        if not self._trackers:
+            return
+        try:
+            self._waiting.put_nowait((step, dict(metrics), experience))
+        except queue.Full:
+            if not self._told_full:
+                self._told_full = True
+                self._tell("The metric sinks are too slow: some steps are left out there. The run store has them all.")
+
+    def close(self, timeout: float = 30.0) -> None:
+        """Let the sinks finish, for so many seconds at the most."""
+        with suppress(queue.Full):
+            self._waiting.put_nowait(None)
+        self._thread.join(timeout)
+        if self._thread.is_alive():
+            self._tell("A metric sink did not finish in time and is left behind.")
+
+    def _work(self) -> None:
+        while (item := self._waiting.get()) is not None:
+            for name, tracker in list(self._trackers.items()):
+                self._guarded(name, lambda tracker=tracker, item=item: tracker.record(*item))
+        for name, tracker in list(self._trackers.items()):
+            self._guarded(name, tracker.close)
+
+    def _guarded(self, name: str, call: Callable[[], None]) -> None:
+        try:
+            call()
+        except Exception as error:
+            self._trackers.pop(name, None)
+            self._tell(f"{name} failed and gets no more metrics ({type(error).__name__}: {error}). Training goes on.")
+
+    def _tell(self, text: str) -> None:
+        with suppress(Exception):
+            self._notify(text)
+
+
+class TensorBoard:
+    """Event files in `tensorboard/` of the run's folder: `tensorboard --logdir runs`."""
+
+    def __init__(self, place: SinkPlace) -> None:
+        from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
+
+        self._writer = SummaryWriter(str(place.folder / "tensorboard"))
+
+    def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
+        """One scalar a metric."""
+        del experience
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        self._writer.close()
+
+
+class WeightsAndBiases:
+    """A run of Weights & Biases; WANDB_MODE=offline keeps it on this machine, WANDB_PROJECT names the project."""
+
+    def __init__(self, place: SinkPlace) -> None:
+        import wandb  # pyright: ignore[reportMissingImports]
+
+        project = os.environ.get("WANDB_PROJECT", "tether")
+        self._run = wandb.init(project=project, name=place.name, dir=str(place.folder), config=dict(place.config))
+
+    def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
+        """One row a step."""
+        del experience
+        self._run.log(metrics, step=step)
+
+    def close(self) -> None:
+        """Finish the run there."""
+        self._run.finish()
+
+
+class Trackio:
+    """A run of trackio, which keeps its own database on this machine."""
+
+    def __init__(self, place: SinkPlace) -> None:
+        import trackio  # pyright: ignore[reportMissingImports]
+
+        with redirect_stdout(sys.stderr):  # standard output is for those who asked for JSON
+            self._run = trackio.init(project="tether", name=place.name, config=dict(place.config))
+
+    def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
+        """One row a step; trackio takes finite numbers alone."""
+        del experience
+        self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
+
+    def close(self) -> None:
+        """Finish the run there."""
+        with redirect_stdout(sys.stderr):
+            self._run.finish()
+
+
+SINKS: dict[str, Callable[[SinkPlace], Tracker]] = {
+    "tensorboard": TensorBoard,
+    "wandb": WeightsAndBiases,
+    "trackio": Trackio,
+}

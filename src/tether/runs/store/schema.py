@@ -1,0 +1,152 @@
+"""The tables of the run store, for SQLite and PostgreSQL alike.
+
+    runs ─┬─ steps ─┬─ metrics     one number by run, step and name
+          │         └─ rollouts    one row a rollout, its tokens as one compressed blob
+          ├─ events
+          └─ lineage
+
+A row belongs to the one on its left and goes when that goes. The tables are made by the migrations beside this file; a
+test holds that the two agree.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from typing import Any
+
+from sqlalchemy import (
+    BigInteger,
+    Column,
+    Double,
+    ForeignKey,
+    ForeignKeyConstraint,
+    Index,
+    Integer,
+    LargeBinary,
+    MetaData,
+    Table,
+    Text,
+    UniqueConstraint,
+)
+from sqlalchemy.engine import Dialect
+from sqlalchemy.types import TypeDecorator
+
+HEAD = "0001"
+"""The migration that makes the tables as they are below."""
+
+
+class JSONText(TypeDecorator[Any]):
+    """JSON written in ASCII, so that any text a model can write fits into any database; not finite is null."""
+
+    impl = Text
+    cache_ok = True
+
+    def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ARG002
+        """To the database."""
+        return None if value is None else json.dumps(without_infinities(value), allow_nan=False, default=str)
+
+    def process_result_value(self, value: Any, dialect: Dialect) -> Any:  # noqa: ARG002
+        """From the database."""
+        return None if value is None else json.loads(value)
+
+
+def without_infinities(value: Any) -> Any:
+    """The same JSON value with null for every number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): without_infinities(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinities(inner) for inner in value]
+    return value
+
+
+tables = MetaData()
+
+
+def _run_id() -> Column[int]:
+    return Column("run_id", Integer, ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+
+
+runs = Table(
+    "runs",
+    tables,
+    Column("id", Integer, primary_key=True),
+    Column("workspace", Text, nullable=False),  # empty where the database lies in the workspace's own folder
+    Column("name", Text, nullable=False),  # the run's folder, as seen from the workspace
+    Column("uid", Text, nullable=False),  # tells a run from an earlier one of that name
+    Column("method", Text, nullable=False),
+    Column("state", Text, nullable=False),
+    Column("created", Double, nullable=False),  # seconds since 1970
+    Column("updated", Double, nullable=False),
+    Column("steps_target", Integer, nullable=False),
+    Column("steps_done", Integer, nullable=False),
+    Column("config", JSONText, nullable=False),
+    Column("environment", JSONText, nullable=False),
+    UniqueConstraint("workspace", "name"),
+)
+
+lineage = Table(
+    "lineage",
+    tables,
+    _run_id(),
+    Column("position", Integer, primary_key=True),
+    Column("role", Text, nullable=False),  # model, reward, critic, data, fork, ...
+    Column("source", Text, nullable=False),  # a path or a name, as the recipe has it
+    Column("source_run_id", Integer, ForeignKey("runs.id", ondelete="SET NULL"), index=True),
+    Column("sha256", Text),  # of a data file
+)
+
+steps = Table(
+    "steps",
+    tables,
+    _run_id(),
+    Column("step", Integer, primary_key=True),
+    Column("recorded", Double, nullable=False),
+)
+
+
+def _of_a_step() -> ForeignKeyConstraint:
+    return ForeignKeyConstraint(["run_id", "step"], ["steps.run_id", "steps.step"], ondelete="CASCADE")
+
+
+metrics = Table(
+    "metrics",
+    tables,
+    Column("run_id", Integer, primary_key=True),
+    Column("step", Integer, primary_key=True),
+    Column("name", Text, primary_key=True),
+    Column("value", Double),  # null: it was measured and was not finite
+    _of_a_step(),
+    sqlite_with_rowid=False,
+)
+
+rollouts = Table(
+    "rollouts",
+    tables,
+    Column("run_id", Integer, primary_key=True),
+    Column("step", Integer, primary_key=True),
+    Column("place", Integer, primary_key=True),  # its row in the step's batch
+    Column("group_id", BigInteger, nullable=False),
+    Column("sample_id", BigInteger, nullable=False),
+    Column("finish", Text, nullable=False),
+    Column("score", Double),
+    Column("tokens", Integer, nullable=False),  # how many, prompt and answer
+    Column("content", LargeBinary, nullable=False),  # see tether.runs.token_codec
+    _of_a_step(),
+)
+
+events = Table(
+    "events",
+    tables,
+    Column("id", Integer, primary_key=True),
+    Column("run_id", Integer, ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
+    Column("uid", Text, nullable=False, unique=True),  # so that one written twice is there once
+    Column("time", Double, nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("text", JSONText, nullable=False),
+    Column("step", Integer),
+    Column("data", JSONText, nullable=False),
+    Index("events_of_a_run", "run_id", "time"),
+)

@@ -1,0 +1,100 @@
+"""One rollout as bytes, and back, bit for bit.
+
+    version (1 byte) | zlib( header length (4 bytes) | header | column | column | ... )
+
+The header is JSON: the texts, the pieces, the numbers of the whole rollout, and which columns follow. A column of bools
+is packed to bits. A column of 4-byte numbers is written plane by plane, the first bytes of all tokens before their
+second bytes: neighbouring log-probs share their sign and exponent, so that the planes of high bytes nearly vanish.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import zlib
+from typing import Any
+
+import numpy as np
+
+from tether.errors import StorageError
+from tether.runs.recorded import TOKEN_COLUMNS, Column, StoredRollout
+
+VERSION = 1
+LEVEL = 1  # of zlib: the higher ones take several times as long for a few per cent
+
+
+def encode_rollout(rollout: StoredRollout) -> bytes:
+    """A rollout's texts and columns; its step, row, group, sample, finish and score are columns of the database."""
+    names = [name for name in TOKEN_COLUMNS if name in rollout.columns]
+    header = json.dumps(
+        {
+            "length": len(rollout.columns["token"]),
+            "columns": names,
+            "prompt_id": rollout.prompt_id,
+            "prompt": rollout.prompt_text,
+            "completion": rollout.completion,
+            "pieces": list(rollout.pieces),
+            "temperature": rollout.temperature,
+            "final_value": rollout.final_value,
+            "parts": dict(rollout.parts),
+        },
+        separators=(",", ":"),
+    ).encode("ascii")
+    body = [struct.pack("<I", len(header)), header]
+    body += [_packed(rollout.columns[name], TOKEN_COLUMNS[name]) for name in names]
+    return bytes([VERSION]) + zlib.compress(b"".join(body), LEVEL)
+
+
+def decode_rollout(
+    content: bytes, *, step: int, row: int, group_id: int, sample_id: int, finish: str, score: float
+) -> StoredRollout:
+    """What `encode_rollout` was given. Raises StorageError where the bytes are damaged."""
+    try:
+        header, columns = _opened(content)
+    except (ValueError, KeyError, struct.error, zlib.error, IndexError) as error:
+        raise StorageError(f"the tokens of step {step}, sample {row} are damaged in the run store ({error})") from None
+    return StoredRollout(
+        step=step,
+        row=row,
+        prompt_id=header["prompt_id"],
+        group_id=group_id,
+        sample_id=sample_id,
+        prompt_text=header["prompt"],
+        completion=header["completion"],
+        finish=finish,
+        score=score,
+        temperature=header["temperature"],
+        columns=columns,
+        pieces=header["pieces"],
+        parts=header["parts"],
+        final_value=header["final_value"],
+    )
+
+
+def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column]]:
+    if content[0] != VERSION:
+        raise ValueError(f"written as version {content[0]}, which this Tether does not know")
+    body = zlib.decompress(content[1:])
+    (size,) = struct.unpack_from("<I", body)
+    header = json.loads(body[4 : 4 + size])
+    place, columns = 4 + size, {}
+    for name in header["columns"]:
+        columns[name], place = _unpacked(body, place, header["length"], TOKEN_COLUMNS[name])
+    return header, columns
+
+
+def _packed(column: Column, kind: str) -> bytes:
+    if kind == "bool":
+        return np.packbits(column.astype(bool)).tobytes()
+    values = np.ascontiguousarray(column, dtype=np.dtype(kind).newbyteorder("<"))
+    return np.ascontiguousarray(values.view(np.uint8).reshape(-1, 4).T).tobytes()
+
+
+def _unpacked(body: bytes, place: int, length: int, kind: str) -> tuple[Column, int]:
+    """A column and where the next one starts."""
+    size = (length + 7) // 8 if kind == "bool" else 4 * length
+    part = np.frombuffer(body, dtype=np.uint8, count=size, offset=place)
+    if kind == "bool":
+        return np.unpackbits(part, count=length).astype(bool), place + size
+    values = np.ascontiguousarray(part.reshape(4, length).T).view(np.dtype(kind).newbyteorder("<")).reshape(length)
+    return values.astype(kind), place + size
