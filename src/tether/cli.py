@@ -216,7 +216,7 @@ VERBS: dict[str, Verb] = {
     "runs": Verb("list the runs of a workspace", _in_module("runs", "tether.runs.runs_verb")),
     "show": Verb("show a run, a step, or an answer token by token", _in_module("show", "tether.runs.show_verb")),
     "report": Verb("write a run's report", _in_module("report", "tether.runs.report_verb")),
-    "export": Verb("take a run's model, rollouts or metrics out", _in_module("export", "tether.runs.export_verb")),
+    "export": Verb("take a run's model, rollouts or metrics out", _in_module("export", "tether.loops.export_verb")),
     "doctor": Verb("say what is wrong with a run, and why", _in_module("doctor", "tether.audit.doctor_verb")),
     "serve-reward": Verb("serve a reward model or a rule over HTTP, for other runs", _serve_reward),
 }

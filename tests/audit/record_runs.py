@@ -34,6 +34,7 @@ from tether.loops.build import build_rl, build_supervised, load_policy  # noqa: 
 from tether.loops.rl import RLParts, StepResult, train_rl  # noqa: E402
 from tether.loops.supervised import train_supervised  # noqa: E402
 from tether.models.save import save_model  # noqa: E402
+from tether.runs.read import open_workspace, read_run, workspace_of  # noqa: E402
 from tether.types import Experience, Rollout  # noqa: E402
 
 ROWS_KEPT = 16
@@ -196,11 +197,11 @@ def write_records(folder: Path) -> Path:
 
 
 def copied(name: str, folder: Path) -> dict[str, Any]:
-    """What a run that was trained elsewhere has in its folder."""
-    config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    metrics = [{key: math.nan if value is None else float(value) for key, value in row.items()} for row in rows]
-    return {"name": name, "method": config["method"], "config": config, "metrics": columns(metrics), "rollouts": []}
+    """What a run that was trained elsewhere has in its workspace; its answers are left behind."""
+    with open_workspace(workspace_of(str(folder))) as opened:
+        run = read_run(opened, str(folder))
+    metrics = [dict(row) for row in run.metrics]
+    return {"name": name, "method": run.method, "config": run.config, "metrics": columns(metrics), "rollouts": []}
 
 
 if __name__ == "__main__":

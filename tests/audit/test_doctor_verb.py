@@ -7,23 +7,25 @@ from pathlib import Path
 import pytest
 from made_up import answered, made_up
 from rich.console import Console
-from stored_runs import RECORDED, read_recorded
+from stored_runs import read_recorded
 
 from tether.audit.consultation import as_json, print_examination
 from tether.audit.doctor import AUDITS, Doctor
 from tether.cli import main
+from tether.runs.store.open import workspace_at
+from tether.runs.writer import RunRecorder, RunStart
 
 
-def written(folder: Path, name: str) -> Path:
-    """A recorded run as the folder that training leaves."""
-    found = json.loads((RECORDED / f"{name}.json").read_text())
-    columns = found["metrics"]
-    rows = [{key: values[place] for key, values in columns.items()} for place in range(len(columns["step"]))]
-    place = folder / name
-    place.mkdir()
-    (place / "config.json").write_text(json.dumps(found["config"]))
-    (place / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return place
+def written(workspace: Path, name: str) -> str:
+    """A recorded run as training leaves it in a workspace."""
+    run = read_recorded(name)
+    (workspace / name).mkdir()
+    start = RunStart(run.method, len(run.metrics), run.config)
+    recorder = RunRecorder(workspace_at(workspace), workspace / name, start)
+    for row in run.metrics:
+        recorder.record(int(row["step"]), {key: value for key, value in row.items() if key != "step"})
+    assert recorder.close("done")
+    return name
 
 
 def printed(run, width: int = 200) -> str:
@@ -64,13 +66,13 @@ def test_control_characters_in_what_a_model_wrote_are_made_visible():
     assert "[bold]boo" in text
 
 
-def test_a_folder_is_examined_and_the_exit_code_is_0_whatever_was_found(
+def test_a_run_is_examined_and_the_exit_code_is_0_whatever_was_found(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
-    folder = written(tmp_path, "sick-constant-reward")
-    assert main(["doctor", str(folder), "--workspace", str(tmp_path)]) == 0
+    name = written(tmp_path, "sick-constant-reward")
+    assert main(["doctor", name, "--workspace", str(tmp_path)]) == 0
     assert "Scores hardly differ" in capsys.readouterr().out
-    assert main(["doctor", str(folder), "--workspace", str(tmp_path), "--json"]) == 0
+    assert main(["doctor", name, "--workspace", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["steps"] == 24
     assert found["findings"][0]["audit"] == "flat-scores"
@@ -87,10 +89,3 @@ def test_every_audit_is_accounted_for_in_json():
 def test_a_run_that_is_not_there_is_an_error_that_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["doctor", "nowhere", "--workspace", str(tmp_path)]) == 2
     assert "tether:" in capsys.readouterr().err
-
-
-def test_a_damaged_folder_is_an_error(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
-    folder = written(tmp_path, "healthy-sft-0")
-    (folder / "metrics.jsonl").write_text("{not json\n")
-    assert main(["doctor", str(folder), "--workspace", str(tmp_path)]) == 2
-    assert "cannot be read as a run" in capsys.readouterr().err

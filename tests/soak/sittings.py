@@ -5,6 +5,7 @@ A killed process leaves no word, so it notes where it is in memory that it share
 
 from __future__ import annotations
 
+import math
 import mmap
 import os
 import random
@@ -30,6 +31,7 @@ from tether.runs.folder import is_run, run_path
 from tether.runs.store.journal import Journal
 
 PHASES = ("start", "rollout", "scores", "evaluation", "update", "step", "recording", "the end")
+LOOK_EVERY = 0.005  # seconds
 PLACES = 64  # bytes for the name of an aimed shot
 LAYOUT = struct.Struct(f"=BBBid{PLACES}s")
 
@@ -44,9 +46,7 @@ class Notes:
     def save(self) -> None:
         """From the child."""
         name = self.place.encode()[:PLACES]
-        LAYOUT.pack_into(
-            self._shared, 0, self.phase, self.checkpoint, self.record, self.steps, self.ready, name
-        )
+        LAYOUT.pack_into(self._shared, 0, self.phase, self.checkpoint, self.record, self.steps, self.ready, name)
 
     def load(self) -> Notes:
         """To the parent."""
@@ -73,8 +73,17 @@ class Sitting:
     steps: int
 
 
-def sit(recipe: Recipe, *, kill_after: float | None = None, prepare: Callable[[Notes], None] = lambda notes: None) -> Sitting:
-    """Begin or resume the run in a child, and kill it after some seconds; `prepare` is called in the child first."""
+def sit(
+    recipe: Recipe,
+    *,
+    kill_after: float = math.inf,
+    most_steps: int | None = None,
+    prepare: Callable[[Notes], None] = lambda notes: None,
+) -> Sitting:
+    """Begin or resume the run in a child, and kill it after some seconds, or once it has taken `most_steps` more.
+
+    `prepare` is called in the child first.
+    """
     notes = Notes()
     sys.stdout.flush()
     sys.stderr.flush()
@@ -84,9 +93,11 @@ def sit(recipe: Recipe, *, kill_after: float | None = None, prepare: Callable[[N
         _live(recipe, notes, prepare)
     watched = os.pidfd_open(child)
     try:
-        ended = select.select([watched], [], [], kill_after)[0]
-        if not ended:
-            os.kill(child, signal.SIGKILL)
+        while not select.select([watched], [], [], min(LOOK_EVERY, max(0.0, began + kill_after - time.monotonic())))[0]:
+            far = most_steps is not None and notes.load().steps >= most_steps
+            if far or time.monotonic() >= began + kill_after:
+                os.kill(child, signal.SIGKILL)
+                break
     finally:
         os.close(watched)
     status = os.waitpid(child, 0)[1]
@@ -203,16 +214,17 @@ def _mine_naming(moment: Callable[[str], None]) -> None:
     def mined_rename(self: Path, target: Path) -> Path:
         if "step-" not in self.name:
             return rename(self, target)
-        moment(f"before {self.name} is renamed")
+        naming = "named" if self.name.startswith(checkpoints.UNFINISHED) else "put aside"
+        moment(f"before one is {naming}")
         renamed = rename(self, target)
-        moment(f"after {self.name} is renamed")
+        moment(f"after one is {naming}")
         return renamed
 
     def mined_rmtree(path: Path, ignore_errors: bool = False) -> None:
         if "step-" in Path(path).name and Path(path).is_dir():
             for file in sorted(Path(path).iterdir()):
                 file.unlink()
-                moment(f"{Path(path).name} is half removed")
+                moment("half of one removed")
         rmtree(path, ignore_errors=ignore_errors)
 
     def mined_prune(folder: Path, newest: int, every: int = 0) -> None:

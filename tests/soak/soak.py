@@ -16,7 +16,6 @@ import shutil
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -48,7 +47,7 @@ class Verdict:
     before_first_checkpoint: int = 0
     while_writing_checkpoint: int = 0
     while_writing_record: int = 0
-    where: Counter[str] = field(default_factory=Counter)
+    where: dict[str, int] = field(default_factory=dict)
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
@@ -59,11 +58,15 @@ class Verdict:
         self.before_first_checkpoint += newest == 0
         self.while_writing_checkpoint += "checkpoint" in sitting.where
         self.while_writing_record += "record" in sitting.where
-        self.where[sitting.where[0]] += 1
+        self.at(sitting.where[0])
+
+    def at(self, place: str) -> None:
+        """Count a place."""
+        self.where[place] = self.where.get(place, 0) + 1
 
     def line(self) -> str:
         """In words."""
-        phases = ", ".join(f"{name} {count}" for name, count in self.where.most_common())
+        phases = ", ".join(f"{name} {count}" for name, count in sorted(self.where.items(), key=lambda item: -item[1]))
         verdict = "same bits" if not self.wrong else "; ".join(self.wrong)
         return (
             f"{self.name}: {self.kills} kills over {self.steps} steps ({self.before_first_checkpoint} before the first "
@@ -75,9 +78,9 @@ class Verdict:
 class Pace:
     """When to kill next: at random, such that the kills spread over the run's life and it still comes to its end."""
 
-    def __init__(self, recipe: Recipe, kills: int, draw: random.Random) -> None:
+    def __init__(self, recipe: Recipe, kills: int, draw: random.Random, calm: Sitting) -> None:
         self.steps, self.every, self.kills, self.draw = recipe.run.steps, recipe.checkpoint.every, kills, draw
-        self.startup, self.step = 0.5, 0.2  # seconds, until they are measured
+        self.startup, self.step = calm.startup, (calm.seconds - calm.startup) / calm.steps  # in seconds
 
     def delay(self, done: int, kills: int) -> float:
         """Seconds until the next kill, where `done` steps are in a checkpoint and `kills` have landed."""
@@ -86,12 +89,18 @@ class Pace:
             return self.startup + self.step * self.draw.uniform(self.every, 2 * self.every)
         return self.draw.uniform(0.0, self.startup + self.step * self.every)
 
+    def most_steps(self, done: int, kills: int) -> int | None:
+        """How many steps the next sitting may take, however quick the machine has become; the last may end the run."""
+        return None if kills + 1 == self.kills else max(1, min(2 * self.every, self.steps - done - 1))
+
     def learn(self, sitting: Sitting) -> None:
         """From how long it took."""
         if sitting.startup:
             self.startup += 0.2 * (sitting.startup - self.startup)
             if sitting.steps:
                 self.step += 0.2 * ((sitting.seconds - sitting.startup) / (sitting.steps + 0.5) - self.step)
+        elif sitting.seconds > self.startup:  # it takes longer than was thought, by how much was not seen
+            self.startup = 1.2 * sitting.seconds
 
 
 def newest_step(recipe: Recipe, wrong: list[str]) -> int:
@@ -100,22 +109,24 @@ def newest_step(recipe: Recipe, wrong: list[str]) -> int:
     return 0 if found is None else found.step
 
 
-def undisturbed(recipe: Recipe) -> None:
+def undisturbed(recipe: Recipe) -> Sitting:
     """Run it in one sitting."""
     sitting = sit(recipe)
     if sitting.exit_code != 0:
         raise SystemExit(f"the undisturbed run ended with {sitting.exit_code}")
+    return sitting
 
 
 def killed_at_random(name: str, make: Callable[[Path], Recipe], kills: int, seed: int, tell: Tell) -> Verdict:
     """Kill and resume, `kills` times; then let it end, and compare."""
     began, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="soak-"))
     calm, recipe = make(root / "calm"), make(root / "killed")
-    undisturbed(calm)
-    verdict, pace = Verdict(name, recipe.run.steps), Pace(recipe, kills, random.Random(seed))
+    pace = Pace(recipe, kills, random.Random(seed), undisturbed(calm))
+    verdict = Verdict(name, recipe.run.steps)
     while verdict.kills < kills:
         before = newest_step(recipe, verdict.wrong)
-        sitting = sit(recipe, kill_after=pace.delay(before, verdict.kills))
+        limits = {"kill_after": pace.delay(before, verdict.kills), "most_steps": pace.most_steps(before, verdict.kills)}
+        sitting = sit(recipe, **limits)
         pace.learn(sitting)
         if not sitting.killed:
             verdict.wrong += [] if sitting.exit_code == 0 else [f"a sitting ended with {sitting.exit_code}"]
@@ -141,7 +152,7 @@ def killed_while_writing(name: str, make: Callable[[Path], Recipe], kills: int, 
             break
         before, newest = newest, newest_step(recipe, verdict.wrong)
         verdict.count(sitting, newest)
-        verdict.where[sitting.where[-1].split(":")[-1].split("step-")[0].strip()] += 1
+        verdict.at(sitting.where[-1].split(":")[-1].strip())
         if newest < before:
             verdict.wrong.append(f"{sitting.where[-1]}: the checkpoint of step {before} was lost")
         if verdict.kills % 10 == 0:

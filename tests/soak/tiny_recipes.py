@@ -58,3 +58,9 @@ def _write(file: Path, records: list[dict[str, object]]) -> Path:
     if not file.exists():
         file.write_text("".join(json.dumps(record) + "\n" for record in records))
     return file
+
+
+def prompts(folder: Path) -> Path:
+    """Six things to be asked."""
+    asked = [{"prompt": f"{word}:", "answer": case} for word in ("red", "blue", "gold") for case in ("lower", "UPPER")]
+    return _write(folder / "prompts.jsonl", asked)

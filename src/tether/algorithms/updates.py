@@ -48,6 +48,8 @@ class MinibatchEpochs:
         for rows in self._steps(experience, generator):
             seen = learner.backward(experience.select(rows), objective)
             if learner.finite:
+                if not measures.weighted and "kl_old" in seen.weighted:
+                    measures.add("first_kl_old", seen.mean("kl_old"))  # of the very policy that sampled: 0, or a fault
                 measures.merge(seen)
                 if self.max_kl is not None and "kl_old" in seen.weighted and seen.mean("kl_old") > self.max_kl:
                     learner.discard()

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import math
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -15,7 +13,6 @@ from rich.table import Table
 
 from tether.audit.doctor import AUDITS, Doctor, Examination
 from tether.audit.findings import SEVERITIES, Finding, Healthy, TooLittle
-from tether.errors import ConfigError
 from tether.runs.read import read_run
 from tether.runs.recorded import RecordedRun
 from tether.runs.report_text import visible
@@ -27,15 +24,8 @@ HEADINGS = {"alarm": "Alarms", "warning": "Warnings", "note": "Notes"}
 
 def examine_and_print(options: argparse.Namespace) -> int:
     """Read a run, ask every audit, and say what they found."""
-    folder = Path(options.run).expanduser()
-    try:
-        with open_for(options) as opened:
-            run = read_run(opened, options.run)
-            examination = Doctor().examination(run)
-    except ConfigError:
-        if not (folder / "metrics.jsonl").is_file():
-            raise
-        run = read_folder(folder)
+    with open_for(options) as opened:
+        run = read_run(opened, options.run)
         examination = Doctor().examination(run)
     if options.json:
         print(json.dumps(as_json(run, examination), allow_nan=False))
@@ -43,19 +33,6 @@ def examine_and_print(options: argparse.Namespace) -> int:
         with printing() as console:
             print_examination(console, run, examination)
     return 0
-
-
-def read_folder(folder: Path) -> RecordedRun:
-    """A run from its folder alone, `config.json` and `metrics.jsonl`: without rollouts or events."""
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-        metrics = [
-            {name: math.nan if value is None else float(value) for name, value in row.items()} for row in rows if row
-        ]
-        return RecordedRun(name=folder.name, method=str(config["method"]), config=config, metrics=metrics)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ConfigError(f"{folder} cannot be read as a run ({type(error).__name__}: {error})") from None
 
 
 def as_json(run: RecordedRun, examination: Examination) -> dict[str, Any]:

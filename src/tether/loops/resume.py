@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 from tether.config.load import change_settings, recipe_from_record
 from tether.config.recipes import Recipe
-from tether.errors import ConfigError
+from tether.errors import ConfigError, UsageError
+from tether.loops.build import load_policy
 from tether.loops.run import Forked, run_recipe
+from tether.loops.training import build_training
+from tether.models.save import save_model
 from tether.runs import checkpoints
 from tether.runs.folder import RECIPE, RunFolder, is_run, recipe_record, run_path
 from tether.runs.store.records import Source
@@ -73,6 +77,23 @@ def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str],
         raise ConfigError(f"run.steps is {child.run.steps}, and step {checkpoint.step} is not before it: set it higher")
     source = Source("fork", f"{folder}, step {checkpoint.step}", run=parent_name)
     return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, source))
+
+
+def export_checkpoint(options: argparse.Namespace) -> int:
+    """Write the model that a checkpoint holds, for a run that was stopped and is good enough as it is."""
+    if not options.model or options.to or options.rollouts or options.metrics or options.best:
+        raise UsageError("--checkpoint goes with --model DIR alone")
+    folder, target = run_folder(options.run, options.workspace or "runs"), Path(options.model).expanduser()
+    if target.exists():
+        raise UsageError(f"--model: {target} exists already; name a new folder")
+    checkpoint = checkpoints.read(_checkpoint_at(folder, options.checkpoint if options.checkpoint >= 0 else None))
+    recipe = stored_recipe(folder)
+    policy = load_policy(recipe)
+    training = build_training(recipe, policy)
+    training.restore(checkpoint)
+    save_model(training.model, policy.tokenizer, target)
+    print(json.dumps({"model": str(target), "step": checkpoint.step}) if options.json else f"model: {target}")
+    return 0
 
 
 def _checkpoint_at(folder: Path, step: int | None) -> Path:

@@ -5,16 +5,18 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from types import TracebackType
 
 import torch
 from torch import nn
 
 from tether.audit.doctor import LiveDoctor
+from tether.audit.measures import step_measures
 from tether.config.recipes import Recipe, RLRecipe
-from tether.errors import ConfigError, StorageError
+from tether.errors import ConfigError, StorageError, TetherError
 from tether.loops.faults import FaultRecorder
+from tether.loops.rl import StepResult
 from tether.loops.training import Taken, Training
 from tether.loops.watchdog import Watchdog
 from tether.models.load import LoadedModel
@@ -26,6 +28,8 @@ from tether.runs.folder import RunFolder, recipe_record
 from tether.runs.keep import KeepRollouts
 from tether.runs.lineage import sources_of
 from tether.runs.pieces import token_pieces
+from tether.runs.read import open_workspace, read_run
+from tether.runs.recorded import StoredRollout
 from tether.runs.sinks import SinkPlace, open_sinks
 from tether.runs.store.open import workspace_at
 from tether.runs.store.records import Source
@@ -108,6 +112,8 @@ class Session:
             self._check_ground(checkpoint)
             self.take_up(checkpoint)
         self.recorder.rewind(self.done)
+        if self.recorder.flush():
+            self._tell_doctor()
         self.recorder.event("resumed", f"goes on after {self.done} steps")
         return self.done
 
@@ -148,35 +154,34 @@ class Session:
 
     def keep(self, taken: Taken) -> None:
         """Record a step, look at it, and keep the model where it is the best so far."""
-        rollouts = None
-        if taken.result is not None:
-            rollouts = StepRollouts(
-                taken.result.experience,
-                taken.result.rollouts,
-                taken.result.ratios,
-                taken.result.clipped,
-                [score.parts for score in taken.result.scores],
-            )
+        rollouts = step_rollouts(taken.result) if taken.result is not None else None
+        stored = rollouts.stored(taken.step, None) if rollouts is not None else []
+        taken.metrics.update(step_measures(stored))
         self.recorder.record(taken.step, taken.metrics, rollouts)
         self.sinks.record(taken.step, taken.metrics)
         self.done = taken.step + 1
-        self._examine(taken, rollouts)
+        self._examine(taken, stored)
         if isinstance(self.recipe, RLRecipe) and self.recipe.evaluation.keep_best and self._is_best(taken.metrics):
             save_model(self.training.model, self.policy.tokenizer, self.folder.best_path)
         every = self.recipe.checkpoint.every
         if (every and self.done % every == 0) or self.done == self.recipe.run.steps:
             self.save_checkpoint()
 
-    def _examine(self, taken: Taken, rollouts: StepRollouts | None) -> None:
+    def _examine(self, taken: Taken, rollouts: list[StoredRollout]) -> None:
         every = self.recipe.run.doctor_every
         if not every:
             return
-        due = rollouts is not None and (taken.step == 0 or self.done % every == 0)
-        stored = rollouts.stored(taken.step, None) if due and rollouts is not None else []
-        for finding in self.doctor.see(taken.step, taken.metrics, stored):
+        looks = taken.step == 0 or self.done % every == 0
+        for finding in self.doctor.see(taken.step, taken.metrics, rollouts if looks else ()):
             text = f"{finding.title}: {finding.saw}"
             self.notify(f"Doctor: {text} ({finding.link})")
             self.recorder.event("finding", text, step=taken.step, data=finding.as_json())
+
+    def _tell_doctor(self) -> None:
+        """What was recorded before this sitting; what it finds in that, it has said."""
+        with suppress(TetherError), open_workspace(self.recipe.run.directory, self.recipe.store.url) as opened:
+            for row in read_run(opened, self.recorder.name).metrics:
+                self.doctor.see(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
     def _is_best(self, metrics: dict[str, float]) -> bool:
         """Whether this step's held-out score is above all before it, the start's included."""
@@ -222,6 +227,12 @@ class Session:
         """Something that the person should hear of and find again."""
         self.notify(text)
         self.recorder.event("trouble", text, step=self.done)
+
+
+def step_rollouts(result: StepResult) -> StepRollouts:
+    """An iteration as the store takes it."""
+    parts = [score.parts for score in result.scores]
+    return StepRollouts(result.experience, result.rollouts, result.ratios, result.clipped, parts)
 
 
 def weights_digest(model: nn.Module) -> str:

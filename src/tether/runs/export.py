@@ -65,7 +65,8 @@ def copy_model(summary: RunSummary, target: Path, *, best: bool = False) -> Path
     source = summary.folder / ("best" if best else "model")
     if not source.is_dir():
         raise ConfigError(
-            f"{summary.name} has no model in {source}: it is not finished, or had run.save set to false"
+            f"{summary.name} has no model in {source}: it is not finished, or had run.save set to false; "
+            "--checkpoint -1 takes it from the newest checkpoint"
             if not best
             else f"{summary.name} has no {source}: it had no held-out evaluation, or never got better than its start"
         )

@@ -16,7 +16,10 @@ def find_model(name: str) -> str:
     if (folder / "model" / "config.json").is_file() or (folder / "model" / "adapter_config.json").is_file():
         return str(folder / "model")
     if is_run(folder):
-        raise ConfigError(f"{name} is a run without a saved model: it is not finished, or had run.save set to false")
+        raise ConfigError(
+            f"{name} is a run without a saved model: it is not finished, or had run.save set to false; take what it "
+            f"has learned so far with `tether export {name} --checkpoint -1 --model FOLDER`"
+        )
     return name
 
 

@@ -23,6 +23,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--to", metavar="DIR", help="all that the run has: model/, rollouts.jsonl, metrics.csv")
     parser.add_argument("--model", metavar="DIR", help="copy the model (or adapters) to this folder, which is new")
     parser.add_argument("--best", action="store_true", help="the model with the best held-out score, not the last")
+    parser.add_argument(
+        "--checkpoint",
+        type=int,
+        metavar="N",
+        help="with --model: as it was after N steps; -1: in the newest checkpoint",
+    )
     parser.add_argument("--rollouts", metavar="FILE", help=".parquet or .jsonl")
     parser.add_argument(
         "--step", type=int, action="append", metavar="N", help="rollouts of this step alone; repeatable"
@@ -32,6 +38,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Write and say where."""
+    if options.checkpoint is not None:
+        from tether.loops.resume import export_checkpoint
+
+        return export_checkpoint(options)
     from tether.runs.export import export
 
     return export(options)
