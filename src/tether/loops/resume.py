@@ -16,7 +16,6 @@ from tether.loops.training import build_training
 from tether.models.save import save_model
 from tether.runs import checkpoints
 from tether.runs.folder import RECIPE, RunFolder, is_run, recipe_record, run_path
-from tether.runs.store.records import Source
 
 
 def run_folder(words: str, directory: str = "runs") -> Path:
@@ -75,8 +74,7 @@ def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str],
     child = change_settings(parent.model_copy(update={"run": named}), flags)
     if checkpoint.step >= child.run.steps:
         raise ConfigError(f"run.steps is {child.run.steps}, and step {checkpoint.step} is not before it: set it higher")
-    source = Source("fork", f"{folder}, step {checkpoint.step}", run=parent_name)
-    return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, source))
+    return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, parent_name, str(folder)))
 
 
 def export_checkpoint(options: argparse.Namespace) -> int:

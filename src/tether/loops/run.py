@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -20,7 +21,6 @@ from tether.loops.state import seed_everything
 from tether.loops.training import build_training
 from tether.runs.checkpoints import Checkpoint
 from tether.runs.folder import RunFolder, json_line, run_path
-from tether.runs.store.records import Source
 from tether.types import Rollout
 
 SHOWN = ("score", "loss", "accuracy", "kl_ref_k3", "kl_old", "entropy", "clip_fraction", "explained_variance")
@@ -34,7 +34,12 @@ class Forked:
     """Where a fork begins: another run's checkpoint, and which run that was."""
 
     checkpoint: Checkpoint
-    source: Source
+    run: str  # its name in the workspace
+    folder: str
+
+    def record(self) -> dict[str, Any]:
+        """What the new run's folder keeps of it."""
+        return {"run": self.run, "folder": self.folder, "step": self.checkpoint.step}
 
 
 @dataclass(frozen=True)
@@ -88,9 +93,9 @@ def train_recipe(
     for notice in (*policy.notices, *training.notices):
         notify(notice)
     # Once everything that can be wrong with the recipe has been looked at.
-    folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe)
-    came_from = (forked.source,) if forked is not None else ()
-    with Session(recipe, folder, training, policy, resumes=resume, notify=notify, came_from=came_from) as session:
+    origin = forked.record() if forked is not None else None
+    folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin)
+    with Session(recipe, folder, training, policy, resumes=resume, notify=notify) as session:
         start = session.resume() if resume else session.fork(forked.checkpoint) if forked is not None else 0
         for taken in training.steps(start, stop, session.doing):
             session.keep(taken)

@@ -51,7 +51,6 @@ class Session:
         *,
         resumes: bool,
         notify: Callable[[str], None],
-        came_from: tuple[Source, ...] = (),
     ) -> None:
         self.recipe, self.folder, self.training, self.policy = recipe, folder, training, policy
         self.notify = notify
@@ -60,7 +59,7 @@ class Session:
         self._saved_at: int | None = None
         workspace = workspace_at(recipe.run.directory, recipe.store.url)
         config = recipe_record(recipe)
-        sources = [*came_from, *sources_of(config, workspace)]
+        sources = [*origin_of(folder), *sources_of(config, workspace)]
         device = str(policy.model.device)
         self._environment = describe_environment(seed=recipe.run.seed, device=device)
         self._stands_on = {
@@ -111,6 +110,12 @@ class Session:
         if checkpoint is not None:
             self._check_ground(checkpoint)
             self.take_up(checkpoint)
+        elif (origin := self.folder.origin) is not None:
+            raise StorageError(
+                f"{self.folder.path} began after {origin['step']} steps of {origin['run']}, and has no whole "
+                "checkpoint to go on from: remove it, and fork again with "
+                f"`tether fork {origin['folder']} --step {origin['step']}`"
+            )
         self.recorder.rewind(self.done)
         if self.recorder.flush():
             self._tell_doctor()
@@ -195,8 +200,13 @@ class Session:
     def save_checkpoint(self) -> None:
         """Begin to write a checkpoint of now; it gets its name once all that was recorded is on disk."""
         values = {"best": self.best, "stands_on": self._stands_on, "environment": self._environment}
-        self.checkpoints.save(self.training.capture(self.done, values), self.recorder.flush)
+        self.checkpoints.save(self.training.capture(self.done, values), self._settle)
         self._saved_at = self.done
+
+    def _settle(self) -> None:
+        """Have all that was recorded on disk: whoever goes on from a checkpoint does not record those steps again."""
+        if not self.recorder.flush():
+            raise OSError("the steps before it could not be recorded")
 
     # -- how it ends --------------------------------------------------------------------------------------------------
 
@@ -220,7 +230,11 @@ class Session:
         if self.recipe.run.save:
             save_model(self.training.model, self.policy.tokenizer, self.folder.model_path)
         self.recorder.event("done", f"all {self.done} steps are taken", step=self.done)
-        self.recorder.flush()
+        if not self.recorder.flush():
+            raise StorageError(
+                f"all {self.done} steps are taken, but not all of them could be recorded in {self.folder.path}: make "
+                f"room, and let `tether resume {self.folder.path}` end the run"
+            )
         self.folder.finish(self.done)
 
     def _trouble(self, text: str) -> None:
@@ -233,6 +247,12 @@ def step_rollouts(result: StepResult) -> StepRollouts:
     """An iteration as the store takes it."""
     parts = [score.parts for score in result.scores]
     return StepRollouts(result.experience, result.rollouts, result.ratios, result.clipped, parts)
+
+
+def origin_of(folder: RunFolder) -> list[Source]:
+    """The run that this one branched off from, where it did."""
+    origin = folder.origin
+    return [] if origin is None else [Source("fork", f"{origin['folder']}, step {origin['step']}", run=origin["run"])]
 
 
 def weights_digest(model: nn.Module) -> str:

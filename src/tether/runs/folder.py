@@ -13,6 +13,7 @@ from tether.errors import ConfigError, StorageError
 
 RECIPE = "recipe.json"  # what makes a folder a run's
 FINISHED = "finished.json"
+FORKED = "forked.json"  # what a run branched off from; there before the recipe is
 DEMO = "demo.json"  # what makes a folder a demo's, with a run for each stage in it
 
 
@@ -50,8 +51,8 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def begin(cls, recipe: Recipe) -> RunFolder:
-        """A new run's folder; one that holds a run already is refused."""
+    def begin(cls, recipe: Recipe, origin: dict[str, Any] | None = None) -> RunFolder:
+        """A new run's folder; one that holds a run already is refused. `origin` says what it branched off from."""
         folder = cls(run_path(recipe))
         if is_run(folder.path):
             raise ConfigError(
@@ -60,6 +61,8 @@ class RunFolder:
             )
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
+            (folder.path / FORKED).unlink(missing_ok=True)
+            folder.write(FORKED, origin or {})
             write_whole(folder.path / RECIPE, recipe_record(recipe))
         except OSError as error:
             raise StorageError(f"run.directory: cannot write to {folder.path} ({error.strerror})") from error
@@ -84,6 +87,12 @@ class RunFolder:
     def checkpoints(self) -> Path:
         """Where checkpoints go."""
         return self.path / "checkpoints"
+
+    @property
+    def origin(self) -> dict[str, Any] | None:
+        """What it branched off from; None for a run that began at its beginning."""
+        file = self.path / FORKED
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
 
     @property
     def is_finished(self) -> bool:
