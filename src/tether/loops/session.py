@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from tether.audit.doctor import LiveDoctor
@@ -167,7 +168,8 @@ class Session:
         self.done = taken.step + 1
         self._examine(taken, stored)
         if isinstance(self.recipe, RLRecipe) and self.recipe.evaluation.keep_best and self._is_best(taken.metrics):
-            save_model(self.training.model, self.policy.tokenizer, self.folder.best_path)
+            with self._storing("the best model so far"):
+                save_model(self.training.model, self.policy.tokenizer, self.folder.best_path)
         every = self.recipe.checkpoint.every
         if (every and self.done % every == 0) or self.done == self.recipe.run.steps:
             self.save_checkpoint()
@@ -226,16 +228,30 @@ class Session:
         """What follows the last step: the report, and the model where it is to be saved."""
         self.doing("the end")
         self.checkpoints.wait()
-        self.folder.write("report.json", self.training.finish())
-        if self.recipe.run.save:
-            save_model(self.training.model, self.policy.tokenizer, self.folder.model_path)
+        report = self.training.finish()
+        with self._storing("the trained model"):
+            self.folder.write("report.json", report)
+            if self.recipe.run.save:
+                save_model(self.training.model, self.policy.tokenizer, self.folder.model_path)
         self.recorder.event("done", f"all {self.done} steps are taken", step=self.done)
         if not self.recorder.flush():
             raise StorageError(
                 f"all {self.done} steps are taken, but not all of them could be recorded in {self.folder.path}: make "
                 f"room, and let `tether resume {self.folder.path}` end the run"
             )
-        self.folder.finish(self.done)
+        with self._storing("the note that all is done"):
+            self.folder.finish(self.done)
+
+    @contextmanager
+    def _storing(self, what: str) -> Iterator[None]:
+        """Say what could not be written, where, and that nothing is lost; safetensors has an error of its own."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"{what} could not be written to {self.folder.path} ({getattr(error, 'strerror', None) or error}): "
+                f"make room, and go on with `tether resume {self.folder.path}`"
+            ) from error
 
     def _trouble(self, text: str) -> None:
         """Something that the person should hear of and find again."""
