@@ -87,10 +87,10 @@ class Pace:
     def next(self, done: int, kills: int) -> Sitting:
         """Sit until the next kill, where `done` steps are in a checkpoint and `kills` have landed.
 
-        However quick the machine becomes, a sitting takes but a few steps; the last one may end the run.
+        However quick the machine becomes, a sitting takes but a few steps and none ends the run.
         """
-        most = None if kills + 1 == self.kills else max(1, min(2 * self.every, self.steps - done - 1))
-        behind = (self.steps - self.every) * kills / self.kills - done
+        most = max(1, min(2 * self.every, self.steps - done - 1))
+        behind = (self.steps - 2 * self.every) * kills / self.kills - done
         if behind <= 0 or self.draw.random() >= behind / self.every:
             after = self.draw.uniform(0.0, self.startup + self.step * self.every)
             sitting = sit(self.recipe, kill_after=after, most_steps=most)

@@ -16,6 +16,7 @@ from tether.loops.training import build_training
 from tether.models.save import save_model
 from tether.runs import checkpoints
 from tether.runs.folder import RECIPE, RunFolder, is_run, recipe_record, run_path
+from tether.runs.store.open import FILE
 
 
 def run_folder(words: str, directory: str = "runs") -> Path:
@@ -37,8 +38,20 @@ def stored_recipe(folder: Path) -> Recipe:
         raise ConfigError(f"{folder / RECIPE} is damaged, or of another version: {error}") from error
     if recipe.run.name is not None and run_path(recipe).resolve() == folder.resolve():
         return recipe
-    moved = recipe.run.model_copy(update={"directory": str(folder.parent), "name": folder.name})
-    return recipe.model_copy(update={"run": moved})
+    workspace = _workspace_around(folder.resolve(), recipe.run.name)
+    name = folder.resolve().relative_to(workspace).as_posix()
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"directory": str(workspace), "name": name})})
+
+
+def _workspace_around(folder: Path, name: str | None) -> Path:
+    """The workspace of a run whose folder was moved, renamed, or is looked at from elsewhere.
+
+    It is as far up as the run's name has parts, if the folder still ends in that name; else where the nearest store is.
+    """
+    parts = Path(name).parts if name else ()
+    if parts and folder.parts[-len(parts) :] == parts:
+        return folder.parents[len(parts) - 1]
+    return next((place for place in folder.parents if (place / FILE).is_file()), folder.parent)
 
 
 def resume_run(words: str, directory: str, *, json_output: bool) -> int:
@@ -53,8 +66,9 @@ def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
     folder = run_path(recipe)
     if not is_run(folder):
         return run_recipe(recipe, json_output=json_output)
-    before = recipe_record(stored_recipe(folder))
-    changed = [key for key, value in _flat(recipe_record(recipe)).items() if _flat(before).get(key) != value]
+    before, now = _flat(recipe_record(stored_recipe(folder))), _flat(recipe_record(recipe))
+    where = ("run.directory", "run.name")  # which may be spelt in many ways; the folder is the same
+    changed = [key for key, value in now.items() if key not in where and before.get(key) != value]
     if changed:
         raise ConfigError(
             f"{folder} was begun with another recipe ({', '.join(changed)} differ): give it another run.name, or "

@@ -50,12 +50,15 @@ class Session:
         training: Training,
         policy: LoadedModel,
         *,
+        loaded: str,
         resumes: bool,
         notify: Callable[[str], None],
     ) -> None:
         self.recipe, self.folder, self.training, self.policy = recipe, folder, training, policy
         self.notify = notify
+        self.resumes = resumes
         self.done = 0  # steps taken
+        self.taken = 0  # of them, in this sitting
         self.best = -math.inf
         self._saved_at: int | None = None
         workspace = workspace_at(recipe.run.directory, recipe.store.url)
@@ -64,8 +67,8 @@ class Session:
         device = str(policy.model.device)
         self._environment = describe_environment(seed=recipe.run.seed, device=device)
         self._stands_on = {
-            "model": weights_digest(policy.model),
-            **{source.role: source.sha256 for source in sources if source.sha256 is not None},
+            "model": loaded,
+            **{f"{source.role} {source.source}": source.sha256 for source in sources if source.sha256 is not None},
         }
         keep = KeepRollouts(recipe.store.rollouts_every, recipe.store.rollouts_keep or None)
         start = RunStart(recipe.method, recipe.run.steps, config, self._environment, sources)
@@ -95,8 +98,9 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        state = "failed" if kind is not None else "done" if self.folder.is_finished else "stopped"
-        if error is not None:
+        state = "done" if self.folder.is_finished else "stopped"
+        if error is not None and not (self.resumes and self.taken == 0):  # a run that was refused is as it was
+            state = "failed"
             self.recorder.event("failed", str(error) or type(error).__name__, step=self.done)
         self._open.close()
         self.checkpoints.wait()
@@ -110,7 +114,13 @@ class Session:
         checkpoint = read_newest(self.folder.checkpoints, self._trouble)
         if checkpoint is not None:
             self._check_ground(checkpoint)
-            self.take_up(checkpoint)
+            self.training.restore(checkpoint)
+            self._start_from(checkpoint)
+        elif damaged := listed(self.folder.checkpoints):
+            raise StorageError(
+                f"none of the {len(damaged)} checkpoints in {self.folder.checkpoints} is whole, so {self.folder.path} "
+                "cannot go on: put one back from a copy, or remove the run and start it again"
+            )
         elif (origin := self.folder.origin) is not None:
             raise StorageError(
                 f"{self.folder.path} began after {origin['step']} steps of {origin['run']}, and has no whole "
@@ -124,15 +134,13 @@ class Session:
         return self.done
 
     def fork(self, checkpoint: Checkpoint) -> int:
-        """Become what another run's checkpoint holds, and keep it as the first of one's own; the steps taken."""
-        self.take_up(checkpoint)
+        """Take over from another run's checkpoint, which training has become, and keep it as one's first."""
+        self._start_from(checkpoint)
         self.save_checkpoint()
         self.recorder.event("forked", f"begins after {self.done} steps of another run")
         return self.done
 
-    def take_up(self, checkpoint: Checkpoint) -> None:
-        """Become what a checkpoint holds."""
-        self.training.restore(checkpoint)
+    def _start_from(self, checkpoint: Checkpoint) -> None:
         self.done = self._saved_at = checkpoint.step
         self.best = float(checkpoint.values["best"])
 
@@ -140,7 +148,7 @@ class Session:
         """The model and the data that a run goes on with must be those that it began with."""
         for role, digest in checkpoint.values["stands_on"].items():
             if self._stands_on.get(role) != digest:
-                what = "the model's weights" if role == "model" else f"the file of {role}"
+                what = "the model's weights" if role == "model" else f"what the recipe names as {role}"
                 raise ConfigError(
                     f"{what} changed since the run {self.folder.path} began, so it cannot go on as it was: put the "
                     "old one back, or start a new run"
@@ -166,6 +174,7 @@ class Session:
         self.recorder.record(taken.step, taken.metrics, rollouts)
         self.sinks.record(taken.step, taken.metrics)
         self.done = taken.step + 1
+        self.taken += 1
         self._examine(taken, stored)
         if isinstance(self.recipe, RLRecipe) and self.recipe.evaluation.keep_best and self._is_best(taken.metrics):
             with self._storing("the best model so far"):
@@ -201,6 +210,7 @@ class Session:
 
     def save_checkpoint(self) -> None:
         """Begin to write a checkpoint of now; it gets its name once all that was recorded is on disk."""
+        self.checkpoints.wait()  # before there is a second copy in memory
         values = {"best": self.best, "stands_on": self._stands_on, "environment": self._environment}
         self.checkpoints.save(self.training.capture(self.done, values), self._settle)
         self._saved_at = self.done

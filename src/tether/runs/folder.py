@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,10 @@ def json_line(step: int, metrics: dict[str, float]) -> str:
 
 def is_run(folder: Path) -> bool:
     """Whether a run was begun in this folder."""
-    return (folder / RECIPE).is_file()
+    try:
+        return (folder / RECIPE).is_file()
+    except OSError:  # such as a name that is too long to be one
+        return False
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
@@ -36,6 +40,16 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def run_path(recipe: Recipe) -> Path:
@@ -105,5 +119,13 @@ class RunFolder:
 
 
 def recipe_record(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as it is kept: every key resolved, and its method."""
-    return {"method": recipe.method, **recipe.model_dump(mode="json")}
+    """A recipe as it is kept: every key resolved, and its method. A password in `store.url` is not kept."""
+    record = {"method": recipe.method, **recipe.model_dump(mode="json")}
+    if recipe.store.url is not None:
+        record["store"]["url"] = without_password(recipe.store.url)
+    return record
+
+
+def without_password(url: str) -> str:
+    """A database's URL without its password: PGPASSWORD or ~/.pgpass can give it when the run goes on."""
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1@", url)
