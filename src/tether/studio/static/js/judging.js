@@ -1,7 +1,7 @@
 // Judging one item after another. A vote counts as cast when the server has said so, and not before.
 
 import { get, pause, post, uid } from "./api.js";
-import { fill, h } from "./dom.js";
+import { button, fill, h } from "./dom.js";
 import { bindPage } from "./keys.js";
 import { notice, tried } from "./notices.js";
 import { demonstrationTask, pairTask, rankingTask } from "./tasks.js";
@@ -15,7 +15,7 @@ export async function openQueue(view, id) {
   page.place = h("div", { class: "task" });
   page.saved = h("small", { class: "saved", role: "status", "aria-live": "polite" });
   fill(view.root,
-    h("div", { class: "head" }, h("h1", {}, h("a", { href: "#/label" }, "Label")), h("b", {}, queue.name), page.left, h("span", { class: "grow" }), page.saved),
+    h("div", { class: "head" }, h("h1", {}, h("a", { href: "#/label" }, "Label")), h("b", {}, queue.name), page.left, h("span", { class: "grow" }), page.saved, button("Undo", () => undo(page), { key: "u" })),
     h("div", { class: "judging" }, page.place,
       h("aside", { class: "panel guidelines" }, h("h2", {}, "Guidelines"), h("p", {}, queue.guidelines || "None were written. Choose what you would rather be given."))));
   await next(page);
@@ -50,7 +50,7 @@ async function cast(page, choice) {
   page.busy = true;
   page.place.classList.add("sending");
   const seconds = Math.round((performance.now() - page.since) / 10) / 100;
-  const vote = { client_uid: uid(), item_id: page.item.id, order: page.item.order, choice, seconds };
+  const vote = { client_uid: uid(), item_id: page.item.id, order: page.item.order, seconds, ...(choice.skip ? { skip: true, choice: "" } : { choice }) };
   try {
     for (let wait = 500; ; wait = Math.min(8000, wait * 2)) {
       try {

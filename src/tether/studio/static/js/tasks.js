@@ -1,16 +1,17 @@
 // What a person does with an item: choose of two, put in order, or write an answer.
 
 import { button, fill, h } from "./dom.js";
+import { visible } from "./format.js";
 
 /** Two answers side by side; one key decides. */
 export function pairTask(item, cast) {
   const side = (which, name, key) => h("button", { type: "button", class: "side", "data-side": name, onclick: () => cast(name) },
     h("span", { class: "side-key" }, h("kbd", {}, key), h("small", {}, name)),
-    h("span", { class: "text" }, item.answers[which].text || "(nothing)"));
+    h("span", { class: "text" }, visible(item.answers[which].text) || "(nothing)"));
   const box = h("div", { class: "pair-task" },
     h("div", { class: "sides" }, side(0, "left", "←"), side(1, "right", "→")),
     h("div", { class: "row choices" }, button("Tie", () => cast("tie"), { key: "t" }), button("Both bad", () => cast("both_bad"), { key: "b" }),
-      button("Skip", () => cast("skip"), { key: "s" }), h("small", {}, "Undo ", h("kbd", {}, "u"))));
+      button("Skip", () => cast("skip"), { key: "s" })));
   const keys = [
     { key: ["ArrowLeft", "1"], does: "The left one is better", run: () => cast("left") },
     { key: ["ArrowRight", "2"], does: "The right one is better", run: () => cast("right") },
@@ -60,7 +61,7 @@ export function rankingTask(item, cast) {
         ondrop: (event) => { event.preventDefault(); drop(shown); } },
       h("button", { type: "button", class: "rank", "aria-label": `Answer ${shown + 1}: next best`, onclick: () => pick(shown) },
         h("kbd", {}, shown + 1), h("b", {}, rank >= 0 ? `#${rank + 1}` : "–")),
-      h("span", { class: "text" }, item.answers[shown].text || "(nothing)"));
+      h("span", { class: "text" }, visible(item.answers[shown].text) || "(nothing)"));
     }));
     submit.disabled = ranked.length !== many;
     hint.textContent = submit.disabled ? `Press the number of the best answer that is left (${ranked.length} of ${many} placed), or drag.` : "In order. Save it, or start over.";

@@ -49,18 +49,17 @@ function queueCard(queue, isOwner) {
   return h("li", { class: "panel queue" },
     h("div", { class: "row" }, h("a", { class: "queue-name", href: `#/label/${queue.id}` }, queue.name), h("small", {}, queue.kind),
       h("span", { class: "grow" }), h("small", {}, `${count(total, "item")}, ${count(votes, "vote")}`),
-      queue.remaining !== undefined && h("small", {}, `${queue.remaining} left for you`)),
+      h("small", {}, queue.open ? `${queue.remaining} left for you` : "closed")),
     agreement, isOwner && queueTools(queue));
 }
 
 async function showAgreement(queue, place) {
   const found = await get(`label/queues/${queue.id}/agreement`).catch(() => null);
   if (!found) return;
-  const same = found.consistency?.share ?? found.consistency;
   fill(place,
     h("span", { title: "Krippendorff's alpha: 1 is full agreement, 0 is chance" }, "agreement ", h("b", {}, number(found.alpha))),
-    h("span", { title: "Share of repeated items that were judged the same again" }, "same again ", h("b", {}, typeof same === "number" ? number(same) : "–")),
-    h("span", {}, count(Array.isArray(found.raters) ? found.raters.length : found.raters ?? 0, "rater")));
+    h("span", { title: "Share of repeated items that were judged the same again" }, "same again ", h("b", {}, number(found.consistency))),
+    h("span", {}, count(found.raters.length, "rater")));
 }
 
 function askQueue() {

@@ -3,6 +3,7 @@
 import { get } from "../api.js";
 import { button, fill, h, onceAFrame } from "../dom.js";
 import { age, number } from "../format.js";
+import { jobsPanel } from "../jobs.js";
 import { bindPage } from "../keys.js";
 import { lineagePicture } from "../lineage.js";
 import { listen } from "../live.js";
@@ -53,7 +54,7 @@ function build(page) {
     h("div", { class: "wide" }, h("table", { class: "runs" },
       h("thead", {}, h("tr", {}, names.map(([name, kind = "", span = 1]) =>
         h("th", { scope: "col", class: kind, colspan: span }, name)))), page.table)),
-    page.empty, page.picture);
+    page.empty, page.picture, jobsPanel(page.view));
   bindPage([
     { key: ["j", "ArrowDown"], does: "Next run", run: () => move(page, 1) },
     { key: ["k", "ArrowUp"], does: "Run before", run: () => move(page, -1) },

@@ -35,6 +35,7 @@ function build(page) {
 function draw(page) {
   const groups = new Map();
   for (const field of page.fields) {
+    if (field.key === "run.directory" || field.key === "store.url") continue; // this workspace says those
     if (!`${field.key} ${field.description}`.toLowerCase().includes(page.words)) continue;
     const section = field.key.includes(".") ? field.key.split(".")[0] : "general";
     if (!groups.has(section)) groups.set(section, []);
