@@ -9,7 +9,7 @@ import { ink } from "./theme.js";
 const HEIGHT = 170;
 
 /** A chart in a frame. `zoomed(min, max)` is told when a person selects a range; `group` shares the cursor. */
-export function makeChart({ name, title, note, group, zoomed }) {
+export function makeChart({ name, title, note, group, zoomed, across = "step" }) {
   const readout = h("span", { class: "readout" });
   const canvas = h("div", { class: "plot", role: "img" });
   const png = h("button", { type: "button", class: "quiet", title: "Save as PNG", onclick: () => savePicture() }, "PNG");
@@ -60,7 +60,7 @@ export function makeChart({ name, title, note, group, zoomed }) {
       const value = place === null || place === undefined ? latest(line.values) : plot.data[line.at][place];
       readout.append(h("span", { class: `c${which % 6}` }, number(value)));
     }
-    if (place !== null && place !== undefined && plot) readout.prepend(h("small", {}, `step ${plot.data[0][place]}`));
+    if (place !== null && place !== undefined && plot) readout.prepend(h("small", {}, `${across} ${plot.data[0][place]}`));
   }
 
   function savePicture() {
@@ -114,7 +114,7 @@ function arrange(lines, weight) {
     } else if (weight) {
       put(line.values, { stroke: `${colour}55`, width: 1 });
     }
-    const few = line.steps.length < 3;
+    const few = line.dots || line.steps.length < 3;
     line.at = put(smooth(line.values, weight), { stroke: colour, width: 1.6, points: { show: few, size: 6, fill: colour }, spanGaps: false });
     tables.push(columns);
   }

@@ -37,7 +37,7 @@ export function coloured(rollout, name) {
 export function reach(values) {
   const sizes = values.filter((value) => value !== null && Number.isFinite(value)).map(Math.abs).sort((a, b) => a - b);
   if (!sizes.length) return 1;
-  return sizes[Math.floor(0.98 * (sizes.length - 1))] || sizes.at(-1) || 1;
+  return sizes[Math.ceil(0.98 * (sizes.length - 1))] || sizes.at(-1) || 1;
 }
 
 /** The class of a number: p3 is the third of the orange shades, z is none. */

@@ -181,13 +181,23 @@ function show(page, rollout) {
   page.view.root.dataset.shown = `${rollout.step}/${rollout.row}`;
 }
 
+/** Where a run answered a prompt. */
+async function occurrences(run, promptId) {
+  try {
+    return (await get(`runs/${run.id}/prompts/${encodeURIComponent(promptId)}`)).steps;
+  } catch (error) {
+    if (error.status === 404) return [];
+    throw error;
+  }
+}
+
 /** The steps at which the same prompt was answered: a row of scores that the slider runs along. */
 async function showAcross(page, rollout) {
   if (page.promptId !== rollout.prompt_id) {
     page.promptId = rollout.prompt_id;
-    page.occurrences = (await get(`runs/${page.run.id}/prompts/${encodeURIComponent(rollout.prompt_id)}`)).steps;
+    page.occurrences = await occurrences(page.run, rollout.prompt_id);
   }
-  fill(page.across, h("h3", {}, "The same prompt through training"), h("ol", {}, page.occurrences.slice(-200).map((each) => h("li", {}, h("button", {
+  fill(page.across, page.occurrences.length > 0 && h("h3", {}, "The same prompt through training"), h("ol", {}, page.occurrences.slice(-200).map((each) => h("li", {}, h("button", {
     type: "button", class: "answer", "aria-pressed": each.step === rollout.step && each.row === rollout.row ? "true" : "false",
     onclick: () => tried(() => look(page, each.step, each.row)) },
   h("small", {}, `step ${each.step}`), h("b", {}, number(each.score)), h("span", { class: "answer-text" }, visible(each.completion).replaceAll("\n", "↵")))))));
@@ -195,7 +205,7 @@ async function showAcross(page, rollout) {
 
 async function showBeside(page, rollout) {
   if (!page.beside) return;
-  const { steps } = await get(`runs/${page.beside.id}/prompts/${encodeURIComponent(rollout.prompt_id)}`);
+  const steps = await occurrences(page.beside, rollout.prompt_id);
   const closest = steps.toSorted((a, b) => Math.abs(a.step - rollout.step) - Math.abs(b.step - rollout.step))[0];
   const found = closest && (await get(`runs/${page.beside.id}/rollouts/${closest.step}/${closest.row}`));
   if (!page.view.isOpen()) return;
