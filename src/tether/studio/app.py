@@ -10,7 +10,7 @@ from fastapi import FastAPI
 from tether import __version__
 from tether.runs.read import OpenWorkspace, open_workspace
 from tether.runs.store.open import Workspace, open_engine
-from tether.studio import label_routes, launch_routes, run_routes, static_files, stream
+from tether.studio import label_routes, launch_routes, run_routes, static_files, stream, talk_routes, train_routes
 from tether.studio.context import Studio
 from tether.studio.gate import Gate
 from tether.studio.label_store import Labels
@@ -23,7 +23,10 @@ from tether.studio.rollout_view import PromptIndex
 from tether.studio.settings import StudioSettings
 
 KEPT_CONNECTIONS = 8
-ROUTERS = (run_routes.router, stream.router, label_routes.router, launch_routes.router)
+ROUTERS = (
+    *(run_routes.router, stream.router, label_routes.router, launch_routes.router),
+    *(train_routes.router, talk_routes.router),
+)
 
 
 def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:

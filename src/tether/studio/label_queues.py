@@ -160,6 +160,13 @@ class Queues:
             self._audit(connection, by.id, "fill", queue_id, items=len(ids), origin=origin)
         return ids
 
+    def items(self, queue_id: int) -> list[Row[Any]]:
+        """The items of a queue, in the order in which they were put there."""
+        with self._opened.reading() as connection:
+            return list(
+                connection.execute(select(items).where(items.c.queue_id == queue_id).order_by(items.c.id)).all()
+            )
+
     def _insert_items(self, connection: Connection, queue: Row[Any], new: Sequence[NewItem]) -> list[int]:
         ids: list[int] = []
         for item in new:

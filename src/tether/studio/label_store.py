@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -122,7 +122,7 @@ class Labels(Queues):
         with self._writing() as connection:
             queue = self._queue(connection, queue_id)
             ids = self._insert_items(connection, queue, new)
-            rater = self._importer(connection, queue_id)
+            rater = self._without_token(connection, queue_id, IMPORTER_NAME)
             count = 0
             for item_id, item, choice in zip(ids, new, choices, strict=True):
                 if choice is not None:
@@ -134,13 +134,27 @@ class Labels(Queues):
             self._audit(connection, by.id, "import", queue_id, items=len(ids), votes=count)
         return count
 
-    def _importer(self, connection: Connection, queue_id: int) -> int:
-        """The rater whom a queue's imported votes belong to: no one can enter as them."""
-        mine = (raters.c.queue_id == queue_id) & (raters.c.role == "annotator") & raters.c.token_hash.is_(None)
+    def vote_as(self, by: Person, queue_id: int, name: str, choices: Mapping[int, Any]) -> int:
+        """The votes of a judge who is no person, on items that it has not voted on; how many are new."""
+        with self._writing() as connection:
+            queue = self._queue(connection, queue_id)
+            rater = self._without_token(connection, queue_id, name)
+            mine = select(votes.c.item_id).where(votes.c.rater_id == rater, ~votes.c.undone)
+            voted = set(connection.execute(mine).scalars())
+            new = {item: choice for item, choice in choices.items() if item not in voted}
+            for item, choice in new.items():
+                ballot = Ballot(f"judge-{item}-{secrets.token_hex(8)}", item, [0, 1], choice)
+                self._insert_vote(connection, rater, ballot, check_choice(queue.kind, 2, ballot.order, choice))
+            self._audit(connection, by.id, "judge", queue_id, judge=name, votes=len(new))
+        return len(new)
+
+    def _without_token(self, connection: Connection, queue_id: int, name: str) -> int:
+        """A rater of a queue who is a file or a model: no one can enter as them."""
+        mine = (raters.c.queue_id == queue_id) & (raters.c.name == name) & raters.c.token_hash.is_(None)
         found = connection.execute(select(raters.c.id).where(mine)).scalar()
         if found is not None:
             return found
-        values = {"workspace": self._key, "name": IMPORTER_NAME, "role": "annotator", "queue_id": queue_id}
+        values = {"workspace": self._key, "name": name, "role": "annotator", "queue_id": queue_id}
         made = connection.execute(insert(raters).values(**values, created=time.time())).inserted_primary_key
         assert made is not None
         return made[0]

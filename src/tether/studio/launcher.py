@@ -86,7 +86,7 @@ class Launcher:
     def stop(self, name: str) -> Job:
         """Ask the process that makes this run to end: it keeps a checkpoint first."""
         for job in self._jobs.values():
-            if job.name == name and job.is_running:
+            if job.is_running and (job.name == name or name.startswith(f"{job.name}/")):
                 os.killpg(job.process.pid, signal.SIGTERM)
                 return job
         raise Refused(409, f"{name} is not running, or was not started from this page: stop it where it was started")

@@ -53,6 +53,24 @@ class ModelHost:
             rollouts = engine.generate(prompts, sampling, samples_per_prompt=samples, seed=seed)
         return [Said(rollout.completion, rollout.finish, rollout.response_length) for rollout in rollouts]
 
+    def scores(self, folder: Path, answers: Sequence[tuple[Sequence[dict[str, str]], str]]) -> list[float]:
+        """What the reward model of a run gives each (conversation, answer)."""
+        from tether.config.rewards import ModelPart
+        from tether.data.examples import RowEncoder
+        from tether.rewards.model import RewardModelReward
+        from tether.runs.find import find_model
+        from tether.types import Message
+
+        with self._lock:
+            reward = RewardModelReward.load(ModelPart(kind="model", path=find_model(str(folder))), None)
+            known = reward.vocabulary
+            encode = RowEncoder(known.tokenizer, known.end_id, known.context_length, notify=lambda text: None)  # noqa: ARG005
+            rows = []
+            for place, (turns, answer) in enumerate(answers):
+                messages = tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
+                rows.append(encode(messages, answer, f"answer {place}", "answer").tokens)
+            return reward.values(rows)
+
     def _engine(self, folder: Path) -> Any:
         """The engine over a run's model; one that was saved anew since is loaded anew."""
         from tether.models.load import load_causal_lm
