@@ -55,6 +55,8 @@ def spread(steps: Sequence[int], most: int) -> list[int]:
     """At most `most` of them, evenly apart, first and last included."""
     if len(steps) <= most:
         return list(steps)
+    if most < 2:
+        return list(steps[:most])
     return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
 
 
@@ -165,17 +167,15 @@ def _is_message(turn: Any) -> bool:
 
 def with_repeats(items: Sequence[NewItem], fraction: float) -> list[NewItem]:
     """The items with hidden repeats of a fraction of them among them, each well after the one that it repeats."""
+    early = range(max(1, len(items) - REPEAT_AFTER))
+    again = set(spread(early, min(round(fraction * len(items)), len(early))))
     mixed: list[NewItem] = []
-    due: list[tuple[int, int]] = []  # (after so many items, which place to repeat)
-    owed = 0.0
-    for number, item in enumerate(items):
-        while due and due[0][0] <= number:
-            _, place = due.pop(0)
+    places: dict[int, int] = {}  # where the items that are asked again stand in `mixed`
+    for number in range(len(items) + REPEAT_AFTER):
+        if number < len(items):
+            places[number] = len(mixed)
+            mixed.append(items[number])
+        if number - REPEAT_AFTER in again:
+            place = places[number - REPEAT_AFTER]
             mixed.append(replace(mixed[place], repeats=place))
-        owed += fraction
-        if owed >= 1.0:
-            owed -= 1.0
-            due.append((number + REPEAT_AFTER, len(mixed)))
-        mixed.append(item)
-    mixed += [replace(mixed[place], repeats=place) for _, place in due]
     return mixed

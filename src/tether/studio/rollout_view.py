@@ -96,10 +96,10 @@ def token_page(rollout: StoredRollout) -> dict[str, Any]:
 
 
 def _listed(column: Column) -> list[Any]:
-    """Numbers in the seven digits that float32 has: shorter to send, and as exact as what was stored."""
+    """Numbers in the nine digits that tell every float32 from the next: shorter to send, and exact."""
     if column.dtype == bool:
         return column.tolist()
-    return [float(f"{value:.7g}") if math.isfinite(value) else None for value in column.tolist()]
+    return [float(f"{value:.9g}") if math.isfinite(value) else None for value in column.tolist()]
 
 
 class PromptIndex:
