@@ -4,12 +4,18 @@ from __future__ import annotations
 
 import argparse
 import json
+import signal
 import socket
 import sys
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
 
 from tether.errors import ConfigError, StorageError, UsageError
 from tether.runs.store.open import workspace_at
 from tether.studio.settings import StudioSettings, is_loopback
+
+if TYPE_CHECKING:
+    from uvicorn import Server
 
 SHORTEST_TOKEN = 16
 
@@ -39,8 +45,19 @@ def serve(options: argparse.Namespace) -> int:
         lifespan="on",
         timeout_graceful_shutdown=2,  # live streams never end by themselves
     )
-    uvicorn.Server(config).run(sockets=[listening])
+    _serve_until_stopped(uvicorn.Server(config), listening)
     return 0
+
+
+def _serve_until_stopped(server: Server, listening: socket.socket) -> None:
+    """Serve. Ctrl-C and SIGTERM are how it ends, and no error; uvicorn would die of them once it had tidied up."""
+    kept = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
+    server.capture_signals = nullcontext  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        server.run(sockets=[listening])
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def settings_for(options: argparse.Namespace, port: int) -> StudioSettings:
