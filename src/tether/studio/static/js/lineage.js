@@ -58,10 +58,14 @@ export function columns({ nodes, arrows }) {
     }
     if (!moved) break;
   }
+  for (const { key, run } of nodes) { // what is no run stands just left of what it went into
+    const uses = arrows.filter(({ from }) => from === key).map(({ to }) => depth.get(to));
+    if (!run && uses.length) depth.set(key, Math.max(0, Math.min(...uses) - 1));
+  }
   return depth;
 }
 
-/** The picture. `onopen(run)` is called for a run that is clicked. */
+/** The picture; each run in it is a link. */
 export function lineagePicture(runs, chosen) {
   const graph = family(runs, chosen);
   const depth = columns(graph);

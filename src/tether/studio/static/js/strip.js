@@ -1,6 +1,6 @@
 // The strip under the text: one bar a token, up or down from the middle, on a canvas.
 
-import { h } from "./dom.js";
+import { h, onceAFrame } from "./dom.js";
 import { ink } from "./theme.js";
 
 const HEIGHT = 64;
@@ -32,11 +32,13 @@ export function makeStrip({ pointed, chosen }) {
     const tall = oneSided ? HEIGHT - 14 : HEIGHT / 2 - 8;
     const [more, less] = [ink("--more"), ink("--less")];
     const thick = Math.max(0.6, step - (step > 4 ? 1 : 0));
-    for (const [token, value] of values.entries()) {
-      if (value === null || !Number.isFinite(value)) continue;
-      const size = Math.max(-1, Math.min(1, value / full)) * tall;
-      pen.fillStyle = size >= 0 ? more : less;
-      pen.fillRect(token * step, Math.min(middle, middle - size), thick, Math.max(0.5, Math.abs(size)));
+    for (const [colour, sign] of [[more, 1], [less, -1]]) { // a colour at a time: changing it is what costs
+      pen.fillStyle = colour;
+      values.forEach((value, token) => {
+        if (value === null || !Number.isFinite(value) || Math.sign(value) !== sign) return;
+        const size = Math.max(-1, Math.min(1, value / full)) * tall;
+        pen.fillRect(token * step, Math.min(middle, middle - size), thick, Math.max(0.5, Math.abs(size)));
+      });
     }
     pen.fillStyle = ink("--axis");
     pen.fillRect(0, middle, width, 1);
@@ -49,13 +51,15 @@ export function makeStrip({ pointed, chosen }) {
     }
   }
 
+  const drawSoon = onceAFrame(draw); // after the text is laid out, so that it is laid out once
+
   return {
     canvas,
     /** Draw {values, full, clipped, at}; what is not given stays. */
     show(news) {
       shown = { ...shown, ...news };
-      draw();
+      drawSoon();
     },
-    redraw: draw,
+    redraw: drawSoon,
   };
 }

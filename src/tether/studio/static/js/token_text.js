@@ -4,6 +4,8 @@ import { add, fill, h } from "./dom.js";
 import { visible } from "./format.js";
 import { shade } from "./palette.js";
 
+const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/;
+
 /** The text of a rollout. `pointed(place)` is told which token is under the pointer or has the focus. */
 export function makeTokenText({ pointed }) {
   const box = h("div", { class: "tokens", role: "group", "aria-label": "Tokens of the answer; arrow keys walk", tabindex: 0 });
@@ -40,6 +42,7 @@ export function makeTokenText({ pointed }) {
         const span = document.createElement("span");
         span.dataset.t = place;
         span.textContent = written(piece);
+        if (RIGHT_TO_LEFT.test(piece)) span.dataset.bidi = ""; // isolating every token would make long answers slow
         return span;
       });
       fill(box);

@@ -17,18 +17,17 @@ const DOCTOR_EVERY = 15000; // ms between two consultations of a run that is goi
 export async function open(view) {
   const id = view.parts[1];
   const others = (view.query.get("with") ?? "").split(",").filter(Boolean);
-  const [run, all] = await Promise.all([get(`runs/${id}`), get("runs")]);
-  const known = all.runs.filter((each) => others.includes(String(each.id)));
-  const page = {
-    view, run, all: all.runs, compared: [run, ...known].map((each) => new RunSeries(each)),
-    charts: [], weight: Number(localStorage.getItem("smoothing") ?? 0), range: null,
-  };
-  build(page);
-  await loadOpen(page);
+  const compared = [id, ...others].map((each) => new RunSeries({ id: each, name: "" }));
+  // Everything is asked for at once: what the run is, and all its curves.
+  const [run, ...rest] = await Promise.all([get(`runs/${id}`), ...others.map((each) => get(`runs/${each}`)), ...compared.map((each) => each.load([]))]);
+  [run, ...rest.slice(0, others.length)].forEach((each, place) => { compared[place].run = each; });
   if (!view.isOpen()) return;
+  const page = { view, run, compared, charts: [], weight: Number(localStorage.getItem("smoothing") ?? 0), range: null };
+  build(page);
   drawAll(page);
-  hearDoctor(page);
   follow(page);
+  hearDoctor(page);
+  tried(() => fillPicker(page));
 }
 
 // -- the page ------------------------------------------------------------------------------------------------------
@@ -47,7 +46,7 @@ function build(page) {
   const questions = questionsFor(run.metric_names).map((group) => questionSection(page, group));
   fill(view.root,
     h("div", { class: "head" }, h("h1", {}, run.name), h("small", {}, run.method), page.state, h("span", { class: "grow" }),
-      runActions(run), h("a", { class: "button", href: `#/run/${run.id}/tokens` }, "Tokens", h("kbd", {}, "m"))),
+      runActions(run), run.rollout_steps.length > 0 && h("a", { class: "button", href: `#/run/${run.id}/tokens` }, "Tokens", h("kbd", {}, "m"))),
     page.latest,
     h("div", { class: "row tools-row" },
       h("label", { class: "inline" }, "Smoothing", page.slider), page.zoomed, overlayPicker(page),
@@ -88,17 +87,24 @@ function questionSection(page, { question, charts, closed }) {
 }
 
 function overlayPicker(page) {
-  const shown = new Set(page.compared.map((each) => each.run.id));
-  const goWith = (ids) => { location.hash = `#/run/${page.run.id}${ids.length ? `?with=${ids.join(",")}` : ""}`; };
   const rest = page.compared.slice(1).map((each) => each.run.id);
   const chips = page.compared.map((each, place) => h("span", { class: `chip c${place % 6}` }, each.run.name,
     place > 0 && h("button", { type: "button", class: "quiet", "aria-label": `Take ${each.run.name} away`,
-      onclick: () => goWith(rest.filter((id) => id !== each.run.id)) }, "×")));
-  const picker = h("select", { "aria-label": "Overlay another run", onchange: (event) => goWith([...rest, event.target.value]) },
-    h("option", { value: "" }, "Overlay a run…"),
-    page.all.filter((each) => !shown.has(each.id)).map((each) => h("option", { value: each.id }, each.name)));
-  page.picker = picker;
-  return h("span", { class: "row" }, chips, page.all.length > shown.size && picker);
+      onclick: () => goWith(page, rest.filter((id) => id !== each.run.id)) }, "×")));
+  page.picker = h("select", { "aria-label": "Overlay another run", hidden: true, onchange: (event) => goWith(page, [...rest, event.target.value]) });
+  return h("span", { class: "row" }, chips, page.picker);
+}
+
+function goWith(page, ids) {
+  location.hash = `#/run/${page.run.id}${ids.length ? `?with=${ids.join(",")}` : ""}`;
+}
+
+/** The runs that could be laid over this one; they may come after the curves. */
+async function fillPicker(page) {
+  const shown = new Set(page.compared.map((each) => each.run.id));
+  const others = (await get("runs")).runs.filter((each) => !shown.has(each.id));
+  fill(page.picker, h("option", { value: "" }, "Overlay a run…"), others.map((each) => h("option", { value: each.id }, each.name)));
+  page.picker.hidden = others.length === 0;
 }
 
 function settingsOf(title, values) {

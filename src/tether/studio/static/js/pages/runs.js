@@ -128,7 +128,7 @@ function row(page, run, place) {
   h("td", {}, stateMark(run.state)),
   h("td", {}, progressBar(run.step, run.steps)),
   h("td", { class: "curve" }, sparkline(run.spark ?? [], { width: 150, label: `${run.name}: how it went` })),
-  h("td", { class: "figure" }, number(main)),
+  h("td", { class: "figure" }, number(main), run.latest.score === undefined && main !== null && h("small", {}, " loss")),
   h("td", { class: "figure", "data-name": "KL " }, number(run.latest.kl_ref_k3)),
   h("td", { class: "figure" }, age(run.updated)),
   h("td", { class: "from" }, [...new Set(from)].join(", ")));

@@ -12,23 +12,34 @@ const SORTS = [["row", "as sampled"], ["score", "highest score"], ["kl", "highes
 const A_PAGE = 50;
 
 export async function open(view) {
-  const [run, all] = await Promise.all([get(`runs/${view.parts[1]}`), get("runs")]);
-  const beside = view.query.get("beside");
+  const [id, beside, row] = [view.parts[1], view.query.get("beside"), view.query.get("row")];
   const page = {
-    view, run, all: all.runs, list: [], total: 0, offset: 0, at: -1, across: [], quantity: localStorage.getItem("quantity") ?? "advantage",
-    beside: beside ? await get(`runs/${beside}`) : null, filters: { sort: "row", q: "", truncated: "" },
-    step: Number(view.query.get("step") ?? run.rollout_steps.at(-1) ?? 0),
+    view, list: [], total: 0, offset: 0, at: -1, quantity: localStorage.getItem("quantity") ?? "advantage",
+    filters: { sort: "row", q: "", truncated: "" },
   };
-  if (!run.rollout_steps.length) {
-    fill(view.root, h("div", { class: "empty" }, h("h1", {}, run.name), `This run kept no answers, so there are no tokens to look at.`,
-      h("a", { href: `#/run/${run.id}` }, "Its curves")));
+  // Where the address says which answer, it is asked for at once.
+  const step = view.query.get("step");
+  if (step !== null && row !== null) page.early = get(`runs/${id}/rollouts/${step}/${row}`).catch(() => null);
+  [page.run, page.beside] = await Promise.all([get(`runs/${id}`), beside ? get(`runs/${beside}`) : null]);
+  page.step = Number(view.query.get("step") ?? page.run.rollout_steps.at(-1) ?? 0);
+  if (!page.run.rollout_steps.length) {
+    fill(view.root, h("div", { class: "empty" }, h("h1", {}, page.run.name), "This run kept no answers, so there are no tokens to look at.",
+      h("a", { href: `#/run/${page.run.id}` }, "Its curves")));
     return;
   }
   build(page);
-  await loadList(page);
-  const row = view.query.get("row");
+  tried(() => fillPicker(page));
+  const listed = loadList(page);
+  if (row === null) await listed;
   const first = row === null ? page.list[0]?.row : Number(row);
   if (first !== undefined) await look(page, page.step, first);
+  await listed;
+}
+
+async function fillPicker(page) {
+  const others = (await get("runs")).runs.filter((each) => each.id !== page.run.id);
+  fill(page.picker, [{ id: "", name: "nothing" }, ...others].map((each) =>
+    h("option", { value: each.id, selected: String(each.id) === String(page.beside?.id ?? "") }, each.name)));
 }
 
 function build(page) {
@@ -50,8 +61,7 @@ function build(page) {
     oninput: (event) => { page.filters.q = event.target.value; search(); } });
   fill(view.root,
     h("div", { class: "head" }, h("h1", {}, h("a", { href: `#/run/${run.id}` }, run.name)), h("small", {}, "token microscope"), h("span", { class: "grow" }),
-      h("label", { class: "inline" }, "Beside", choose([["", "nothing"], ...page.all.filter((each) => each.id !== run.id).map((each) => [each.id, each.name])],
-        page.beside?.id ?? "", (id) => goTo(page, { beside: id })))),
+      h("label", { class: "inline" }, "Beside", page.picker = h("select", { onchange: (event) => goTo(page, { beside: event.target.value }) }))),
     h("div", { class: "row tools-row" }, h("span", {}, "Colour by"), page.quantities, page.legend),
     h("div", { class: "microscope" },
       h("aside", { class: "panel finder" },
@@ -157,7 +167,9 @@ function goTo(page, changes) {
 async function look(page, step, row) {
   page.looking?.abort();
   page.looking = new AbortController();
-  const rollout = await get(`runs/${page.run.id}/rollouts/${step}/${row}`, {}, { signal: page.looking.signal });
+  const early = await page.early;
+  page.early = null;
+  const rollout = early ?? (await get(`runs/${page.run.id}/rollouts/${step}/${row}`, {}, { signal: page.looking.signal }));
   if (!page.view.isOpen()) return;
   show(page, rollout);
   await Promise.all([showAcross(page, rollout), showBeside(page, rollout)]);
