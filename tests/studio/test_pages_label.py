@@ -125,6 +125,7 @@ def test_a_queue_is_made_and_filled_from_runs_on_the_page(visitor: Visitor, serv
     page.keyboard.press("Enter")
     page.locator(".queue", has_text="from runs").get_by_text("Fill", exact=True).click()
     page.get_by_label("How many").fill("6")
+    page.get_by_label("Share asked twice").fill("0")
     page.get_by_role("button", name="Fill").last.click()
     expect(page.locator(".queue", has_text="from runs")).to_contain_text("6 items")
 

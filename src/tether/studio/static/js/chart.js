@@ -12,13 +12,27 @@ const HEIGHT = 170;
 export function makeChart({ name, title, note, group, zoomed, across = "step" }) {
   const readout = h("span", { class: "readout" });
   const canvas = h("div", { class: "plot", role: "img" });
-  const png = h("button", { type: "button", class: "quiet", title: "Save as PNG", onclick: () => savePicture() }, "PNG");
+  const png = h(
+    "button",
+    { type: "button", class: "quiet", title: "Save as PNG", onclick: () => savePicture() },
+    "PNG",
+  );
   const csv = h("button", { type: "button", class: "quiet", title: "Save as CSV", onclick: () => saveTable() }, "CSV");
   const beside = h("div", { class: "beside" });
-  const frame = h("figure", { class: "chart", "data-metric": name },
-    h("figcaption", {}, h("h3", { title: note ? `${name}: ${note}` : name }, title), readout,
-      h("span", { class: "tools" }, png, csv)),
-    canvas, note && h("small", { class: "note" }, note), beside);
+  const frame = h(
+    "figure",
+    { class: "chart", "data-metric": name },
+    h(
+      "figcaption",
+      {},
+      h("h3", { title: note ? `${name}: ${note}` : name }, title),
+      readout,
+      h("span", { class: "tools" }, png, csv),
+    ),
+    canvas,
+    note && h("small", { class: "note" }, note),
+    beside,
+  );
 
   let plot = null;
   let lines = []; // [{label, colour, steps, values, low, high}]
@@ -30,26 +44,53 @@ export function makeChart({ name, title, note, group, zoomed, across = "step" })
     plot?.destroy();
     plot = new uPlot(options(width, series, bands), data, canvas);
     if (settings.range) plot.setScale("x", { min: settings.range[0], max: settings.range[1] });
-    canvas.setAttribute("aria-label", lines.map((line) => inWords(`${title} of ${line.label}`, line.steps, line.values, number)).join("; "));
+    canvas.setAttribute(
+      "aria-label",
+      lines.map((line) => inWords(`${title} of ${line.label}`, line.steps, line.values, number)).join("; "),
+    );
     say(null);
   }
 
   function options(width, series, bands) {
-    const axis = { stroke: ink("--soft"), grid: { stroke: ink("--grid"), width: 1 }, ticks: { stroke: ink("--grid"), size: 4 },
-      font: `11px ${ink("--sans")}`, labelGap: 0 };
+    const axis = {
+      stroke: ink("--soft"),
+      grid: { stroke: ink("--grid"), width: 1 },
+      ticks: { stroke: ink("--grid"), size: 4 },
+      font: `11px ${ink("--sans")}`,
+      labelGap: 0,
+    };
     return {
-      width, height: HEIGHT, series, bands, legend: { show: false }, padding: [8, 10, 0, 0],
-      cursor: { sync: { key: group, setSeries: false }, y: false, points: { size: 6 }, drag: { x: true, y: false, setScale: false } },
+      width,
+      height: HEIGHT,
+      series,
+      bands,
+      legend: { show: false },
+      padding: [8, 10, 0, 0],
+      cursor: {
+        sync: { key: group, setSeries: false },
+        y: false,
+        points: { size: 6 },
+        drag: { x: true, y: false, setScale: false },
+      },
       scales: { x: { time: false }, y: { range: (_, low, high) => padded(low, high) } },
-      axes: [{ ...axis, size: 24, space: 70, values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? short(tick) : "")) },
-        { ...axis, size: 52, space: 32, values: (_, ticks) => ticks.map((tick) => number(tick)) }],
+      axes: [
+        {
+          ...axis,
+          size: 24,
+          space: 70,
+          values: (_, ticks) => ticks.map((tick) => (Number.isInteger(tick) ? short(tick) : "")),
+        },
+        { ...axis, size: 52, space: 32, values: (_, ticks) => ticks.map((tick) => number(tick)) },
+      ],
       hooks: {
         setCursor: [(self) => say(self.cursor.idx)],
-        setSelect: [(self) => {
-          if (self.select.width < 4) return;
-          zoomed(self.posToVal(self.select.left, "x"), self.posToVal(self.select.left + self.select.width, "x"));
-          self.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
-        }],
+        setSelect: [
+          (self) => {
+            if (self.select.width < 4) return;
+            zoomed(self.posToVal(self.select.left, "x"), self.posToVal(self.select.left + self.select.width, "x"));
+            self.setSelect({ left: 0, top: 0, width: 0, height: 0 }, false);
+          },
+        ],
       },
     };
   }
@@ -60,7 +101,8 @@ export function makeChart({ name, title, note, group, zoomed, across = "step" })
       const value = place === null || place === undefined ? latest(line.values) : plot.data[line.at][place];
       readout.append(h("span", { class: `c${which % 6}` }, number(value)));
     }
-    if (place !== null && place !== undefined && plot) readout.prepend(h("small", {}, `${across} ${plot.data[0][place]}`));
+    if (place !== null && place !== undefined && plot)
+      readout.prepend(h("small", {}, `${across} ${plot.data[0][place]}`));
   }
 
   function savePicture() {
@@ -78,13 +120,19 @@ export function makeChart({ name, title, note, group, zoomed, across = "step" })
   }
 
   function saveTable() {
-    const rows = lines.flatMap((line) => line.steps.map((step, place) =>
-      `${quoted(line.label)},${step},${line.values[place] ?? ""}`));
-    save(new Blob([["run,step,value", ...rows, ""].join("\n")], { type: "text/csv" }), `${name.replaceAll("/", "-")}.csv`);
+    const rows = lines.flatMap((line) =>
+      line.steps.map((step, place) => `${quoted(line.label)},${step},${line.values[place] ?? ""}`),
+    );
+    save(
+      new Blob([["run,step,value", ...rows, ""].join("\n")], { type: "text/csv" }),
+      `${name.replaceAll("/", "-")}.csv`,
+    );
   }
 
   return {
-    frame, beside, name,
+    frame,
+    beside,
+    name,
     /** Draw these lines with these settings: {weight, range}. */
     show(newLines, newSettings) {
       [lines, settings] = [newLines, { ...settings, ...newSettings }];
@@ -115,7 +163,12 @@ function arrange(lines, weight) {
       put(line.values, { stroke: `${colour}55`, width: 1 });
     }
     const few = line.dots || line.steps.length < 3;
-    line.at = put(smooth(line.values, weight), { stroke: colour, width: 1.6, points: { show: few, size: 6, fill: colour }, spanGaps: false });
+    line.at = put(smooth(line.values, weight), {
+      stroke: colour,
+      width: 1.6,
+      points: { show: few, size: 6, fill: colour },
+      spanGaps: false,
+    });
     tables.push(columns);
   }
   const data = tables.length ? (tables.length === 1 ? tables[0] : uPlot.join(tables)) : [[]];

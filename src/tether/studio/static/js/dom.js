@@ -46,12 +46,20 @@ export function button(label, onclick, { key = null, kind = "", ...rest } = {}) 
 
 /** A labelled form control. */
 export function field(label, control, help = null) {
-  return h("label", { class: "field" }, h("span", { class: "field-name" }, label), control, help && h("small", {}, help));
+  return h(
+    "label",
+    { class: "field" },
+    h("span", { class: "field-name" }, label),
+    control,
+    help && h("small", {}, help),
+  );
 }
 
 /** A <select> of [value, label] pairs. */
 export function choose(options, chosen, onchange, properties = {}) {
-  const list = options.map(([value, label]) => h("option", { value, selected: String(value) === String(chosen) }, label));
+  const list = options.map(([value, label]) =>
+    h("option", { value, selected: String(value) === String(chosen) }, label),
+  );
   return h("select", { ...properties, onchange: (event) => onchange(event.target.value) }, list);
 }
 

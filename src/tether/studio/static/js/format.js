@@ -45,7 +45,10 @@ export function clock(seconds) {
 
 /** Control characters as visible signs, so that a token is seen for what it is. */
 export function visible(text) {
-  return text.replace(/[\u0000-\u0008\u000b-\u001f]/g, (sign) => String.fromCharCode(0x2400 + sign.charCodeAt(0)))
-    .replace(/[\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g, (sign) =>
-      `⟨${sign.charCodeAt(0).toString(16).padStart(4, "0")}⟩`);
+  return text
+    .replace(/[\u0000-\u0008\u000b-\u001f]/g, (sign) => String.fromCharCode(0x2400 + sign.charCodeAt(0)))
+    .replace(
+      /[\u007f-\u009f\u200b-\u200f\u202a-\u202e\u2066-\u2069\ufeff]/g,
+      (sign) => `⟨${sign.charCodeAt(0).toString(16).padStart(4, "0")}⟩`,
+    );
 }

@@ -18,8 +18,24 @@ export function jobsPanel(view, { kinds = null, changed = () => {} } = {}) {
     const jobs = found.jobs.filter((job) => !kinds || kinds.includes(job.kind));
     panel.hidden = jobs.length === 0;
     const opened = new Set([...list.querySelectorAll("details[open]")].map((each) => each.dataset.job));
-    fill(list, jobs.map((job) => h("li", {}, stateMark(job.state), h("b", {}, job.name), h("small", {}, `${job.kind}, ${age(job.started)} ago`),
-      h("details", { "data-job": job.id, open: opened.has(job.id) || job.state === "failed" }, h("summary", {}, "log"), h("pre", { class: "settings" }, job.log)))));
+    fill(
+      list,
+      jobs.map((job) =>
+        h(
+          "li",
+          {},
+          stateMark(job.state),
+          h("b", {}, job.name),
+          h("small", {}, `${job.kind}, ${age(job.started)} ago`),
+          h(
+            "details",
+            { "data-job": job.id, open: opened.has(job.id) || job.state === "failed" },
+            h("summary", {}, "log"),
+            h("pre", { class: "settings" }, job.log),
+          ),
+        ),
+      ),
+    );
     const now = jobs.map((job) => `${job.id}${job.state}`).join();
     if (before && before !== now) changed();
     before = now;

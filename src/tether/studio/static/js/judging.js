@@ -14,10 +14,30 @@ export async function openQueue(view, id) {
   page.left = h("small", { role: "status" });
   page.place = h("div", { class: "task" });
   page.saved = h("small", { class: "saved", role: "status", "aria-live": "polite" });
-  fill(view.root,
-    h("div", { class: "head" }, h("h1", {}, h("a", { href: "#/label" }, "Label")), h("b", {}, queue.name), page.left, h("span", { class: "grow" }), page.saved, button("Undo", () => undo(page), { key: "u" })),
-    h("div", { class: "judging" }, page.place,
-      h("aside", { class: "panel guidelines" }, h("h2", {}, "Guidelines"), h("p", {}, queue.guidelines || "None were written. Choose what you would rather be given."))));
+  fill(
+    view.root,
+    h(
+      "div",
+      { class: "head" },
+      h("h1", {}, h("a", { href: "#/label" }, "Label")),
+      h("b", {}, queue.name),
+      page.left,
+      h("span", { class: "grow" }),
+      page.saved,
+      button("Undo", () => undo(page), { key: "u" }),
+    ),
+    h(
+      "div",
+      { class: "judging" },
+      page.place,
+      h(
+        "aside",
+        { class: "panel guidelines" },
+        h("h2", {}, "Guidelines"),
+        h("p", {}, queue.guidelines || "None were written. Choose what you would rather be given."),
+      ),
+    ),
+  );
   await next(page);
 }
 
@@ -50,7 +70,13 @@ async function cast(page, choice) {
   page.busy = true;
   page.place.classList.add("sending");
   const seconds = Math.round((performance.now() - page.since) / 10) / 100;
-  const vote = { client_uid: uid(), item_id: page.item.id, order: page.item.order, seconds, ...(choice.skip ? { skip: true, choice: "" } : { choice }) };
+  const vote = {
+    client_uid: uid(),
+    item_id: page.item.id,
+    order: page.item.order,
+    seconds,
+    ...(choice.skip ? { skip: true, choice: "" } : { choice }),
+  };
   try {
     for (let wait = 500; ; wait = Math.min(8000, wait * 2)) {
       try {
@@ -83,6 +109,15 @@ async function undo(page) {
 
 /** A prompt is a text, or a list of messages. */
 export function promptOf(prompt) {
-  const messages = typeof prompt === "string" ? [{ role: "prompt", content: prompt }] : Array.isArray(prompt) ? prompt : prompt.messages ?? [{ role: "prompt", content: prompt.text ?? JSON.stringify(prompt) }];
-  return h("div", { class: "prompt" }, messages.map((each) => h("div", {}, h("small", {}, each.role), h("p", { class: "text" }, each.content))));
+  const messages =
+    typeof prompt === "string"
+      ? [{ role: "prompt", content: prompt }]
+      : Array.isArray(prompt)
+        ? prompt
+        : (prompt.messages ?? [{ role: "prompt", content: prompt.text ?? JSON.stringify(prompt) }]);
+  return h(
+    "div",
+    { class: "prompt" },
+    messages.map((each) => h("div", {}, h("small", {}, each.role), h("p", { class: "text" }, each.content))),
+  );
 }

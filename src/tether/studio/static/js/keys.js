@@ -52,15 +52,42 @@ const SIGNS = { ArrowLeft: "←", ArrowRight: "→", ArrowUp: "↑", ArrowDown: 
 
 /** The overlay that lists the keys. */
 export function showKeys() {
-  const list = (title, bindings) => bindings.length > 0 && h("section", {}, h("h3", {}, title), h("dl", {},
-    bindings.map((each) => [
-      h("dt", {}, names(each).map((name) => h("kbd", {}, name.split(" ").map((part) => SIGNS[part] ?? part).join(" ") || "space"))),
-      h("dd", {}, each.does),
-    ])));
-  const overlay = h("dialog", { class: "keys", "aria-label": "Keys" },
+  const list = (title, bindings) =>
+    bindings.length > 0 &&
+    h(
+      "section",
+      {},
+      h("h3", {}, title),
+      h(
+        "dl",
+        {},
+        bindings.map((each) => [
+          h(
+            "dt",
+            {},
+            names(each).map((name) =>
+              h(
+                "kbd",
+                {},
+                name
+                  .split(" ")
+                  .map((part) => SIGNS[part] ?? part)
+                  .join(" ") || "space",
+              ),
+            ),
+          ),
+          h("dd", {}, each.does),
+        ]),
+      ),
+    );
+  const overlay = h(
+    "dialog",
+    { class: "keys", "aria-label": "Keys" },
     h("h2", {}, "Keys"),
-    list("This page", page), list("Everywhere", everywhere),
-    h("form", { method: "dialog" }, h("button", {}, "Close")));
+    list("This page", page),
+    list("Everywhere", everywhere),
+    h("form", { method: "dialog" }, h("button", {}, "Close")),
+  );
   overlay.addEventListener("close", () => overlay.remove());
   document.body.append(overlay);
   overlay.showModal();

@@ -58,7 +58,8 @@ export function columns({ nodes, arrows }) {
     }
     if (!moved) break;
   }
-  for (const { key, run } of nodes) { // what is no run stands just left of what it went into
+  for (const { key, run } of nodes) {
+    // what is no run stands just left of what it went into
     const uses = arrows.filter(({ from }) => from === key).map(({ to }) => depth.get(to));
     if (!run && uses.length) depth.set(key, Math.max(0, Math.min(...uses) - 1));
   }
@@ -80,7 +81,11 @@ export function lineagePicture(runs, chosen) {
   const width = Math.max(...[...place.values()].map(([x]) => x)) + WIDTH + 2;
   const height = Math.max(...[...place.values()].map(([, y]) => y)) + HEIGHT + 2;
   const picture = svg("svg", {
-    class: "lineage", viewBox: `-1 -1 ${width} ${height}`, width, height, role: "img",
+    class: "lineage",
+    viewBox: `-1 -1 ${width} ${height}`,
+    width,
+    height,
+    role: "img",
     "aria-label": `What ${chosen.name} was made from, and what was made from it`,
   });
   for (const { from, to, role } of graph.arrows) picture.append(drawArrow(place.get(from), place.get(to), role));
@@ -91,16 +96,24 @@ export function lineagePicture(runs, chosen) {
 function drawArrow([fromX, fromY], [toX, toY], role) {
   const [x0, y0, x1, y1] = [fromX + WIDTH, fromY + HEIGHT / 2, toX - 5, toY + HEIGHT / 2];
   const bend = Math.max(16, (x1 - x0) / 2);
-  return svg("g", { class: "arrow" }, svg("title", {}, role),
+  return svg(
+    "g",
+    { class: "arrow" },
+    svg("title", {}, role),
     svg("path", { d: `M${x0} ${y0}C${x0 + bend} ${y0} ${x1 - bend} ${y1} ${x1} ${y1}` }),
-    svg("path", { class: "head", d: `M${x1 - 3} ${y1 - 3.5}l7 3.5l-7 3.5z` }));
+    svg("path", { class: "head", d: `M${x1 - 3} ${y1 - 3.5}l7 3.5l-7 3.5z` }),
+  );
 }
 
 function drawNode(node, [x, y], isChosen) {
   const inside = [
     svg("title", {}, node.title),
     svg("rect", { x, y, width: WIDTH, height: HEIGHT, rx: 6 }),
-    svg("text", { x: x + 10, y: y + 16, class: "title" }, node.title.length > 21 ? `…${node.title.slice(-20)}` : node.title),
+    svg(
+      "text",
+      { x: x + 10, y: y + 16, class: "title" },
+      node.title.length > 21 ? `…${node.title.slice(-20)}` : node.title,
+    ),
     svg("text", { x: x + 10, y: y + 30, class: "kind" }, node.run ? `${node.kind}, ${node.run.state}` : node.kind),
   ];
   const kind = `node ${node.run ? "run" : "source"}${isChosen ? " chosen" : ""}`;

@@ -14,7 +14,15 @@ const PAGES = [
   { name: "chat", title: "Chat", key: "c", roles: ["owner"] },
 ];
 // The first word of the address, and the module that shows it.
-const MODULES = { runs: "runs", run: "run", start: "start", label: "label", train: "train", arena: "arena", chat: "chat" };
+const MODULES = {
+  runs: "runs",
+  run: "run",
+  start: "start",
+  label: "label",
+  train: "train",
+  arena: "arena",
+  chat: "chat",
+};
 
 const root = document.getElementById("page");
 let me = null;
@@ -25,7 +33,10 @@ let opening = 0;
 function where() {
   const [path, words = ""] = location.hash.replace(/^#\/?/, "").split("?");
   const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
-  return { parts: parts.length ? parts : [me.role === "annotator" ? "label" : "runs"], query: new URLSearchParams(words) };
+  return {
+    parts: parts.length ? parts : [me.role === "annotator" ? "label" : "runs"],
+    query: new URLSearchParams(words),
+  };
 }
 
 async function open() {
@@ -54,8 +65,16 @@ async function open() {
 
 function showError(error) {
   console.error(error);
-  fill(root, h("section", { class: "empty" }, h("h1", {}, "This page could not be opened"), h("p", {}, error.message),
-    h("button", { type: "button", onclick: open }, "Try again")));
+  fill(
+    root,
+    h(
+      "section",
+      { class: "empty" },
+      h("h1", {}, "This page could not be opened"),
+      h("p", {}, error.message),
+      h("button", { type: "button", onclick: open }, "Try again"),
+    ),
+  );
 }
 
 function markNav(current) {
@@ -74,7 +93,10 @@ async function begin() {
     return;
   }
   const pages = PAGES.filter((page) => page.roles.includes(me.role));
-  add(document.getElementById("nav"), pages.map((page) => h("a", { href: `#/${page.name}`, "data-name": page.name }, page.title)));
+  add(
+    document.getElementById("nav"),
+    pages.map((page) => h("a", { href: `#/${page.name}`, "data-name": page.name }, page.title)),
+  );
   document.querySelector(".brand").href = `#/${pages[0].name}`;
   document.getElementById("theme").addEventListener("click", toggleTheme);
   document.querySelector(".skip").addEventListener("click", (event) => {
@@ -85,7 +107,13 @@ async function begin() {
   bindEverywhere([
     { key: "?", does: "These keys", run: showKeys },
     { key: "d", does: "Light or dark", run: toggleTheme },
-    ...pages.map((page) => ({ key: `g ${page.key}`, does: page.title, run: () => { location.hash = `#/${page.name}`; } })),
+    ...pages.map((page) => ({
+      key: `g ${page.key}`,
+      does: page.title,
+      run: () => {
+        location.hash = `#/${page.name}`;
+      },
+    })),
   ]);
   addEventListener("hashchange", open);
   addEventListener("unhandledrejection", (event) => notice(event.reason?.message ?? "Something went wrong.", "error"));

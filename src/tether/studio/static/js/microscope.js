@@ -22,20 +22,41 @@ export function makeLens({ title, followed = () => {} }) {
     strip.show({ at: place });
     const value = (name) => rollout.columns[name][place];
     const names = Object.keys(COLUMN_TITLES).filter((name) => rollout.columns[name]);
-    fill(numbers,
-      h("div", { class: "piece" }, h("dt", {}, `token ${place}${rollout.response[place] ? "" : ", prompt"}`),
-        h("dd", {}, h("code", {}, JSON.stringify(visible(rollout.pieces[place])).slice(1, -1)))),
-      rollout.response[place] && names.map((name) => h("div", { class: name === quantity ? "chosen" : "" },
-        h("dt", {}, COLUMN_TITLES[name]), h("dd", {}, name === "clipped" ? (value(name) ? "yes" : "no") : fixed(value(name))))),
-      alternatives(place));
+    fill(
+      numbers,
+      h(
+        "div",
+        { class: "piece" },
+        h("dt", {}, `token ${place}${rollout.response[place] ? "" : ", prompt"}`),
+        h("dd", {}, h("code", {}, JSON.stringify(visible(rollout.pieces[place])).slice(1, -1))),
+      ),
+      rollout.response[place] &&
+        names.map((name) =>
+          h(
+            "div",
+            { class: name === quantity ? "chosen" : "" },
+            h("dt", {}, COLUMN_TITLES[name]),
+            h("dd", {}, name === "clipped" ? (value(name) ? "yes" : "no") : fixed(value(name))),
+          ),
+        ),
+      alternatives(place),
+    );
     followed(place);
   }
 
   function alternatives(place) {
     const found = rollout.alternatives?.[place];
     if (!found?.length) return null;
-    return h("div", { class: "alternatives" }, h("dt", {}, "others"),
-      h("dd", {}, found.map(([piece, logprob]) => h("span", {}, h("code", {}, visible(piece)), ` ${fixed(logprob, 2)} `))));
+    return h(
+      "div",
+      { class: "alternatives" },
+      h("dt", {}, "others"),
+      h(
+        "dd",
+        {},
+        found.map(([piece, logprob]) => h("span", {}, h("code", {}, visible(piece)), ` ${fixed(logprob, 2)} `)),
+      ),
+    );
   }
 
   function colour() {
@@ -43,12 +64,17 @@ export function makeLens({ title, followed = () => {} }) {
     const values = coloured(rollout, quantity);
     const full = reach(values);
     text.colour(rollout, values, full);
-    strip.show({ values, full, clipped: (rollout.columns.clipped ?? []).map((is, place) => is && rollout.response[place]) });
+    strip.show({
+      values,
+      full,
+      clipped: (rollout.columns.clipped ?? []).map((is, place) => is && rollout.response[place]),
+    });
     frame.dataset.full = full;
   }
 
   return {
-    frame, text,
+    frame,
+    text,
     get rollout() {
       return rollout;
     },
@@ -63,10 +89,14 @@ export function makeLens({ title, followed = () => {} }) {
         return;
       }
       const parts = Object.entries(found.parts ?? {});
-      fill(heading, h("b", {}, title), h("small", {}, `step ${found.step}, row ${found.row}`),
+      fill(
+        heading,
+        h("b", {}, title),
+        h("small", {}, `step ${found.step}, row ${found.row}`),
         h("span", {}, "score ", h("b", {}, number(found.score))),
         parts.length > 1 && parts.map(([name, value]) => h("small", {}, `${name} ${number(value)}`)),
-        h("small", {}, `${found.response.filter(Boolean).length} tokens, ended by ${found.finish}`));
+        h("small", {}, `${found.response.filter(Boolean).length} tokens, ended by ${found.finish}`),
+      );
       text.show(found);
       strip.show({ at: -1 });
       colour();

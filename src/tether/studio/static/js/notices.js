@@ -6,8 +6,12 @@ const place = document.getElementById("notices");
 
 /** Say something. Errors stay until they are dismissed. */
 export function notice(text, kind = "note") {
-  const box = h("div", { class: `notice ${kind}`, role: kind === "error" ? "alert" : "status" }, text,
-    h("button", { type: "button", class: "quiet", "aria-label": "Dismiss", onclick: () => box.remove() }, "×"));
+  const box = h(
+    "div",
+    { class: `notice ${kind}`, role: kind === "error" ? "alert" : "status" },
+    text,
+    h("button", { type: "button", class: "quiet", "aria-label": "Dismiss", onclick: () => box.remove() }, "×"),
+  );
   place.append(box);
   while (place.children.length > 3) place.firstChild.remove();
   if (kind !== "error") setTimeout(() => box.remove(), 4000);

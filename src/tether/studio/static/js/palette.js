@@ -10,17 +10,38 @@ export const QUANTITIES = {
   kl: { title: "KL to the reference", middle: 0, says: ["rarer than before", "likelier than before"] },
   reward: { title: "Reward", middle: 0, says: ["punished", "rewarded"] },
   return: { title: "Return", middle: 0, says: ["low", "high"] },
-  ratio: { title: "Ratio", middle: 1, says: ["made rarer", "made likelier"], of: (ratio) => (ratio > 0 ? Math.log(ratio) : null), from: 0 },
+  ratio: {
+    title: "Ratio",
+    middle: 1,
+    says: ["made rarer", "made likelier"],
+    of: (ratio) => (ratio > 0 ? Math.log(ratio) : null),
+    from: 0,
+  },
   entropy: { title: "Entropy", middle: 0, says: ["", "undecided"] },
   old_logprob: { title: "Log-prob", middle: 0, says: ["", "surprising"], of: (value) => -value, from: 0 },
-  behavior_logprob: { title: "Log-prob as sampled", middle: 0, says: ["", "surprising"], of: (value) => -value, from: 0 },
+  behavior_logprob: {
+    title: "Log-prob as sampled",
+    middle: 0,
+    says: ["", "surprising"],
+    of: (value) => -value,
+    from: 0,
+  },
   ref_logprob: { title: "Log-prob, reference", middle: 0, says: ["", "surprising"], of: (value) => -value, from: 0 },
 };
 
 export const COLUMN_TITLES = {
-  behavior_logprob: "log-prob, sampled", untruncated_logprob: "log-prob, untruncated", old_logprob: "log-prob, old",
-  ref_logprob: "log-prob, reference", kl: "KL", value: "value", reward: "reward", advantage: "advantage", return: "return",
-  ratio: "ratio", clipped: "clipped", entropy: "entropy",
+  behavior_logprob: "log-prob, sampled",
+  untruncated_logprob: "log-prob, untruncated",
+  old_logprob: "log-prob, old",
+  ref_logprob: "log-prob, reference",
+  kl: "KL",
+  value: "value",
+  reward: "reward",
+  advantage: "advantage",
+  return: "return",
+  ratio: "ratio",
+  clipped: "clipped",
+  entropy: "entropy",
 };
 
 /** The numbers of one column as they are coloured, null off the answer and where there is none. */
@@ -35,7 +56,10 @@ export function coloured(rollout, name) {
 
 /** The size at which colour is full: large, without being set by the one largest token. */
 export function reach(values) {
-  const sizes = values.filter((value) => value !== null && Number.isFinite(value)).map(Math.abs).sort((a, b) => a - b);
+  const sizes = values
+    .filter((value) => value !== null && Number.isFinite(value))
+    .map(Math.abs)
+    .sort((a, b) => a - b);
   if (!sizes.length) return 1;
   return sizes[Math.ceil(0.98 * (sizes.length - 1))] || sizes.at(-1) || 1;
 }

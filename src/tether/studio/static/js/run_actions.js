@@ -21,19 +21,41 @@ async function act(run, verb, words) {
 
 function askFork(run) {
   const step = h("input", { type: "number", min: 0, max: run.step, value: run.step, required: true });
-  const settings = h("textarea", { rows: 4, class: "mono", placeholder: "learner.learning_rate: 1e-5", "aria-describedby": "fork-help" });
-  const dialog = h("dialog", { "aria-label": `Fork ${run.name}` },
+  const settings = h("textarea", {
+    rows: 4,
+    class: "mono",
+    placeholder: "learner.learning_rate: 1e-5",
+    "aria-describedby": "fork-help",
+  });
+  const dialog = h(
+    "dialog",
+    { "aria-label": `Fork ${run.name}` },
     h("h2", {}, `Fork ${run.name}`),
-    h("form", { class: "stack", onsubmit: async (event) => {
-      event.preventDefault();
-      const made = await tried(() => post(`runs/${run.id}/fork`, { step: Number(step.value), settings: parseSettings(settings.value) }));
-      if (!made) return;
-      dialog.close();
-      notice(`${made.name ?? "The fork"} has started`);
-      location.hash = "#/runs";
-    } },
-    field("From step", step), field("Changed settings", settings, "One a line, as in a recipe: key: value"),
-    h("div", { class: "row" }, h("button", { class: "main" }, "Fork"), button("Cancel", () => dialog.close()))));
+    h(
+      "form",
+      {
+        class: "stack",
+        onsubmit: async (event) => {
+          event.preventDefault();
+          const made = await tried(() =>
+            post(`runs/${run.id}/fork`, { step: Number(step.value), settings: parseSettings(settings.value) }),
+          );
+          if (!made) return;
+          dialog.close();
+          notice(`${made.name ?? "The fork"} has started`);
+          location.hash = "#/runs";
+        },
+      },
+      field("From step", step),
+      field("Changed settings", settings, "One a line, as in a recipe: key: value"),
+      h(
+        "div",
+        { class: "row" },
+        h("button", { class: "main" }, "Fork"),
+        button("Cancel", () => dialog.close()),
+      ),
+    ),
+  );
   dialog.addEventListener("close", () => dialog.remove());
   document.body.append(dialog);
   dialog.showModal();
@@ -43,7 +65,10 @@ function askFork(run) {
 /** "a.b: 1" lines as {"a.b": 1}; what is not JSON is a word. */
 export function parseSettings(text) {
   const found = {};
-  for (const line of text.split("\n").map((each) => each.trim()).filter(Boolean)) {
+  for (const line of text
+    .split("\n")
+    .map((each) => each.trim())
+    .filter(Boolean)) {
     const place = line.indexOf(":");
     if (place < 1) throw new Error(`"${line}" is not of the form key: value`);
     found[line.slice(0, place).trim()] = plain(line.slice(place + 1).trim());

@@ -5,7 +5,14 @@ import { svg } from "./dom.js";
 /** An SVG line through the numbers that are there; null where there are fewer than two. */
 export function sparkline(values, { width = 96, height = 22, label = "" } = {}) {
   const known = values.filter((value) => value !== null && Number.isFinite(value));
-  const box = svg("svg", { class: "spark", viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label });
+  const box = svg("svg", {
+    class: "spark",
+    viewBox: `0 0 ${width} ${height}`,
+    width,
+    height,
+    role: "img",
+    "aria-label": label,
+  });
   if (known.length < 2) return box;
   const [low, high] = [Math.min(...known), Math.max(...known)];
   const x = (place) => 2 + (place / (values.length - 1)) * (width - 6);

@@ -7,7 +7,12 @@ const HEIGHT = 64;
 
 /** A strip. `pointed(place)` is told which token the pointer is over; `chosen(place)` which one is clicked. */
 export function makeStrip({ pointed, chosen }) {
-  const canvas = h("canvas", { class: "strip", height: HEIGHT, role: "img", "aria-label": "The chosen quantity, one bar a token" });
+  const canvas = h("canvas", {
+    class: "strip",
+    height: HEIGHT,
+    role: "img",
+    "aria-label": "The chosen quantity, one bar a token",
+  });
   let shown = { values: [], full: 1, clipped: [], at: -1 };
   const place = (event) => {
     const box = canvas.getBoundingClientRect();
@@ -32,7 +37,11 @@ export function makeStrip({ pointed, chosen }) {
     const tall = oneSided ? HEIGHT - 14 : HEIGHT / 2 - 8;
     const [more, less] = [ink("--more"), ink("--less")];
     const thick = Math.max(0.6, step - (step > 4 ? 1 : 0));
-    for (const [colour, sign] of [[more, 1], [less, -1]]) { // a colour at a time: changing it is what costs
+    for (const [colour, sign] of [
+      [more, 1],
+      [less, -1],
+    ]) {
+      // a colour at a time: changing it is what costs
       pen.fillStyle = colour;
       values.forEach((value, token) => {
         if (value === null || !Number.isFinite(value) || Math.sign(value) !== sign) return;

@@ -8,14 +8,28 @@ const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/;
 
 /** The text of a rollout. `pointed(place)` is told which token is under the pointer or has the focus. */
 export function makeTokenText({ pointed }) {
-  const box = h("div", { class: "tokens", role: "group", "aria-label": "Tokens of the answer; arrow keys walk", tabindex: 0 });
+  const box = h("div", {
+    class: "tokens",
+    role: "group",
+    "aria-label": "Tokens of the answer; arrow keys walk",
+    tabindex: 0,
+  });
   let spans = [];
   let at = -1;
   const placeOf = (event) => Number(event.target.closest?.("[data-t]")?.dataset.t ?? -1);
   box.addEventListener("pointerover", (event) => placeOf(event) >= 0 && pointed(placeOf(event)));
   box.addEventListener("click", (event) => placeOf(event) >= 0 && go(placeOf(event)));
   box.addEventListener("keydown", (event) => {
-    const by = { ArrowLeft: -1, ArrowRight: 1, ArrowUp: -12, ArrowDown: 12, PageUp: -100, PageDown: 100, Home: -Infinity, End: Infinity }[event.key];
+    const by = {
+      ArrowLeft: -1,
+      ArrowRight: 1,
+      ArrowUp: -12,
+      ArrowDown: 12,
+      PageUp: -100,
+      PageDown: 100,
+      Home: -Infinity,
+      End: Infinity,
+    }[event.key];
     if (by === undefined || event.ctrlKey || event.metaKey) return;
     event.preventDefault();
     go(Math.max(0, Math.min(spans.length - 1, (at < 0 ? 0 : at) + by)));
@@ -34,7 +48,9 @@ export function makeTokenText({ pointed }) {
   }
 
   return {
-    box, go, mark,
+    box,
+    go,
+    mark,
     /** Put the rollout's pieces in place. */
     show(rollout) {
       at = -1;

@@ -5,11 +5,13 @@ import { fill, h, onceAFrame } from "../dom.js";
 import { makeChart } from "../chart.js";
 import { questionsFor } from "../curves.js";
 import { clock, number } from "../format.js";
+import { hearDoctor } from "../doctor.js";
 import { bindPage } from "../keys.js";
 import { listen } from "../live.js";
 import { notice, tried } from "../notices.js";
-import { findingCard, progressBar, stateMark } from "../parts.js";
+import { progressBar, stateMark } from "../parts.js";
 import { runActions } from "../run_actions.js";
+import { drawAll, drawOne, loadOpen, setWeight, zoom, zoomBy } from "../run_curves.js";
 import { RunSeries } from "../series.js";
 
 const DOCTOR_EVERY = 15000; // ms between two consultations of a run that is going on
@@ -19,8 +21,14 @@ export async function open(view) {
   const others = (view.query.get("with") ?? "").split(",").filter(Boolean);
   const compared = [id, ...others].map((each) => new RunSeries({ id: each, name: "" }));
   // Everything is asked for at once: what the run is, and all its curves.
-  const [run, ...rest] = await Promise.all([get(`runs/${id}`), ...others.map((each) => get(`runs/${each}`)), ...compared.map((each) => each.load([]))]);
-  [run, ...rest.slice(0, others.length)].forEach((each, place) => { compared[place].run = each; });
+  const [run, ...rest] = await Promise.all([
+    get(`runs/${id}`),
+    ...others.map((each) => get(`runs/${each}`)),
+    ...compared.map((each) => each.load([])),
+  ]);
+  [run, ...rest.slice(0, others.length)].forEach((each, place) => {
+    compared[place].run = each;
+  });
   if (!view.isOpen()) return;
   const page = { view, run, compared, charts: [], weight: Number(localStorage.getItem("smoothing") ?? 0), range: null };
   build(page);
@@ -39,22 +47,58 @@ function build(page) {
   page.doctor = h("section", { class: "doctor" });
   page.events = h("ol", { class: "events" });
   page.slider = h("input", {
-    type: "range", min: 0, max: 0.98, step: 0.02, value: page.weight, "aria-label": "Smoothing",
+    type: "range",
+    min: 0,
+    max: 0.98,
+    step: 0.02,
+    value: page.weight,
+    "aria-label": "Smoothing",
     oninput: (event) => setWeight(page, Number(event.target.value)),
   });
-  page.zoomed = h("button", { type: "button", onclick: () => zoom(page, null), hidden: true }, "Whole run", h("kbd", {}, "0"));
+  page.zoomed = h(
+    "button",
+    { type: "button", onclick: () => zoom(page, null), hidden: true },
+    "Whole run",
+    h("kbd", {}, "0"),
+  );
   const questions = questionsFor(run.metric_names).map((group) => questionSection(page, group));
-  fill(view.root,
-    h("div", { class: "head" }, h("h1", {}, run.name), h("small", {}, run.method), page.state, h("span", { class: "grow" }),
-      runActions(run), run.rollout_steps.length > 0 && h("a", { class: "button", href: `#/run/${run.id}/tokens` }, "Tokens", h("kbd", {}, "m"))),
-    page.latest,
-    h("div", { class: "row tools-row" },
-      h("label", { class: "inline" }, "Smoothing", page.slider), page.zoomed, overlayPicker(page),
+  fill(
+    view.root,
+    h(
+      "div",
+      { class: "head" },
+      h("h1", {}, run.name),
+      h("small", {}, run.method),
+      page.state,
       h("span", { class: "grow" }),
-      h("a", { class: "button", href: address(`runs/${run.id}/metrics.csv`), download: `${run.name.replaceAll("/", "-")}.csv` }, "All metrics as CSV")),
-    page.doctor, questions,
+      runActions(run),
+      run.rollout_steps.length > 0 &&
+        h("a", { class: "button", href: `#/run/${run.id}/tokens` }, "Tokens", h("kbd", {}, "m")),
+    ),
+    page.latest,
+    h(
+      "div",
+      { class: "row tools-row" },
+      h("label", { class: "inline" }, "Smoothing", page.slider),
+      page.zoomed,
+      overlayPicker(page),
+      h("span", { class: "grow" }),
+      h(
+        "a",
+        {
+          class: "button",
+          href: address(`runs/${run.id}/metrics.csv`),
+          download: `${run.name.replaceAll("/", "-")}.csv`,
+        },
+        "All metrics as CSV",
+      ),
+    ),
+    page.doctor,
+    questions,
     h("section", { class: "question" }, h("h2", {}, "What happened"), page.events),
-    settingsOf("Recipe", run.config), settingsOf("Made with", run.environment));
+    settingsOf("Recipe", run.config),
+    settingsOf("Made with", run.environment),
+  );
   drawHead(page);
   drawEvents(page);
   bindPage(keys(page));
@@ -71,8 +115,15 @@ function build(page) {
 
 function questionSection(page, { question, charts, closed }) {
   const grid = h("div", { class: "charts" });
-  const body = h("details", { class: "question", open: !closed }, h("summary", {}, h("h2", {}, question), h("small", {}, charts.length)), grid);
-  const made = charts.map((each) => makeChart({ ...each, group: "steps", zoomed: (low, high) => zoom(page, [low, high]) }));
+  const body = h(
+    "details",
+    { class: "question", open: !closed },
+    h("summary", {}, h("h2", {}, question), h("small", {}, charts.length)),
+    grid,
+  );
+  const made = charts.map((each) =>
+    makeChart({ ...each, group: "steps", zoomed: (low, high) => zoom(page, [low, high]) }),
+  );
   for (const chart of made) {
     chart.isOpen = () => body.open;
     grid.append(chart.frame);
@@ -88,10 +139,33 @@ function questionSection(page, { question, charts, closed }) {
 
 function overlayPicker(page) {
   const rest = page.compared.slice(1).map((each) => each.run.id);
-  const chips = page.compared.map((each, place) => h("span", { class: `chip c${place % 6}` }, each.run.name,
-    place > 0 && h("button", { type: "button", class: "quiet", "aria-label": `Take ${each.run.name} away`,
-      onclick: () => goWith(page, rest.filter((id) => id !== each.run.id)) }, "×")));
-  page.picker = h("select", { "aria-label": "Overlay another run", hidden: true, onchange: (event) => goWith(page, [...rest, event.target.value]) });
+  const chips = page.compared.map((each, place) =>
+    h(
+      "span",
+      { class: `chip c${place % 6}` },
+      each.run.name,
+      place > 0 &&
+        h(
+          "button",
+          {
+            type: "button",
+            class: "quiet",
+            "aria-label": `Take ${each.run.name} away`,
+            onclick: () =>
+              goWith(
+                page,
+                rest.filter((id) => id !== each.run.id),
+              ),
+          },
+          "×",
+        ),
+    ),
+  );
+  page.picker = h("select", {
+    "aria-label": "Overlay another run",
+    hidden: true,
+    onchange: (event) => goWith(page, [...rest, event.target.value]),
+  });
   return h("span", { class: "row" }, chips, page.picker);
 }
 
@@ -103,31 +177,64 @@ function goWith(page, ids) {
 async function fillPicker(page) {
   const shown = new Set(page.compared.map((each) => each.run.id));
   const others = (await get("runs")).runs.filter((each) => !shown.has(each.id));
-  fill(page.picker, h("option", { value: "" }, "Overlay a run…"), others.map((each) => h("option", { value: each.id }, each.name)));
+  fill(
+    page.picker,
+    h("option", { value: "" }, "Overlay a run…"),
+    others.map((each) => h("option", { value: each.id }, each.name)),
+  );
   page.picker.hidden = others.length === 0;
 }
 
 function settingsOf(title, values) {
   const text = JSON.stringify(values, null, 2);
-  return h("details", { class: "question" }, h("summary", {}, h("h2", {}, title)), h("pre", { class: "settings" }, text));
+  return h(
+    "details",
+    { class: "question" },
+    h("summary", {}, h("h2", {}, title)),
+    h("pre", { class: "settings" }, text),
+  );
 }
 
 function drawHead(page) {
   const { run } = page;
   fill(page.state, stateMark(run.state), progressBar(run.step, run.steps));
   const names = { score: "Score", "held_out/score": "Held-out", accuracy: "Accuracy", kl_ref_k3: "KL", loss: "Loss" };
-  fill(page.latest, Object.entries(names).filter(([name]) => run.latest[name] !== undefined)
-    .map(([name, title]) => h("div", {}, h("dt", {}, title), h("dd", {}, number(run.latest[name])))));
+  fill(
+    page.latest,
+    Object.entries(names)
+      .filter(([name]) => run.latest[name] !== undefined)
+      .map(([name, title]) => h("div", {}, h("dt", {}, title), h("dd", {}, number(run.latest[name])))),
+  );
 }
 
 function drawEvents(page) {
-  fill(page.events, page.run.events.slice(-200).reverse().map((each) => h("li", {},
-    h("time", {}, clock(each.time)), h("b", {}, each.kind), h("span", {}, each.step === null ? "" : `step ${each.step}`), h("span", {}, each.text))));
+  fill(
+    page.events,
+    page.run.events
+      .slice(-200)
+      .reverse()
+      .map((each) =>
+        h(
+          "li",
+          {},
+          h("time", {}, clock(each.time)),
+          h("b", {}, each.kind),
+          h("span", {}, each.step === null ? "" : `step ${each.step}`),
+          h("span", {}, each.text),
+        ),
+      ),
+  );
 }
 
 function keys(page) {
   return [
-    { key: "m", does: "Its answers, token by token", run: () => { location.hash = `#/run/${page.run.id}/tokens`; } },
+    {
+      key: "m",
+      does: "Its answers, token by token",
+      run: () => {
+        location.hash = `#/run/${page.run.id}/tokens`;
+      },
+    },
     { key: ["s"], does: "Smoother", run: () => setWeight(page, Math.min(0.98, page.weight + 0.1)) },
     { key: ["S"], does: "Less smooth", run: () => setWeight(page, Math.max(0, page.weight - 0.1)) },
     { key: ["+", "="], does: "Zoom in", run: () => zoomBy(page, 0.5, 0) },
@@ -137,64 +244,6 @@ function keys(page) {
     { key: "0", does: "Whole run", run: () => zoom(page, null) },
     { key: "o", does: "Overlay another run", run: () => page.picker.focus() },
   ];
-}
-
-// -- curves --------------------------------------------------------------------------------------------------------
-
-async function loadOpen(page) {
-  const names = page.charts.filter((chart) => chart.isOpen()).map((chart) => chart.name);
-  await Promise.all(page.compared.map((each) => each.load(names, page.range)));
-}
-
-function drawOne(page, chart) {
-  if (chart.isOpen()) chart.show(page.compared.map((each) => each.line(chart.name)), { weight: page.weight, range: page.range });
-}
-
-function drawAll(page) {
-  page.charts.forEach((chart) => drawOne(page, chart));
-}
-
-function setWeight(page, weight) {
-  page.weight = Math.round(weight * 100) / 100;
-  page.slider.value = page.weight;
-  localStorage.setItem("smoothing", page.weight);
-  page.drawSoon ??= onceAFrame(() => drawAll(page));
-  page.drawSoon();
-}
-
-async function zoom(page, range) {
-  page.range = range && range[1] - range[0] >= 1 ? range : null;
-  page.zoomed.hidden = page.range === null;
-  drawAll(page); // at once with what is here, then with finer points
-  await tried(() => loadOpen(page));
-  drawAll(page);
-}
-
-function zoomBy(page, factor, shift) {
-  const last = Math.max(1, ...page.compared.map((each) => each.run.step));
-  const [low, high] = page.range ?? [0, last];
-  const middle = (low + high) / 2 + shift * (high - low);
-  const half = Math.max(1, ((high - low) / 2) * factor);
-  if (half * 2 >= last) zoom(page, null);
-  else zoom(page, [Math.max(0, middle - half), Math.min(last, middle + half)]);
-}
-
-// -- the doctor ----------------------------------------------------------------------------------------------------
-
-async function hearDoctor(page) {
-  const heard = await tried(() => get(`runs/${page.run.id}/findings`));
-  if (!heard || !page.view.isOpen()) return;
-  for (const chart of page.charts) fill(chart.beside, heard.findings.filter((each) => each.metric === chart.name).map(findingCard));
-  const drawn = new Set(page.charts.map((chart) => chart.name));
-  const elsewhere = heard.findings.filter((each) => !drawn.has(each.metric));
-  const listed = (list, key) => h("ul", {}, list.map((each) => h("li", {}, h("b", {}, each.audit.replaceAll("-", " ")), ": ", each[key])));
-  const found = heard.findings.length;
-  fill(page.doctor,
-    h("p", { class: "verdict" }, h("b", {}, "Doctor: "),
-      found ? `${found} ${found === 1 ? "finding" : "findings"}, shown beside the curve ${found === 1 ? "it speaks" : "they speak"} of` : "nothing is wrong that it knows of",
-      h("details", {}, h("summary", {}, `${heard.healthy.length} healthy, ${heard.too_little.length} with too little to go by`),
-        listed(heard.healthy, "saw"), listed(heard.too_little, "lacks"))),
-    elsewhere.map(findingCard));
 }
 
 // -- live ----------------------------------------------------------------------------------------------------------
@@ -229,7 +278,8 @@ function follow(page) {
     step: (news) => {
       if (news.step > page.run.step) reload(); // steps went by between asking and listening
       page.run.step = Math.max(page.run.step, news.step + 1);
-      for (const name of Object.keys(page.run.latest)) page.run.latest[name] = news.metrics[name] ?? page.run.latest[name];
+      for (const name of Object.keys(page.run.latest))
+        page.run.latest[name] = news.metrics[name] ?? page.run.latest[name];
       if (page.compared[0].append(news.step, news.metrics)) reload();
       page.view.root.dataset.step = news.step;
       redraw();

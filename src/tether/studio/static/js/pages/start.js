@@ -17,17 +17,51 @@ export async function open(view) {
 function build(page) {
   page.sections = h("div", {});
   page.summary = h("span", { class: "grow", role: "status" });
-  page.search = h("input", { type: "search", placeholder: "Find a setting", "aria-label": "Find a setting",
-    oninput: (event) => { page.words = event.target.value.toLowerCase(); draw(page); } });
-  fill(page.view.root,
-    h("div", { class: "head" }, h("h1", {}, "New run"),
-      choose(page.methods.map((each) => [each.name, each.name]), page.method, (name) => { location.hash = `#/start?method=${name}`; }, { "aria-label": "Method" }),
-      h("small", { class: "grow" }, page.methods.find((each) => each.name === page.method)?.summary), page.search),
-    h("form", { onsubmit: (event) => { event.preventDefault(); start(page); } }, page.sections,
-      h("div", { class: "row start-bar" }, page.summary, h("button", { class: "main" }, "Start"), button("Cancel", () => history.back()))));
-  bindPage([
-    { key: "/", does: "Find a setting", run: () => page.search.focus() },
-  ]);
+  page.search = h("input", {
+    type: "search",
+    placeholder: "Find a setting",
+    "aria-label": "Find a setting",
+    oninput: (event) => {
+      page.words = event.target.value.toLowerCase();
+      draw(page);
+    },
+  });
+  fill(
+    page.view.root,
+    h(
+      "div",
+      { class: "head" },
+      h("h1", {}, "New run"),
+      choose(
+        page.methods.map((each) => [each.name, each.name]),
+        page.method,
+        (name) => {
+          location.hash = `#/start?method=${name}`;
+        },
+        { "aria-label": "Method" },
+      ),
+      h("small", { class: "grow" }, page.methods.find((each) => each.name === page.method)?.summary),
+      page.search,
+    ),
+    h(
+      "form",
+      {
+        onsubmit: (event) => {
+          event.preventDefault();
+          start(page);
+        },
+      },
+      page.sections,
+      h(
+        "div",
+        { class: "row start-bar" },
+        page.summary,
+        h("button", { class: "main" }, "Start"),
+        button("Cancel", () => history.back()),
+      ),
+    ),
+  );
+  bindPage([{ key: "/", does: "Find a setting", run: () => page.search.focus() }]);
   draw(page);
   say(page);
 }
@@ -42,9 +76,21 @@ function draw(page) {
     groups.get(section).push(field);
   }
   const opened = new Set(["general", "run", "model", "data"]);
-  fill(page.sections, [...groups].map(([name, fields]) => h("details", { class: "question", open: opened.has(name) || page.words !== "" },
-    h("summary", {}, h("h2", {}, name), h("small", {}, fields.length)),
-    h("div", { class: "start-grid" }, fields.map((field) => control(page, field))))));
+  fill(
+    page.sections,
+    [...groups].map(([name, fields]) =>
+      h(
+        "details",
+        { class: "question", open: opened.has(name) || page.words !== "" },
+        h("summary", {}, h("h2", {}, name), h("small", {}, fields.length)),
+        h(
+          "div",
+          { class: "start-grid" },
+          fields.map((field) => control(page, field)),
+        ),
+      ),
+    ),
+  );
 }
 
 function control(page, field) {
@@ -56,12 +102,26 @@ function control(page, field) {
     say(page);
   };
   const now = page.changed.get(field.key) ?? written(field.default);
-  const words = field.choices ?? (field.type.includes("true") || field.type.startsWith("bool") ? ["true", "false"] : null);
+  const words =
+    field.choices ?? (field.type.includes("true") || field.type.startsWith("bool") ? ["true", "false"] : null);
   const input = words
-    ? choose([...new Set([now, ...words.map(written)])].map((word) => [word, word === "" ? "none" : word]), now, taken)
-    : h("input", { value: now, placeholder: field.required ? "required" : "none", required: field.required, oninput: (event) => taken(event.target.value) });
+    ? choose(
+        [...new Set([now, ...words.map(written)])].map((word) => [word, word === "" ? "none" : word]),
+        now,
+        taken,
+      )
+    : h("input", {
+        value: now,
+        placeholder: field.required ? "required" : "none",
+        required: field.required,
+        oninput: (event) => taken(event.target.value),
+      });
   input.setAttribute("name", field.key);
-  box.append(h("span", { class: "field-name mono" }, field.key), input, h("small", {}, `${field.description} (${field.type})`));
+  box.append(
+    h("span", { class: "field-name mono" }, field.key),
+    input,
+    h("small", {}, `${field.description} (${field.type})`),
+  );
   return box;
 }
 
@@ -73,7 +133,9 @@ function written(value) {
 
 function say(page) {
   const many = page.changed.size;
-  page.summary.textContent = many ? `${many} ${many === 1 ? "setting differs" : "settings differ"} from the defaults` : "All defaults";
+  page.summary.textContent = many
+    ? `${many} ${many === 1 ? "setting differs" : "settings differ"} from the defaults`
+    : "All defaults";
 }
 
 async function start(page) {
