@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
-from itertools import pairwise
+import math
 from typing import Any
 
 import numpy as np
@@ -17,21 +16,17 @@ def shown_series(series: Series, points: int) -> dict[str, Any]:
     if len(series.steps) <= points:
         return {"steps": series.steps.tolist(), "values": _plain(series.values)}
     edges = np.linspace(0, len(series.steps), points + 1).astype(int)  # bucket i is [edges[i], edges[i + 1])
-    buckets = [series.values[start:end] for start, end in pairwise(edges)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)  # a bucket in which nothing was finite
-        return {
-            "steps": series.steps[edges[1:] - 1].tolist(),
-            "values": _plain(np.array([np.nanmean(bucket) for bucket in buckets])),
-            "low": _plain(np.array([np.nanmin(bucket) for bucket in buckets])),
-            "high": _plain(np.array([np.nanmax(bucket) for bucket in buckets])),
-        }
-
-
-def spark(series: Series | None, points: int = 40) -> list[float | None]:
-    """A curve in at most `points` numbers, for a list of runs."""
-    return [] if series is None else shown_series(series, points)["values"]
+    starts = edges[:-1]
+    finite = np.isfinite(series.values)
+    counts = np.add.reduceat(finite.astype(np.int64), starts)
+    sums = np.add.reduceat(np.where(finite, series.values, 0.0), starts)
+    return {
+        "steps": series.steps[edges[1:] - 1].tolist(),
+        "values": _plain(np.divide(sums, counts, out=np.full(points, np.nan), where=counts > 0)),
+        "low": _plain(np.fmin.reduceat(np.where(finite, series.values, np.inf), starts)),
+        "high": _plain(np.fmax.reduceat(np.where(finite, series.values, -np.inf), starts)),
+    }
 
 
 def _plain(values: NDArray[Any]) -> list[float | None]:
-    return [value if value == value and abs(value) != np.inf else None for value in values.tolist()]
+    return [value if math.isfinite(value) else None for value in values.tolist()]

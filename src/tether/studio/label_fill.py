@@ -13,7 +13,7 @@ from tether.runs.read import OpenWorkspace, RunSummary, read_rollouts
 from tether.runs.recorded import StoredRollout
 from tether.studio.ballots import FEWEST_RANKED, MOST_RANKED
 from tether.studio.label_queues import NewItem
-from tether.studio.run_queries import kept_steps
+from tether.studio.run_queries import kept_steps, spread
 
 STEPS_READ = 8  # of each run, spread from the first to the last
 REPEAT_AFTER = 8  # items between one and its hidden repeat
@@ -49,15 +49,6 @@ def answers_of(opened: OpenWorkspace, run: RunSummary, step: int | None = None) 
 def _answer(run: str, rollout: StoredRollout) -> Answer:
     texts = (rollout.prompt_id, rollout.prompt_text, rollout.completion)
     return Answer(*texts, rollout.score, run, rollout.step, rollout.row)
-
-
-def spread(steps: Sequence[int], most: int) -> list[int]:
-    """At most `most` of them, evenly apart, first and last included."""
-    if len(steps) <= most:
-        return list(steps)
-    if most < 2:
-        return list(steps[:most])
-    return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
 
 
 def pair_items(answers: Sequence[Answer], count: int, *, uncertain: bool = False) -> list[NewItem]:

@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, case, func, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from tether.errors import StorageError
@@ -24,6 +24,17 @@ from tether.studio.people import Person, Role, token_hash
 from tether.studio.replies import Refused
 
 OWNER_NAME = "owner"
+
+# Built once: building a statement costs more than running it.
+_INSERT_AUDIT = insert(label_audits)
+_QUEUE = select(queues).where(queues.c.workspace == bindparam("place"), queues.c.id == bindparam("queue"))
+_COUNT_ITEMS = select(func.count()).where(items.c.queue_id == bindparam("queue"))
+_COUNT_VOTES = (
+    select(func.count())
+    .select_from(votes.join(items, votes.c.item_id == items.c.id))
+    .where(items.c.queue_id == bindparam("queue"), ~votes.c.undone)
+)
+_COUNT_VOTES_OF = _COUNT_VOTES.where(votes.c.rater_id == bindparam("rater"))
 
 
 @dataclass(frozen=True)
@@ -60,7 +71,7 @@ class Queues:
 
     def _audit(self, connection: Connection, who: int | None, action: str, subject: int | None, **data: Any) -> None:
         row = {"workspace": self._key, "time": time.time(), "rater_id": who, "action": action}
-        connection.execute(insert(label_audits).values(**row, subject=subject, data=data))
+        connection.execute(_INSERT_AUDIT, row | {"subject": subject, "data": data})
 
     # -- people -------------------------------------------------------------------------------------------------
 
@@ -131,8 +142,7 @@ class Queues:
             return self._queue(connection, queue_id, person)
 
     def _queue(self, connection: Connection, queue_id: int, person: Person | None = None) -> Row[Any]:
-        chosen = select(queues).where(queues.c.workspace == self._key, queues.c.id == queue_id)
-        found = connection.execute(chosen).first()
+        found = connection.execute(_QUEUE, {"place": self._key, "queue": queue_id}).first()
         if found is None or (person is not None and not _may_see(person, found)):
             raise Refused(404, f"there is no queue {queue_id}")
         return found
@@ -142,16 +152,23 @@ class Queues:
         chosen = select(queues).where(queues.c.workspace == self._key).order_by(queues.c.id)
         with self._opened.reading() as connection:
             found = [row for row in connection.execute(chosen) if _may_see(person, row)]
-            return [_queue_row(row, *self._counts(connection, row.id, person)) for row in found]
+            return [self._queue_row(connection, row, person) for row in found]
 
-    def _counts(self, connection: Connection, queue_id: int, person: Person) -> tuple[int, int, int]:
-        """(items, done by this person, votes of all)"""
-        there = connection.execute(select(func.count()).where(items.c.queue_id == queue_id)).scalar_one()
-        mine = func.coalesce(func.sum(case((votes.c.rater_id == person.id, 1), else_=0)), 0)
-        standing = and_(votes.c.item_id == items.c.id, ~votes.c.undone)
-        counted = select(mine, func.count()).select_from(items.join(votes, standing))
-        done, given = connection.execute(counted.where(items.c.queue_id == queue_id)).one()
-        return there, int(done), given
+    def _queue_row(self, connection: Connection, queue: Row[Any], person: Person) -> dict[str, Any]:
+        there, done = self._progress(connection, queue.id, person.id)
+        counts = {
+            "items": there,
+            "done": done,
+            "remaining": there - done,
+            "votes": connection.execute(_COUNT_VOTES, {"queue": queue.id}).scalar_one(),
+        }
+        names = ("id", "name", "kind", "guidelines", "open", "created")
+        return {name: getattr(queue, name) for name in names} | counts
+
+    def _progress(self, connection: Connection, queue_id: int, rater: int) -> tuple[int, int]:
+        """(items of a queue, how many of them a rater has voted on)"""
+        there = connection.execute(_COUNT_ITEMS, {"queue": queue_id}).scalar_one()
+        return there, connection.execute(_COUNT_VOTES_OF, {"queue": queue_id, "rater": rater}).scalar_one()
 
     def add_items(self, by: Person, queue_id: int, new: Sequence[NewItem], *, origin: dict[str, Any]) -> list[int]:
         """Put items at the end of a queue; their ids."""
@@ -185,9 +202,3 @@ def _person(row: Row[Any]) -> Person:
 
 def _may_see(person: Person, queue: Row[Any]) -> bool:
     return person.role == "owner" or (queue.open and person.queue_id in (None, queue.id))
-
-
-def _queue_row(row: Row[Any], there: int, done: int, given: int) -> dict[str, Any]:
-    names = ("id", "name", "kind", "guidelines", "open", "created")
-    counts = {"items": there, "done": done, "remaining": there - done, "votes": given}
-    return {name: getattr(row, name) for name in names} | counts

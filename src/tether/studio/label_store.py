@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, and_, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
 from tether.runs.store.schema import items, raters, votes
@@ -20,6 +20,20 @@ from tether.studio.replies import Refused
 IMPORTER_NAME = "import"
 REPEAT_GAP = 5  # votes between an item and its hidden repeat
 LOOKED_AT = 50  # items from which the next one is chosen
+
+# Built once: building a statement costs more than running it.
+_INSERT_VOTE = insert(votes)
+_KNOWN = select(votes.c.id, votes.c.rater_id).where(votes.c.client_uid == bindparam("uid"))
+_ITEM = select(items).where(items.c.id == bindparam("item"))
+_MINE = (votes.c.rater_id == bindparam("rater")) & ~votes.c.undone
+_LEFT = (
+    select(items.c.id, items.c.repeat_of)
+    .where(items.c.queue_id == bindparam("queue"))
+    .where(~select(votes.c.id).where(votes.c.item_id == items.c.id, _MINE).exists())
+    .order_by(items.c.priority.desc(), items.c.id)
+    .limit(LOOKED_AT)
+)
+_LATELY = select(votes.c.item_id).where(_MINE).order_by(votes.c.created.desc(), votes.c.id.desc()).limit(REPEAT_GAP)
 
 
 @dataclass(frozen=True)
@@ -38,58 +52,54 @@ class Labels(Queues):
 
     def next_item(self, person: Person, queue_id: int) -> dict[str, Any]:
         """What to ask a person next, their answers in the order to show them; `item` is null at the end."""
-        standing = and_(votes.c.item_id == items.c.id, votes.c.rater_id == person.id, ~votes.c.undone)
-        left = select(items).outerjoin(votes, standing).where(items.c.queue_id == queue_id, votes.c.id.is_(None))
-        recent = select(votes.c.item_id).where(votes.c.rater_id == person.id, ~votes.c.undone)
         with self._opened.reading() as connection:
             queue = self._queue(connection, queue_id, person)
-            there, done, _ = self._counts(connection, queue_id, person)
-            rows = connection.execute(left.order_by(items.c.priority.desc(), items.c.id).limit(LOOKED_AT)).all()
-            newest = recent.order_by(votes.c.created.desc(), votes.c.id.desc()).limit(REPEAT_GAP)
-            lately = set(connection.execute(newest).scalars())
-        item = _choose(rows, lately) if queue.open else None
+            there, done = self._progress(connection, queue_id, person.id)
+            item = self._ask(connection, queue_id, person.id) if queue.open else None
         about = {name: getattr(queue, name) for name in ("id", "name", "kind", "guidelines")}
         shown = None if item is None else _shown(item, person)
         return {"item": shown, "remaining": there - done, "done": done, "queue": about}
+
+    def _ask(self, connection: Connection, queue_id: int, rater: int) -> Row[Any] | None:
+        """The item that this rater is due."""
+        rows = connection.execute(_LEFT, {"queue": queue_id, "rater": rater}).all()
+        lately = set(connection.execute(_LATELY, {"rater": rater}).scalars())
+        chosen = _choose(rows, lately)
+        return None if chosen is None else connection.execute(_ITEM, {"item": chosen}).first()
 
     def vote(self, person: Person, ballot: Ballot) -> int:
         """Keep a vote; its id. One that was kept before is found again, and nothing changes."""
         try:
             with self._writing() as connection:
-                known = self._known(connection, person, ballot)
-                return known if known is not None else self._keep(connection, person, ballot)
-        except IntegrityError:  # the same vote, or another on the same item, came at the same moment
-            with self._opened.reading() as connection:
-                known = self._known(connection, person, ballot)
-            if known is None:
-                raise Refused(409, "you have voted on this already: undo that first") from None
-            return known
+                return self._keep(connection, person, ballot)
+        except (IntegrityError, Refused) as error:
+            known = self._known(person, ballot)
+            if known is not None:
+                return known
+            if isinstance(error, Refused):
+                raise
+            raise Refused(409, "you have voted on this already: undo that first") from None
 
-    def _known(self, connection: Connection, person: Person, ballot: Ballot) -> int | None:
-        chosen = select(votes.c.id, votes.c.rater_id).where(votes.c.client_uid == ballot.client_uid)
-        found = connection.execute(chosen).first()
+    def _known(self, person: Person, ballot: Ballot) -> int | None:
+        with self._opened.reading() as connection:
+            found = connection.execute(_KNOWN, {"uid": ballot.client_uid}).first()
         if found is not None and found.rater_id != person.id:
             raise Refused(409, "client_uid was used by someone else: make a new one for each vote")
         return None if found is None else found.id
 
     def _keep(self, connection: Connection, person: Person, ballot: Ballot) -> int:
-        chosen = select(items.c.kind, items.c.answers, items.c.queue_id).where(items.c.id == ballot.item_id)
-        item = connection.execute(chosen).first()
+        item = connection.execute(_ITEM, {"item": ballot.item_id}).first()
         if item is None:
             raise Refused(404, f"there is no item {ballot.item_id}")
-        queue = self._queue(connection, item.queue_id, person)
-        if not queue.open:
+        if not self._queue(connection, item.queue_id, person).open:
             raise Refused(409, "this queue is closed")
         choice = check_choice(item.kind, len(item.answers), ballot.order, ballot.choice)
-        mine = (votes.c.item_id == ballot.item_id) & (votes.c.rater_id == person.id) & ~votes.c.undone
-        if connection.execute(select(votes.c.id).where(mine)).first() is not None:
-            raise Refused(409, "you have voted on this already: undo that first")
         return self._insert_vote(connection, person.id, ballot, choice)
 
     def _insert_vote(self, connection: Connection, rater: int, ballot: Ballot, choice: Any) -> int:
         values = {"client_uid": ballot.client_uid, "item_id": ballot.item_id, "rater_id": rater}
         values |= {"order": list(ballot.order), "choice": choice, "seconds": ballot.seconds}
-        made = connection.execute(insert(votes).values(**values, created=time.time(), undone=False))
+        made = connection.execute(_INSERT_VOTE, values | {"created": time.time(), "undone": False})
         assert made.inserted_primary_key is not None
         vote_id = made.inserted_primary_key[0]
         self._audit(connection, rater, "vote", vote_id, item=ballot.item_id)
@@ -160,11 +170,11 @@ class Labels(Queues):
         return made[0]
 
 
-def _choose(rows: Sequence[Row[Any]], lately: set[int]) -> Row[Any] | None:
+def _choose(rows: Sequence[Any], lately: set[int]) -> int | None:
     """The first item that does not ask again what was just asked, or has not been asked yet; else the first."""
     waiting = {row.id for row in rows}
     ready = [row for row in rows if row.repeat_of is None or row.repeat_of not in (lately | waiting)]
-    return next(iter(ready or rows), None)
+    return next((row.id for row in ready or rows), None)
 
 
 def _shown(item: Row[Any], person: Person) -> dict[str, Any]:

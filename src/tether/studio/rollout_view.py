@@ -96,10 +96,11 @@ def token_page(rollout: StoredRollout) -> dict[str, Any]:
 
 
 def _listed(column: Column) -> list[Any]:
-    """Numbers in the nine digits that tell every float32 from the next: shorter to send, and exact."""
+    """Plain numbers, rounded to seven places: finer than anything that is drawn, and half as long to send."""
     if column.dtype == bool:
         return column.tolist()
-    return [float(f"{value:.9g}") if math.isfinite(value) else None for value in column.tolist()]
+    values = np.round(column.astype(np.float64), 7).tolist()
+    return values if np.isfinite(column).all() else [value if math.isfinite(value) else None for value in values]
 
 
 class PromptIndex:

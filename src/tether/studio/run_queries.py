@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,12 +11,12 @@ from sqlalchemy import Row, and_, func, select
 from tether.runs.read import LATEST, OpenWorkspace, RunSummary, list_runs
 from tether.runs.store.pending import is_being_recorded
 from tether.runs.store.schema import events, metrics, rollouts, runs
-from tether.studio.downsample import spark
 from tether.studio.metric_cache import MetricCache
 from tether.studio.replies import Refused
 
 SPARK_METRICS = ("score", "loss")
-"""Whichever of these a run has first is drawn in the list of runs."""
+"""Whichever of these a run has is drawn in the list of runs, the first before the second."""
+SPARK_POINTS = 40
 
 
 def run_with_id(opened: OpenWorkspace, run_id: int) -> RunSummary:
@@ -27,10 +27,8 @@ def run_with_id(opened: OpenWorkspace, run_id: int) -> RunSummary:
     raise Refused(404, f"there is no run {run_id} in this workspace")
 
 
-def summary_row(run: RunSummary, cache: MetricCache) -> dict[str, Any]:
+def summary_row(run: RunSummary, spark: Sequence[float | None]) -> dict[str, Any]:
     """A run as the list of runs shows it."""
-    series = cache.series(run.id)
-    drawn = next((series[name] for name in SPARK_METRICS if name in series), None)
     return {
         "id": run.id,
         "name": run.name,
@@ -41,18 +39,42 @@ def summary_row(run: RunSummary, cache: MetricCache) -> dict[str, Any]:
         "created": run.created,
         "updated": run.updated,
         "latest": dict(run.latest),
-        "spark": spark(drawn),
+        "spark": list(spark),
         "lineage": [{"role": one.role, "source": one.source, "run": one.run} for one in run.lineage],
     }
 
 
+def sparks(opened: OpenWorkspace, found: Sequence[RunSummary]) -> dict[int, list[float | None]]:
+    """A few values of each run's score, or loss, evenly apart: enough for a curve as small as a word."""
+    drawn: dict[int, list[float | None]] = {}
+    with opened.reading() as connection:
+        for run in found:
+            steps = spread(range(run.steps_done), SPARK_POINTS)
+            chosen = select(metrics.c.name, metrics.c.value).where(metrics.c.run_id == run.id)
+            chosen = chosen.where(metrics.c.step.in_(steps), metrics.c.name.in_(SPARK_METRICS))
+            values: dict[str, list[float | None]] = {name: [] for name in SPARK_METRICS}
+            for name, value in connection.execute(chosen.order_by(metrics.c.step)):
+                values[name].append(value)
+            drawn[run.id] = next(filter(None, values.values()), [])
+    return drawn
+
+
+def spread(places: Sequence[int], most: int) -> list[int]:
+    """At most `most` of them, evenly apart, first and last included."""
+    if len(places) <= most:
+        return list(places)
+    if most < 2:
+        return list(places[:most])
+    return [places[round(at * (len(places) - 1) / (most - 1))] for at in range(most)]
+
+
 def run_page(opened: OpenWorkspace, run: RunSummary, cache: MetricCache) -> dict[str, Any]:
     """All that a run's page needs before it asks for curves."""
-    return summary_row(run, cache) | {
+    return summary_row(run, sparks(opened, [run])[run.id]) | {
         "config": dict(run.config),
         "environment": dict(run.environment),
         "events": [event_row(row) for row in news(opened, run.id, run.steps_done, 0)[1]],
-        "metric_names": sorted(cache.series(run.id)),
+        "metric_names": cache.names(run.id),
         "rollout_steps": kept_steps(opened, run.id),
     }
 
@@ -84,12 +106,12 @@ def pulses(opened: OpenWorkspace, run_id: int | None = None) -> list[Pulse]:
     last = and_(metrics.c.run_id == runs.c.id, metrics.c.step == runs.c.steps_done - 1, metrics.c.name.in_(LATEST))
     with opened.reading() as connection:
         rows = connection.execute(select(*columns).where(wanted).order_by(runs.c.id)).all()
-        measured = connection.execute(
-            select(metrics.c.run_id, metrics.c.name, metrics.c.value).join(runs, last).where(wanted)
-        ).all()
+        joined = select(runs.c.id, metrics.c.name, metrics.c.value).select_from(runs.outerjoin(metrics, last))
+        measured = connection.execute(joined.where(wanted)).all()
     latest: dict[int, dict[str, float]] = {}
     for run, name, value in measured:
-        latest.setdefault(run, {})[name] = value
+        if name is not None:
+            latest.setdefault(run, {})[name] = value
     return [
         Pulse(row.id, _state(opened, row.name, row.state), row.steps_done, row.steps_target, latest.get(row.id, {}))
         for row in rows

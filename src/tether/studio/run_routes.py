@@ -15,12 +15,11 @@ from tether.audit.findings import Finding, Healthy
 from tether.config import RECIPES
 from tether.config.schema import REQUIRED, Leaf, alternatives, describe
 from tether.runs.read import list_runs, read_rollouts, read_run
-from tether.runs.recorded import StoredRollout
 from tether.studio.context import person_of, studio_of
 from tether.studio.downsample import shown_series
 from tether.studio.replies import BIGGEST, Refused, Reply
 from tether.studio.rollout_view import answers_at, listed, token_page
-from tether.studio.run_queries import kept_steps, run_page, run_with_id, summary_row
+from tether.studio.run_queries import kept_steps, run_page, run_with_id, sparks, summary_row
 
 router = APIRouter(prefix="/api", default_response_class=Reply)
 
@@ -40,7 +39,9 @@ def me(request: Request) -> Any:
 def all_runs(request: Request) -> Any:
     """Every run, the one written last first."""
     studio = studio_of(request)
-    return Reply({"runs": [summary_row(run, studio.metrics) for run in list_runs(studio.opened)]})
+    found = list_runs(studio.opened)
+    drawn = sparks(studio.opened, found)
+    return Reply({"runs": [summary_row(run, drawn[run.id]) for run in found]})
 
 
 @router.get("/runs/{run}")
@@ -60,9 +61,8 @@ def curves(
     """The curves of a run: those named, with commas between, or all."""
     studio = studio_of(request)
     run_with_id(studio.opened, run)
-    series = studio.metrics.series(run)
-    wanted = [name for name in names.split(",") if name in series] if names else sorted(series)
-    return Reply({"series": {name: shown_series(series[name], points) for name in wanted}})
+    series = studio.metrics.series(run, names.split(",") if names else None)
+    return Reply({"series": {name: shown_series(series[name], points) for name in sorted(series)}})
 
 
 @router.get("/runs/{run}/metrics.csv")
@@ -127,15 +127,10 @@ def one_rollout(request: Request, run: Id, step: Number, row: Number) -> Any:
     """One answer, token by token."""
     opened = studio_of(request).opened
     run_with_id(opened, run)
-    return Reply(token_page(find_rollout(read_rollouts(opened, run, step), step, row)))
-
-
-def find_rollout(found: list[StoredRollout], step: int, row: int) -> StoredRollout:
-    """The rollout in a row, or a 404."""
-    for rollout in found:
-        if rollout.row == row:
-            return rollout
-    raise Refused(404, f"step {step} has no answer {row} that was kept")
+    found = read_rollouts(opened, run, step, row)
+    if not found:
+        raise Refused(404, f"step {step} has no answer {row} that was kept")
+    return Reply(token_page(found[0]))
 
 
 @router.get("/runs/{run}/prompts/{prompt_id:path}")
