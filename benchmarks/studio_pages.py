@@ -30,6 +30,7 @@ LIVE_STEPS = 20
 
 
 def main() -> None:
+    """Measure, and print a line for each page."""
     options = argparse.ArgumentParser(description=__doc__)
     options.add_argument("--repeats", type=int, default=5)
     repeats = options.parse_args().repeats
@@ -52,6 +53,7 @@ def main() -> None:
 
 
 def say(what: str, seconds: list[float]) -> None:
+    """One line: the median, and the 95th percentile."""
     worst = sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1]
     print(f"{what:<32} median {1000 * statistics.median(seconds):6.0f} ms   p95 {1000 * worst:6.0f} ms")
 
@@ -61,7 +63,16 @@ def many_points(workspace: Workspace) -> None:
     recorder = start_run(workspace, "many", steps=STEPS)
     recorder.close("done")
     engine = open_engine(workspace)
-    names = ["score", "kl_ref_k3", "entropy", "response_length", "truncated", "explained_variance", "value_loss", "value"]
+    names = [
+        "score",
+        "kl_ref_k3",
+        "entropy",
+        "response_length",
+        "truncated",
+        "explained_variance",
+        "value_loss",
+        "value",
+    ]
     names += ["sampler_gap", "kl_old", "clip_fraction", "grad_norm/policy", "grad_norm/critic", "advantage_std", "loss"]
     names += ["policy_loss", "seconds/step", "seconds/rollout", "score_std", "kl_coef"]
     noise = np.random.default_rng(0).normal(size=(STEPS, CURVES)).cumsum(axis=0) / 100
@@ -80,6 +91,7 @@ def many_points(workspace: Workspace) -> None:
 
 
 def long_answer(workspace: Workspace) -> None:
+    """A run with four answers of 4,096 tokens."""
     recorder = start_run(workspace, "long", steps=1)
     words = [f" word{place % 97}" if place % 40 else "\n" for place in range(TOKENS)]
     recorder.record(0, {"score": 1.0}, [a_rollout(0, row, f"prompt {row}", words, 1.0) for row in range(4)])
@@ -98,6 +110,7 @@ def opened(visitor: Visitor, address: str, sign: str) -> float:
 
 
 def zoomed(visitor: Visitor) -> float:
+    """Seconds from the key to finer points on the screen."""
     start = time.perf_counter()
     with visitor.page.expect_response("**/metrics?**"):
         visitor.press("+")
@@ -106,6 +119,7 @@ def zoomed(visitor: Visitor) -> float:
 
 
 def recoloured(visitor: Visitor) -> float:
+    """Seconds from the key to every token in its new colour."""
     start = time.perf_counter()
     visitor.press("q")
     visitor.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -113,6 +127,7 @@ def recoloured(visitor: Visitor) -> float:
 
 
 def step_to_screen(visitor: Visitor, served: Served, workspace: Workspace) -> list[float]:
+    """Seconds from recording a step to seeing it, for each of some steps."""
     recorder = start_run(workspace, "live", steps=LIVE_STEPS + 1)
     recorder.record(0, {"score": 0.0})
     recorder.flush()

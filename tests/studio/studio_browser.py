@@ -22,7 +22,10 @@ from tether.runs.store.open import Workspace, workspace_at
 from tether.runs.store.records import Source
 from tether.runs.writer import RunRecorder, RunStart
 
-playwright_api = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser: pip install playwright")
+playwright_api = pytest.importorskip(
+    "playwright.sync_api", reason="playwright drives the browser: pip install playwright"
+)
+expect = playwright_api.expect
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs uvicorn")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
@@ -48,13 +51,22 @@ def a_rollout(step: int, row: int, prompt: str, answer: Sequence[str], score: fl
         "ratio": 1 + place / length,
         "clipped": response & (np.arange(length) % 4 == 3),
     }
-    made = {"prompt_id": prompt, "group_id": row, "sample_id": 0, "finish": "stop", "temperature": 1.0, "parts": {"rule": score}}
+    made = {
+        "prompt_id": prompt,
+        "group_id": row,
+        "sample_id": 0,
+        "finish": "stop",
+        "temperature": 1.0,
+        "parts": {"rule": score},
+    }
     pieces = [prompt, *answer]
     texts = {"prompt_text": prompt, "completion": "".join(answer), "pieces": pieces}
     return StoredRollout(step=step, row=row, score=score, columns=columns, **(made | texts | changes))
 
 
-def start_run(workspace: Workspace, name: str, *, steps: int, sources: Sequence[Source] = (), method: str = "ppo") -> RunRecorder:
+def start_run(
+    workspace: Workspace, name: str, *, steps: int, sources: Sequence[Source] = (), method: str = "ppo"
+) -> RunRecorder:
     """A run that is being recorded."""
     config = {"method": method, "model": {"path": "tiny-bytes"}, "run": {"seed": 7}}
     return RunRecorder(workspace, workspace.folder(name), RunStart(method, steps, config, {"python": "3"}, sources))
@@ -68,7 +80,13 @@ def record_steps(recorder: RunRecorder, steps: Sequence[int], *, score: float = 
             a_rollout(step, row, f"say {word.strip()}:", [*f"{word}{step}"], score * step + row)
             for row, word in enumerate(words)
         ]
-        metrics = {"score": score * step, "kl_ref_k3": 0.1 * step, "entropy": 2.0 - score * step, "sampler_gap": 0.0, "loss": -0.1}
+        metrics = {
+            "score": score * step,
+            "kl_ref_k3": 0.1 * step,
+            "entropy": 2.0 - score * step,
+            "sampler_gap": 0.0,
+            "loss": -0.1,
+        }
         recorder.record(step, metrics, rows)
 
 

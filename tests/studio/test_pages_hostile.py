@@ -6,8 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
-from playwright.sync_api import expect
-from studio_browser import Served, Visitor, a_browser, a_rollout, serving, start_run
+from studio_browser import Served, Visitor, a_browser, a_rollout, expect, serving, start_run
 
 from tether.runs.store.open import workspace_at
 
@@ -49,7 +48,9 @@ assert len(HOSTILE) >= 200
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     workspace = workspace_at(tmp_path_factory.mktemp("hostile") / "runs", None)
     recorder = start_run(workspace, "hostile", steps=2)
-    rows = [a_rollout(0, row, text, [text, "\n", text], float(row), finish=text[:20]) for row, text in enumerate(HOSTILE)]
+    rows = [
+        a_rollout(0, row, text, [text, "\n", text], float(row), finish=text[:20]) for row, text in enumerate(HOSTILE)
+    ]
     recorder.record(0, {"score": 1.0, f"reward/{BODIES[1]}": 0.5}, rows)
     for text in HOSTILE[:60]:
         recorder.event("note", text, step=0)
@@ -88,7 +89,7 @@ def test_every_answer_prompt_and_token_is_shown_as_text(visitor: Visitor, served
         page.get_by_text("More", exact=True).click()
         expect(page.locator(f".answers li:nth-child({before + 1}) [data-row]")).to_have_count(1)
     assert page.locator(".answers [data-row]").count() == len(HOSTILE)
-    for row in range(0, len(BODIES)):
+    for row in range(len(BODIES)):
         page.locator(f".answers [data-row='{row}']").click()
         page.wait_for_selector(f"#page[data-shown='0/{row}']")
         page.locator(".tokens .t").nth(1).click()

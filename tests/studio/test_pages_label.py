@@ -8,8 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from playwright.sync_api import expect
-from studio_browser import Served, Visitor, a_browser, serving, small_workspace
+from studio_browser import Served, Visitor, a_browser, expect, serving, small_workspace
 
 PAIRS = [{"prompt": f"question {place}", "chosen": f"good {place}", "rejected": f"bad {place}"} for place in range(4)]
 

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import expect
-from studio_browser import Served, Visitor, a_browser, serving, small_workspace
+from studio_browser import Served, Visitor, a_browser, expect, serving, small_workspace
 
 PHONE = {"viewport": {"width": 375, "height": 740}}
 WIDE = {"viewport": {"width": 1280, "height": 860}}
@@ -14,7 +13,8 @@ WIDE = {"viewport": {"width": 1280, "height": 860}}
 CONTRASTS = """() => {
   const channel = (value) => { const c = value / 255; return c <= 0.03928 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4; };
   const luminance = ([r, g, b]) => 0.2126 * channel(r) + 0.7152 * channel(g) + 0.0722 * channel(b);
-  const pen = Object.assign(document.createElement("canvas"), {width: 1, height: 1}).getContext("2d", {willReadFrequently: true});
+  const canvas = Object.assign(document.createElement("canvas"), {width: 1, height: 1});
+  const pen = canvas.getContext("2d", {willReadFrequently: true});
   const over = (colours) => {
     pen.clearRect(0, 0, 1, 1);
     for (const colour of colours) { pen.fillStyle = colour; pen.fillRect(0, 0, 1, 1); }
@@ -23,21 +23,23 @@ CONTRASTS = """() => {
   const bad = [];
   for (const element of document.querySelectorAll("body *")) {
     const own = [...element.childNodes].some((node) => node.nodeType === 3 && node.textContent.trim());
-    if (!own || !element.checkVisibility() || element.closest("svg, .unseen, .skip, noscript, option, :disabled")) continue;
+    const passed = "svg, .unseen, .skip, noscript, option, :disabled";
+    if (!own || !element.checkVisibility() || element.closest(passed)) continue;
     const grounds = [];
     for (let each = element; each; each = each.parentElement) grounds.unshift(getComputedStyle(each).backgroundColor);
     const ground = over(["white", ...grounds]);
     const text = over(["white", ...grounds, getComputedStyle(element).color]);
     const [light, dark] = [luminance(text), luminance(ground)].sort((a, b) => b - a);
     const ratio = (light + 0.05) / (dark + 0.05);
-    if (ratio < 4.5) bad.push(`${element.tagName}.${element.className} "${element.textContent.slice(0, 30)}" ${ratio.toFixed(2)}`);
+    const words = element.textContent.slice(0, 30);
+    if (ratio < 4.5) bad.push(`${element.tagName}.${element.className} "${words}" ${ratio.toFixed(2)}`);
   }
   return bad;
 }"""
 
 UNNAMED = """() => [...document.querySelectorAll("button, a, input, select, textarea")]
   .filter((each) => each.checkVisibility())
-  .filter((each) => !(each.textContent.trim() || each.getAttribute("aria-label") || each.labels?.length || each.title || each.placeholder))
+  .filter((each) => !(each.textContent.trim() || each.getAttribute("aria-label") || each.labels?.length || each.title))
   .map((each) => each.outerHTML.slice(0, 120))"""
 
 

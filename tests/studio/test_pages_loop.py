@@ -6,8 +6,7 @@ import re
 from collections.abc import Iterator
 
 import pytest
-from playwright.sync_api import expect
-from studio_browser import Served, Visitor, a_browser, serving
+from studio_browser import Served, Visitor, a_browser, expect, serving
 
 from tether.runs.store.open import workspace_at
 
@@ -63,7 +62,9 @@ def test_votes_become_a_reward_model_and_a_policy_that_can_be_talked_to(visitor:
     visitor.press("Enter")
     expect(page.locator(".jobs .state.done").first).to_be_visible(timeout=MINUTES)
     expect(page.locator(".latest dd").first).to_have_text("0")
-    expect(page.locator(".chart .readout")).to_have_text("1")  # every pair that was kept aside is ranked as it was judged
+    expect(page.locator(".chart .readout")).to_have_text(
+        "1"
+    )  # every pair that was kept aside is ranked as it was judged
 
     visitor.press("g", "r")
     expect(page.locator("table.runs tbody tr")).to_have_count(2)
@@ -80,4 +81,3 @@ def test_votes_become_a_reward_model_and_a_policy_that_can_be_talked_to(visitor:
     page.keyboard.type("4 lower:")
     visitor.press("Enter")
     expect(page.locator(".heard .text")).not_to_have_text("…", timeout=60_000)
-

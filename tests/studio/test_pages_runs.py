@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from studio_browser import Served, Visitor, a_browser, record_steps, serving, small_workspace, start_run
+from studio_browser import Served, Visitor, a_browser, expect, record_steps, serving, small_workspace, start_run
 
 
 @pytest.fixture(scope="module")
@@ -27,12 +27,6 @@ def visitor(browser, served: Served) -> Iterator[Visitor]:
     faults = found.faults
     found.close()
     assert not faults, faults
-
-
-def expect(locator):
-    from playwright.sync_api import expect as playwright_expect
-
-    return playwright_expect(locator)
 
 
 def test_the_list_says_of_each_run_its_state_progress_and_score(visitor: Visitor):
