@@ -5,7 +5,7 @@ BIN := .venv/bin
 STAMP := .venv/.stamp
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo conformance algorithms clean
+.PHONY: help setup test check format demo conformance algorithms soak clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -46,6 +46,9 @@ conformance: setup  ## check Tether against the golden traces
 
 algorithms: setup  ## compare the algorithms on one task
 	$(BIN)/python benchmarks/algorithms.py
+
+soak: setup  ## kill runs hundreds of times, resume them, and compare every bit; ten minutes
+	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py $(SOAK)
 
 clean:  ## remove .venv and caches; runs/ is kept
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist

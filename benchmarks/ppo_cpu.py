@@ -95,7 +95,8 @@ def time_tether(mode: str, options: argparse.Namespace) -> dict[str, Any]:
     controllers = parts.algorithm.controllers
     seconds, rollouts = [], []
     for step in range(options.iterations + 1):
-        result, controllers = rl_step(parts, step, controllers)
+        result = rl_step(parts, step, controllers)
+        controllers = result.controllers
         assert result.metrics["response_length"] == options.response
         seconds.append(result.metrics["seconds/step"])
         rollouts.append(result.metrics["seconds/rollout"])

@@ -29,6 +29,7 @@ import torch
 from ppo_cpu import reward_model
 from smollm_shape import matrix_rate, smollm2
 
+from tether.audit.measures import step_measures
 from tether.config.load import load_recipe
 from tether.loops.build import build_rl
 from tether.loops.rl import RLParts, rl_step
@@ -95,6 +96,7 @@ def measure(options: argparse.Namespace, pieces: Pieces, folder: Path) -> dict[s
         plain.append(timed.iterate()[0])
         seconds, metrics, tokens = timed.iterate()
         began = time.perf_counter()
+        metrics |= step_measures(tokens.stored(timed.step, None))  # as a run does before it records a step
         recorder.record(timed.step, metrics, tokens)
         called = time.perf_counter()
         assert recorder.flush()

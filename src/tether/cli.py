@@ -113,6 +113,9 @@ def _train(words: list[str]) -> int:
 
 def _take_resume(words: list[str]) -> bool:
     """Whether `--resume auto` is among the words, which it is taken out of."""
+    for place, word in enumerate(words):
+        if word.startswith("--resume="):
+            words[place : place + 1] = word.split("=", 1)
     if "--resume" not in words:
         return False
     place = words.index("--resume")
@@ -262,14 +265,20 @@ def _dispatch(words: list[str]) -> int:
 
 def _report(error: BaseException, *, json_output: bool) -> int:
     """Say what went wrong on stderr, and as the last line of stdout where JSON was asked for."""
+    from tether.runs.report_text import clean  # what a reward or a file says may hold anything
+
     message, code = _judge(error)
+    message = clean(message)
     expected = code != TetherError.exit_code or isinstance(error, TetherError)
     if not expected or os.environ.get("TETHER_DEBUG", "") not in ("", "0"):
         traceback.print_exception(error)
-    sys.stdout.flush()
     print(f"tether: {message}", file=sys.stderr)
-    if json_output:
-        print(json.dumps({"error": message, "exit_code": code}), flush=True)
+    try:
+        sys.stdout.flush()
+        if json_output:
+            print(json.dumps({"error": message, "exit_code": code}), flush=True)
+    except BrokenPipeError:  # nobody reads any more; the exit code still tells
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return code
 
 

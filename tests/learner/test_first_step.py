@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from conftest import WIDTH, made_up_batch, make_algorithm, make_experience, make_learner, make_roles
+from learner_factory import WIDTH, made_up_batch, make_algorithm, make_experience, make_learner, make_roles
 
 from tether.algorithms.algorithm import Coefficients
 from tether.algorithms.objectives import PolicyObjective, Reinforce

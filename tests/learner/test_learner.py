@@ -6,7 +6,7 @@ import dataclasses
 
 import pytest
 import torch
-from conftest import ROWS, WIDTH, made_up_batch, make_algorithm, make_experience, make_learner, make_roles
+from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_experience, make_learner, make_roles
 
 from tether.algorithms.algorithm import Coefficients
 from tether.algorithms.updates import MinibatchEpochs

@@ -7,7 +7,7 @@ import json
 
 import pytest
 import torch
-from conftest import made_up_batch, make_algorithm, make_experience, make_learner, make_roles
+from learner_factory import made_up_batch, make_algorithm, make_experience, make_learner, make_roles
 
 from tether.algorithms.algorithm import Coefficients
 from tether.errors import StorageError

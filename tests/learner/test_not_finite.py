@@ -7,9 +7,9 @@ import math
 
 import pytest
 import torch
-from conftest import ROWS, WIDTH, made_up_batch, make_algorithm, make_experience, make_roles
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_experience, make_roles
 
 from tether.algorithms.algorithm import Coefficients
 from tether.algorithms.updates import MinibatchEpochs

@@ -18,7 +18,7 @@ from tether.loops.session import Session
 from tether.loops.state import random_numbers, random_tensors, seed_everything, set_random_state
 from tether.runs import checkpoints
 from tether.runs.folder import RunFolder, is_run, run_path
-from tether.runs.read import open_workspace, read_run
+from tether.runs.read import find_run, open_workspace, read_run
 
 RECORDS = ("sft", "reward", "dpo")
 ROLLOUTS = ("ppo", "grpo", "rloo", "reinforce", "trpo")
@@ -40,6 +40,7 @@ def three_epochs(method: str, workspace, *flags: str):
     [
         *((method, ()) for method in RECORDS + ROLLOUTS),
         *((method, TOP) for method in (*RECORDS, "ppo")),
+        ("grpo", ("--task.reward", "drawing_reward:reward")),
         ("ppo", (*LORA, "--roles.critic", "head", "--kl.controller", "proportional", "--ppo.objective", "kl_penalty")),
     ],
 )
@@ -50,12 +51,35 @@ def test_a_run_that_is_stopped_after_every_step_ends_with_the_same_bits(tmp_path
 
 
 @pytest.mark.parametrize(
-    ("method", "words"), [("sft", "step"), ("reward", "step"), ("ppo", "update"), ("grpo", "scores")]
+    ("method", "words", "flags"),
+    [
+        ("sft", "step", AT_EACH_STEP),
+        ("ppo", "update", AT_EACH_STEP),
+        ("grpo", "scores", (*AT_EACH_STEP, "--task.reward", "drawing_reward:reward")),
+    ],
 )
-def test_a_run_that_is_broken_off_within_every_step_ends_with_the_same_bits(tmp_path, monkeypatch, method, words):
-    calm = whole(three_epochs(method, tmp_path / "calm"))
-    broken = broken_in_every_step(three_epochs(method, tmp_path / "broken", *AT_EACH_STEP), monkeypatch, words)
+def test_a_run_that_is_broken_off_within_every_step_ends_with_the_same_bits(
+    tmp_path, monkeypatch, method, words, flags
+):
+    calm = whole(three_epochs(method, tmp_path / "calm", *flags))
+    broken = broken_in_every_step(three_epochs(method, tmp_path / "broken", *flags), monkeypatch, words)
     assert differences(calm, broken) == []
+
+
+def test_steps_that_are_done_again_leave_one_trace_each(tmp_path):
+    recipe = three_epochs("sft", tmp_path / "runs", "--checkpoint.every", "3")
+
+    def break_off(step, metrics):
+        if step == 4:
+            raise Broken
+
+    with pytest.raises(Broken):
+        sitting(recipe, advance=break_off)
+    assert sitting(recipe, stop_after=0).steps == 3
+    with open_workspace(tmp_path / "runs") as opened:
+        run, events = find_run(opened, "run"), read_run(opened, "run").events
+    assert run.steps_done == 3  # what was recorded of steps 3 and 4 is forgotten until they are done again
+    assert [event.kind for event in events] == ["failed", "resumed", "stopped"]
 
 
 def test_a_run_whose_first_checkpoint_is_not_there_yet_starts_over(tmp_path):
@@ -161,7 +185,9 @@ def test_resume_auto_begins_goes_on_and_refuses_another_recipe(tmp_path, monkeyp
     assert capsys.readouterr().out == ""  # every step was taken before
     assert (run_path(recipe) / "model" / "config.json").is_file()
     with pytest.raises(ConfigError, match=r"needs run.name"):
-        start_or_resume(recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": None})}), json_output=True)
+        start_or_resume(
+            recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": None})}), json_output=True
+        )
 
 
 def _as_flags(recipe, *more: str) -> list[str]:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tether.runs import checkpoints
@@ -61,12 +61,12 @@ kinds = st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int
 numbers = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats() | st.text(max_size=5)
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.lists(st.tuples(kinds, st.lists(st.integers(0, 3), max_size=3)), min_size=1, max_size=4), numbers)
 def test_every_kind_of_tensor_and_number_comes_back_to_the_bit(tmp_path_factory, shapes, number):
     draw = torch.Generator().manual_seed(0)
     tensors = {
-        f"t/{place}": (1e3 * torch.randn(shape, generator=draw)).to(kind)
-        for place, (kind, shape) in enumerate(shapes)
+        f"t/{place}": (1e3 * torch.randn(shape, generator=draw)).to(kind) for place, (kind, shape) in enumerate(shapes)
     }
     checkpoint = Checkpoint(0, {"learner": tensors}, {"number": number})
     assert same(read(write(tmp_path_factory.mktemp("kinds"), checkpoint)), checkpoint)
@@ -232,6 +232,7 @@ def test_a_damaged_checkpoint_does_not_count_as_kept(tmp_path):
     assert found is not None and same(found, made(3))
 
 
+@settings(deadline=None, max_examples=50)
 @given(st.sets(st.integers(1, 12), min_size=1), st.sets(st.integers(1, 12)), st.integers(1, 4), st.integers(0, 4))
 def test_pruning_never_removes_the_last_valid_one(tmp_path_factory, steps, damaged, newest, every):
     folder = tmp_path_factory.mktemp("kept")

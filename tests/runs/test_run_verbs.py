@@ -18,6 +18,7 @@ from tether.runs.store.records import Source
 def workspace(tmp_path: Path, monkeypatch) -> Path:
     """A workspace with one run of six steps, two answers each."""
     monkeypatch.delenv("TETHER_STORE", raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.chdir(tmp_path)
     recording = Recording(tmp_path, name="demo/ppo", steps=6, sources=[Source("model", "tiny-bytes")])
     recording.recorder.event("started", "from \x1b[31mthe beginning")
@@ -53,6 +54,7 @@ def test_runs_lists_each_with_its_state_steps_score_and_origin(workspace, capsys
 
 def test_an_empty_workspace_is_told(tmp_path, monkeypatch, capsys):
     monkeypatch.delenv("TETHER_STORE", raising=False)
+    monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.chdir(tmp_path)
     assert "--workspace" in out(capsys, "runs", code=2)
 

@@ -100,7 +100,7 @@ def place(tmp_path: Path) -> SinkPlace:
 
 
 def test_an_unknown_sink_is_wrong_usage(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"run\.sinks.*tensorboard"):
+    with pytest.raises(ConfigError, match=r"store\.sinks.*tensorboard"):
         open_sinks(["tensorbored"], place(tmp_path), print)
 
 

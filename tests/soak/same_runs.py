@@ -15,8 +15,12 @@ ABOUT_THE_PLACE = ("environment", "stands_on")  # of a checkpoint's values: not 
 
 
 def differences(one: Path, other: Path, *, since: int = 0) -> list[str]:
-    """What differs between two finished runs, each in a workspace of its own; of steps, only those from `since` on."""
-    found = [*_files(one, other, "model"), *_files(one, other, "best")]
+    """What differs between two finished runs; `since` the step at which one branched off from the other.
+
+    A branch has a best model only if it is better than all that the other run had until then.
+    """
+    found = [*_files(one, other, "model")]
+    found += _files(one, other, "best") if not since or (other / "best").exists() else []
     if _content(one / "report.json") != _content(other / "report.json"):
         found.append("report.json differs")
     found += _last_checkpoints(one, other)

@@ -78,11 +78,11 @@ def sit(
     *,
     kill_after: float = math.inf,
     most_steps: int | None = None,
+    into_checkpoint: float | None = None,
     prepare: Callable[[Notes], None] = lambda notes: None,
 ) -> Sitting:
-    """Begin or resume the run in a child, and kill it after some seconds, or once it has taken `most_steps` more.
-
-    `prepare` is called in the child first.
+    """Begin or resume the run in a child, and kill it: after some seconds, once it has taken `most_steps` more, or some
+    seconds into the writing of its first checkpoint. `prepare` is called in the child before anything else.
     """
     notes = Notes()
     sys.stdout.flush()
@@ -95,6 +95,8 @@ def sit(
     try:
         while not select.select([watched], [], [], min(LOOK_EVERY, max(0.0, began + kill_after - time.monotonic())))[0]:
             far = most_steps is not None and notes.load().steps >= most_steps
+            if into_checkpoint is not None and notes.load().checkpoint:
+                kill_after, into_checkpoint = time.monotonic() - began + into_checkpoint, None
             if far or time.monotonic() >= began + kill_after:
                 os.kill(child, signal.SIGKILL)
                 break
@@ -118,12 +120,12 @@ def _live(recipe: Recipe, notes: Notes, prepare: Callable[[Notes], None]) -> Non
     """The child's whole life."""
     code = 1
     try:
-        _watch(notes)
+        watch(notes)
         prepare(notes)
         train_recipe(
             recipe,
             stop=lambda: False,
-            advance=lambda step, metrics: notes.note(steps=notes.steps + 1),
+            advance=lambda step, metrics: None,
             notify=lambda text: None,
             resume=is_run(run_path(recipe)),
         )
@@ -135,7 +137,7 @@ def _live(recipe: Recipe, notes: Notes, prepare: Callable[[Notes], None]) -> Non
         os._exit(code)
 
 
-def _watch(notes: Notes) -> None:
+def watch(notes: Notes) -> None:
     """Have the library's own steps noted."""
     doing, keep, finish = Session.doing, Session.keep, Session.finish
     write_record, write_checkpoint = Journal.write, checkpoint_writer.write
@@ -148,6 +150,7 @@ def _watch(notes: Notes) -> None:
     def noted_keep(self: Session, *taken: object) -> None:
         notes.note(phase=PHASES.index("recording"))
         keep(self, *taken)  # pyright: ignore[reportArgumentType]
+        notes.note(steps=notes.steps + 1)
 
     def noted_finish(self: Session) -> None:
         notes.note(phase=PHASES.index("the end"))

@@ -33,6 +33,7 @@ from tether.runs import checkpoints
 from tether.runs.folder import RunFolder, run_path
 
 Tell = Callable[[str], None]
+WRITING = 0.06  # seconds that writing a checkpoint takes, about
 SHOTS = 44  # more moments than one checkpoint is made of, fewer than two
 
 
@@ -79,19 +80,27 @@ class Pace:
     """When to kill next: at random, such that the kills spread over the run's life and it still comes to its end."""
 
     def __init__(self, recipe: Recipe, kills: int, draw: random.Random, calm: Sitting) -> None:
-        self.steps, self.every, self.kills, self.draw = recipe.run.steps, recipe.checkpoint.every, kills, draw
+        self.recipe, self.kills, self.draw = recipe, kills, draw
+        self.steps, self.every = recipe.run.steps, recipe.checkpoint.every
         self.startup, self.step = calm.startup, (calm.seconds - calm.startup) / calm.steps  # in seconds
 
-    def delay(self, done: int, kills: int) -> float:
-        """Seconds until the next kill, where `done` steps are in a checkpoint and `kills` have landed."""
-        behind = (self.steps - self.every) * kills / self.kills - done
-        if behind > 0 and self.draw.random() < behind / self.every:
-            return self.startup + self.step * self.draw.uniform(self.every, 2 * self.every)
-        return self.draw.uniform(0.0, self.startup + self.step * self.every)
+    def next(self, done: int, kills: int) -> Sitting:
+        """Sit until the next kill, where `done` steps are in a checkpoint and `kills` have landed.
 
-    def most_steps(self, done: int, kills: int) -> int | None:
-        """How many steps the next sitting may take, however quick the machine has become; the last may end the run."""
-        return None if kills + 1 == self.kills else max(1, min(2 * self.every, self.steps - done - 1))
+        However quick the machine becomes, a sitting takes but a few steps and none ends the run.
+        """
+        most = max(1, min(2 * self.every, self.steps - done - 1))
+        behind = (self.steps - 2 * self.every) * kills / self.kills - done
+        if behind <= 0 or self.draw.random() >= behind / self.every:
+            after = self.draw.uniform(0.0, self.startup + self.step * self.every)
+            sitting = sit(self.recipe, kill_after=after, most_steps=most)
+        elif self.draw.random() < 0.5:
+            sitting = sit(self.recipe, into_checkpoint=self.draw.uniform(0.0, WRITING), most_steps=most)
+        else:
+            after = self.startup + self.step * self.draw.uniform(self.every, 2 * self.every)
+            sitting = sit(self.recipe, kill_after=after, most_steps=most)
+        self.learn(sitting)
+        return sitting
 
     def learn(self, sitting: Sitting) -> None:
         """From how long it took."""
@@ -125,9 +134,7 @@ def killed_at_random(name: str, make: Callable[[Path], Recipe], kills: int, seed
     verdict = Verdict(name, recipe.run.steps)
     while verdict.kills < kills:
         before = newest_step(recipe, verdict.wrong)
-        limits = {"kill_after": pace.delay(before, verdict.kills), "most_steps": pace.most_steps(before, verdict.kills)}
-        sitting = sit(recipe, **limits)
-        pace.learn(sitting)
+        sitting = pace.next(before, verdict.kills)
         if not sitting.killed:
             verdict.wrong += [] if sitting.exit_code == 0 else [f"a sitting ended with {sitting.exit_code}"]
             break

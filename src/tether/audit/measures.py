@@ -15,6 +15,7 @@ from numpy.typing import ArrayLike, NDArray
 from tether.runs.recorded import StoredRollout
 
 GRAM = 4  # tokens: a run of four that comes again is a repetition, not a common word
+MIXER = np.uint64(0x9E3779B97F4A7C15)  # odd and without a pattern: products wrap around and spread out
 SHORTEST = 16  # tokens: shorter answers are not asked whether they repeat themselves
 TOP_PART = 0.05  # "few samples" are this part of a step's answers, at least one
 FEWEST_ROWS = 16  # answers below which shares and correlations are luck
@@ -71,8 +72,12 @@ def repetition(tokens: ArrayLike) -> float:
     row = np.asarray(tokens)
     if len(row) < GRAM:
         return 0.0
-    grams = np.lib.stride_tricks.sliding_window_view(row, GRAM)
-    return 1.0 - len(np.unique(grams, axis=0)) / len(grams)
+    row, count = row.astype(np.uint64), len(row) - GRAM + 1
+    names = np.zeros(count, dtype=np.uint64)  # a number for each gram: equal for equal ones, and hardly for others
+    for place in range(GRAM):
+        names = names * MIXER + row[place : place + count]
+    names.sort()
+    return 1.0 - (1 + int((names[1:] != names[:-1]).sum())) / count
 
 
 def top_share(mass: ArrayLike) -> float:

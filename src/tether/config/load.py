@@ -82,6 +82,8 @@ def load_settings(recipe_class: type[AnyRecipe], path: str | None = None, flags:
 
 def recipe_from_record(record: Mapping[str, Any]) -> Recipe:
     """The recipe that a run kept: every key, and its method. Raises ValueError where it is not one."""
+    if not isinstance(record, dict):
+        raise ValueError("it is not a mapping of keys")
     method = record.get("method")
     if method not in RECIPES:
         raise ValueError(f"it names no method of this version ({method})")

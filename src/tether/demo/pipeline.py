@@ -27,7 +27,7 @@ from tether.runs.folder import DEMO, is_run, write_whole
 from tether.runs.read import open_workspace, read_run
 from tether.types import Rollout
 
-PROGRESS = "progress.json"
+PROGRESS, SUMMARY = "progress.json", "summary.json"
 SAMPLES_SHOWN = 5  # about so many answers are shown while PPO runs
 SHOWN = {
     "sft": {"loss": "loss"},
@@ -71,14 +71,18 @@ def run_demo(recipe: DemoRecipe, *, human: bool, json_output: bool, resume: bool
     from tether.demo.report import write_demo_report
 
     console = Console(stderr=True)
-    root = Path(recipe.directory) / recipe.name if resume else prepare_folder(recipe, human=human)
+    root = Path(recipe.directory) / recipe.name
+    if not resume and is_unfinished(root, recipe):
+        console.print(f"An earlier demo was stopped in {root}: going on with it.", style="dim", markup=False)
+    elif not resume:
+        prepare_folder(recipe, human=human)
     run = DemoRun(recipe, Places(root))
     run.take_up_progress()
     with interruptions() as stop, stages(console) as show:
         judged = run_stages(run, stop=stop, show=show, human=human, console=console)
         with timed(run, "report"):
             report, summary = write_demo_report(run, judged)
-    write_whole(run.places.root / "summary.json", summary)
+    write_whole(run.places.root / SUMMARY, summary)
     if json_output:
         print(json.dumps(summary))
     low, high = summary["win_rate_interval"]
@@ -100,6 +104,20 @@ def resume_demo(root: Path, *, json_output: bool) -> int:
     recipe = DemoRecipe.model_validate_json(json.dumps(record), strict=True)
     recipe = recipe.model_copy(update={"directory": str(root.parent), "name": root.name})
     return run_demo(recipe, human=human, json_output=json_output, resume=True)
+
+
+def is_unfinished(root: Path, recipe: DemoRecipe) -> bool:
+    """Whether a demo of this very recipe was begun here and not ended; one of another recipe is refused."""
+    if not (root / DEMO).is_file() or (root / SUMMARY).is_file():
+        return False
+    record = json.loads((root / DEMO).read_text(encoding="utf-8"))
+    record.pop("human", None)
+    if record != recipe.model_dump(mode="json"):
+        raise ConfigError(
+            f"{root} holds a demo with other settings that was stopped: go on with it (tether resume {root}), "
+            "choose another --name, or remove it"
+        )
+    return True
 
 
 def prepare_folder(recipe: DemoRecipe, *, human: bool) -> Path:
@@ -160,6 +178,8 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
 
     train("sft", "1 Learn from demonstrations", sft_stage(recipe, places))
     rank()
+    if stop():
+        raise Stopped(f"stopped after stage preferences; go on with: tether resume {places.root}")
     train("reward", "3 Learn what is preferred", reward_stage(recipe, places))
     train("ppo", "4 PPO against it", ppo_stage(recipe, places))
     advance = show("judging", "5 Compare on unseen prompts", recipe.judging.prompts)

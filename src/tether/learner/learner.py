@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tether.errors import Diverged
 from tether.learner.batching import micro_batches
 from tether.learner.faults import (
     Fault,
@@ -235,6 +236,14 @@ class Learner:
         self._gathered.clear()
         self._findings.clear()
         self._added = 0
+
+    def check_progress(self, most: int) -> None:
+        """Raise `Diverged` where this many updates in a row were skipped."""
+        if self.skipped_in_a_row >= most:
+            raise Diverged(
+                f"{self.skipped_in_a_row} updates in a row were skipped for what is not finite: lower "
+                "optimizer.policy_rate or optimizer.critic_rate, or look at the rewards and the data"
+            )
 
     # -- state --------------------------------------------------------------------------------------------------------
 

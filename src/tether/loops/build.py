@@ -41,6 +41,7 @@ from tether.protocols import Sampling
 from tether.rewards.build import build_reward
 from tether.rewards.tasks import build_task
 from tether.rollout.native import NativeEngine
+from tether.runs.find import find_model
 from tether.seeds import derive_seed
 from tether.types import Measures, PairBatch
 
@@ -49,7 +50,7 @@ def load_policy(recipe: Recipe) -> LoadedModel:
     """The recipe's model on its device."""
     settings = recipe.model
     return load_causal_lm(
-        settings.path,
+        find_model(settings.path),
         dtype=settings.dtype,
         device=resolve_device(settings.device),
         seed=derive_seed(recipe.run.seed, "model"),

@@ -27,7 +27,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--checkpoint",
         type=int,
         metavar="N",
-        help="with --model: as it was after N steps; -1: in the newest checkpoint",
+        help="with --model: as it was after N steps; -1: the newest checkpoint",
     )
     parser.add_argument("--rollouts", metavar="FILE", help=".parquet or .jsonl")
     parser.add_argument(

@@ -40,11 +40,9 @@ class LastLook:
     def take(self, outputs: TokenOutputs, batch: NumberedExperience) -> None:
         """Note what a micro-batch's pass found."""
         rows = batch.places.cpu()
-        mine = torch.zeros_like(self.experience.response_mask)
-        mine[rows] = self.experience.response_mask[rows]
-        order = rows.argsort()  # a mask reads row after row
-        mask = batch.response_mask.cpu()[order]
-        self.logprobs[mine] = outputs.logprobs.detach().cpu().to(self.logprobs.dtype)[order][mask]
+        seen = self.logprobs[rows]  # wider than the micro-batch, which is trimmed; the masks pick the same tokens
+        seen[self.experience.response_mask[rows]] = outputs.logprobs.detach()[batch.response_mask].cpu().to(seen.dtype)
+        self.logprobs[rows] = seen
 
     def ratios(self) -> Tensor:
         """(B, T) new / old; 1 off the answers."""

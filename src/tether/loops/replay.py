@@ -21,6 +21,7 @@ from tether.errors import ConfigError
 from tether.ops.statistics import masked_mean, masked_variance
 from tether.runs.read import read_run
 from tether.runs.recorded import RecordedRun, StoredRollout
+from tether.runs.store.schema import without_infinities
 from tether.runs.tokens import padded_columns, stored_experience
 from tether.runs.verb_options import open_for, printing
 from tether.types import EvaluatedBatch, Experience, TokenOutputs, columns_of
@@ -56,9 +57,10 @@ def replay(options: argparse.Namespace) -> int:
         before = recipe_from_record(run.config)
         if not isinstance(before, RLRecipe):
             raise ConfigError(f"{options.run} learned from records ({before.method}): only rollouts can be replayed")
+        _check_flags(options.flags, before.method)
         result = replay_step(run, before, change_settings(before, options.flags), _step(run, options.step))
     if options.json:
-        print(json.dumps(_as_json(result)))
+        print(json.dumps(without_infinities(_as_json(result)), allow_nan=False))
     else:
         with printing() as console:
             console.print(_table(result))
@@ -133,6 +135,16 @@ def _credit_numbers(experience: Experience) -> dict[str, float]:
     return numbers
 
 
+def _check_flags(flags: Sequence[str], method: str) -> None:
+    """Refuse what would have changed the answers or the model: they are as they were."""
+    sections = (method, "kl", "reward")
+    for flag in flags:
+        if flag.startswith("--") and flag.removeprefix("--").partition(".")[0] not in sections:
+            raise ConfigError(
+                f"flag {flag}: only {', '.join(sections)} can be changed, for the answers are as they were"
+            )
+
+
 def _step(run: RecordedRun, step: int | None) -> int:
     if step is not None:
         return step
@@ -152,7 +164,8 @@ def _as_json(result: Replayed) -> dict[str, Any]:
 
 
 def _table(result: Replayed) -> Table:
-    table = Table("", "as it was", "replayed", box=None, title=f"step {result.step}", title_justify="left")
+    title = f"step {result.step}; losses as the update's last look at each token had them"
+    table = Table("", "as it was", "replayed", box=None, title=title, title_justify="left")
     for name in dict.fromkeys((*result.stored_numbers, *result.numbers)):
         values = (result.stored_numbers.get(name), result.numbers.get(name))
         table.add_row(name, *("" if value is None else f"{value:.6g}" for value in values))

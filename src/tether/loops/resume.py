@@ -16,7 +16,7 @@ from tether.loops.training import build_training
 from tether.models.save import save_model
 from tether.runs import checkpoints
 from tether.runs.folder import RECIPE, RunFolder, is_run, recipe_record, run_path
-from tether.runs.store.records import Source
+from tether.runs.store.open import FILE
 
 
 def run_folder(words: str, directory: str = "runs") -> Path:
@@ -38,8 +38,20 @@ def stored_recipe(folder: Path) -> Recipe:
         raise ConfigError(f"{folder / RECIPE} is damaged, or of another version: {error}") from error
     if recipe.run.name is not None and run_path(recipe).resolve() == folder.resolve():
         return recipe
-    moved = recipe.run.model_copy(update={"directory": str(folder.parent), "name": folder.name})
-    return recipe.model_copy(update={"run": moved})
+    workspace = _workspace_around(folder.resolve(), recipe.run.name)
+    name = folder.resolve().relative_to(workspace).as_posix()
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"directory": str(workspace), "name": name})})
+
+
+def _workspace_around(folder: Path, name: str | None) -> Path:
+    """The workspace of a run whose folder was moved, renamed, or is looked at from elsewhere.
+
+    It is as far up as the run's name has parts, if the folder still ends in that name; else where the nearest store is.
+    """
+    parts = Path(name).parts if name else ()
+    if parts and folder.parts[-len(parts) :] == parts:
+        return folder.parents[len(parts) - 1]
+    return next((place for place in folder.parents if (place / FILE).is_file()), folder.parent)
 
 
 def resume_run(words: str, directory: str, *, json_output: bool) -> int:
@@ -54,8 +66,9 @@ def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
     folder = run_path(recipe)
     if not is_run(folder):
         return run_recipe(recipe, json_output=json_output)
-    before = recipe_record(stored_recipe(folder))
-    changed = [key for key, value in _flat(recipe_record(recipe)).items() if _flat(before).get(key) != value]
+    before, now = _flat(recipe_record(stored_recipe(folder))), _flat(recipe_record(recipe))
+    where = ("run.directory", "run.name")  # which may be spelt in many ways; the folder is the same
+    changed = [key for key, value in now.items() if key not in where and before.get(key) != value]
     if changed:
         raise ConfigError(
             f"{folder} was begun with another recipe ({', '.join(changed)} differ): give it another run.name, or "
@@ -75,8 +88,7 @@ def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str],
     child = change_settings(parent.model_copy(update={"run": named}), flags)
     if checkpoint.step >= child.run.steps:
         raise ConfigError(f"run.steps is {child.run.steps}, and step {checkpoint.step} is not before it: set it higher")
-    source = Source("fork", f"{folder}, step {checkpoint.step}", run=parent_name)
-    return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, source))
+    return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, parent_name, str(folder)))
 
 
 def export_checkpoint(options: argparse.Namespace) -> int:

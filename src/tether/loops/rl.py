@@ -12,7 +12,6 @@ from torch import Tensor
 from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
 from tether.data.collate import collate
 from tether.data.cursor import DataOrder
-from tether.errors import Diverged
 from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner
 from tether.loops.last_look import LastLook
@@ -87,6 +86,7 @@ def train_rl(
     """
     controllers = controllers or parts.algorithm.controllers
     for step in range(start, parts.steps):
+        parts.learner.check_progress(parts.max_skipped)
         if stop():
             return
         parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
@@ -98,11 +98,7 @@ def train_rl(
         after = evaluate_held_out(parts) if _evaluates(parts, step) else {}
         result.metrics.update({f"start/{name}": value for name, value in before.items()} | after)
         yield result
-        if parts.learner.skipped_in_a_row >= parts.max_skipped:
-            raise Diverged(
-                f"{parts.learner.skipped_in_a_row} updates in a row had a loss or gradient that was not finite: lower "
-                "optimizer.policy_rate or optimizer.critic_rate, or look at the rewards"
-            )
+    parts.learner.check_progress(parts.max_skipped)
 
 
 def _evaluates(parts: RLParts, step: int) -> bool:

@@ -8,6 +8,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from shlex import quote
+from typing import Any
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -15,12 +17,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tether.config.recipes import Recipe
 from tether.errors import Stopped
 from tether.loops.build import load_policy
-from tether.loops.session import Session
+from tether.loops.session import Session, weights_digest
 from tether.loops.state import seed_everything
 from tether.loops.training import build_training
 from tether.runs.checkpoints import Checkpoint
 from tether.runs.folder import RunFolder, json_line, run_path
-from tether.runs.store.records import Source
+from tether.runs.report_text import clean
+from tether.runs.store.open import workspace_at
 from tether.types import Rollout
 
 SHOWN = ("score", "loss", "accuracy", "kl_ref_k3", "kl_old", "entropy", "clip_fraction", "explained_variance")
@@ -34,7 +37,12 @@ class Forked:
     """Where a fork begins: another run's checkpoint, and which run that was."""
 
     checkpoint: Checkpoint
-    source: Source
+    run: str  # its name in the workspace
+    folder: str
+
+    def record(self) -> dict[str, Any]:
+        """What the new run's folder keeps of it."""
+        return {"run": self.run, "folder": self.folder, "step": self.checkpoint.step}
 
 
 @dataclass(frozen=True)
@@ -53,14 +61,17 @@ def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forke
             recipe,
             stop=stop,
             advance=advance,
-            notify=lambda text: console.print(text, style="dim", markup=False),
+            notify=lambda text: console.print(clean(text), style="dim", markup=False),
             resume=resume,
             forked=forked,
         )
     place = trained.folder.path
     if trained.steps < recipe.run.steps:
-        raise Stopped(f"stopped after {trained.steps} of {recipe.run.steps} steps; go on with: tether resume {place}")
-    console.print(f"Done: {trained.steps} steps. The model is in {place}; see `tether show {place}`")
+        raise Stopped(
+            f"stopped after {trained.steps} of {recipe.run.steps} steps; go on with: tether resume {quote(str(place))}"
+        )
+    model = f" The model is in {trained.folder.model_path}." if recipe.run.save else ""
+    console.print(f"Done: {trained.steps} steps.{model} Look at it: tether show {quote(str(place))}", markup=False)
     return 0
 
 
@@ -84,13 +95,17 @@ def train_recipe(
         return Trained(folder, recipe.run.steps)
     seed_everything(recipe.run.seed)
     policy = load_policy(recipe)
+    loaded = weights_digest(policy.model)
     training = build_training(recipe, policy)
     for notice in (*policy.notices, *training.notices):
         notify(notice)
+    workspace_at(recipe.run.directory, recipe.store.url).name_of(run_path(recipe))
+    if forked is not None:
+        training.restore(forked.checkpoint)
     # Once everything that can be wrong with the recipe has been looked at.
-    folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe)
-    came_from = (forked.source,) if forked is not None else ()
-    with Session(recipe, folder, training, policy, resumes=resume, notify=notify, came_from=came_from) as session:
+    origin = forked.record() if forked is not None else None
+    folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin)
+    with Session(recipe, folder, training, policy, loaded=loaded, resumes=resume, notify=notify) as session:
         start = session.resume() if resume else session.fork(forked.checkpoint) if forked is not None else 0
         for taken in training.steps(start, stop, session.doing):
             session.keep(taken)
@@ -121,6 +136,7 @@ def interruptions() -> Iterator[Callable[[], bool]]:
     def ask(*_: object) -> None:
         nonlocal asked
         if asked:
+            os.write(2, b"\x1b[?25h" if os.isatty(2) else b"")  # a progress bar hides the cursor
             os.write(2, b"\ntether: stopped at once; resuming goes on from the last checkpoint\n")
             os._exit(Stopped.exit_code)
         os.write(2, b"\ntether: stopping after the step at hand; once more stops at once\n")

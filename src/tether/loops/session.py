@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 
 import torch
+from safetensors import SafetensorError
 from torch import nn
 
 from tether.audit.doctor import LiveDoctor
@@ -49,23 +50,25 @@ class Session:
         training: Training,
         policy: LoadedModel,
         *,
+        loaded: str,
         resumes: bool,
         notify: Callable[[str], None],
-        came_from: tuple[Source, ...] = (),
     ) -> None:
         self.recipe, self.folder, self.training, self.policy = recipe, folder, training, policy
         self.notify = notify
+        self.resumes = resumes
         self.done = 0  # steps taken
+        self.taken = 0  # of them, in this sitting
         self.best = -math.inf
         self._saved_at: int | None = None
         workspace = workspace_at(recipe.run.directory, recipe.store.url)
         config = recipe_record(recipe)
-        sources = [*came_from, *sources_of(config, workspace)]
+        sources = [*origin_of(folder), *sources_of(config, workspace)]
         device = str(policy.model.device)
         self._environment = describe_environment(seed=recipe.run.seed, device=device)
         self._stands_on = {
-            "model": weights_digest(policy.model),
-            **{source.role: source.sha256 for source in sources if source.sha256 is not None},
+            "model": loaded,
+            **{f"{source.role} {source.source}": source.sha256 for source in sources if source.sha256 is not None},
         }
         keep = KeepRollouts(recipe.store.rollouts_every, recipe.store.rollouts_keep or None)
         start = RunStart(recipe.method, recipe.run.steps, config, self._environment, sources)
@@ -95,8 +98,9 @@ class Session:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        state = "failed" if kind is not None else "done" if self.folder.is_finished else "stopped"
-        if error is not None:
+        state = "done" if self.folder.is_finished else "stopped"
+        if error is not None and not (self.resumes and self.taken == 0):  # a run that was refused is as it was
+            state = "failed"
             self.recorder.event("failed", str(error) or type(error).__name__, step=self.done)
         self._open.close()
         self.checkpoints.wait()
@@ -110,7 +114,19 @@ class Session:
         checkpoint = read_newest(self.folder.checkpoints, self._trouble)
         if checkpoint is not None:
             self._check_ground(checkpoint)
-            self.take_up(checkpoint)
+            self.training.restore(checkpoint)
+            self._start_from(checkpoint)
+        elif damaged := listed(self.folder.checkpoints):
+            raise StorageError(
+                f"none of the {len(damaged)} checkpoints in {self.folder.checkpoints} is whole, so {self.folder.path} "
+                "cannot go on: put one back from a copy, or remove the run and start it again"
+            )
+        elif (origin := self.folder.origin) is not None:
+            raise StorageError(
+                f"{self.folder.path} began after {origin['step']} steps of {origin['run']}, and has no whole "
+                "checkpoint to go on from: remove it, and fork again with "
+                f"`tether fork {origin['folder']} --step {origin['step']}`"
+            )
         self.recorder.rewind(self.done)
         if self.recorder.flush():
             self._tell_doctor()
@@ -118,15 +134,13 @@ class Session:
         return self.done
 
     def fork(self, checkpoint: Checkpoint) -> int:
-        """Become what another run's checkpoint holds, and keep it as the first of one's own; the steps taken."""
-        self.take_up(checkpoint)
+        """Take over from another run's checkpoint, which training has become, and keep it as one's first."""
+        self._start_from(checkpoint)
         self.save_checkpoint()
         self.recorder.event("forked", f"begins after {self.done} steps of another run")
         return self.done
 
-    def take_up(self, checkpoint: Checkpoint) -> None:
-        """Become what a checkpoint holds."""
-        self.training.restore(checkpoint)
+    def _start_from(self, checkpoint: Checkpoint) -> None:
         self.done = self._saved_at = checkpoint.step
         self.best = float(checkpoint.values["best"])
 
@@ -134,7 +148,7 @@ class Session:
         """The model and the data that a run goes on with must be those that it began with."""
         for role, digest in checkpoint.values["stands_on"].items():
             if self._stands_on.get(role) != digest:
-                what = "the model's weights" if role == "model" else f"the file of {role}"
+                what = "the model's weights" if role == "model" else f"what the recipe names as {role}"
                 raise ConfigError(
                     f"{what} changed since the run {self.folder.path} began, so it cannot go on as it was: put the "
                     "old one back, or start a new run"
@@ -160,9 +174,11 @@ class Session:
         self.recorder.record(taken.step, taken.metrics, rollouts)
         self.sinks.record(taken.step, taken.metrics)
         self.done = taken.step + 1
+        self.taken += 1
         self._examine(taken, stored)
         if isinstance(self.recipe, RLRecipe) and self.recipe.evaluation.keep_best and self._is_best(taken.metrics):
-            save_model(self.training.model, self.policy.tokenizer, self.folder.best_path)
+            with self._storing("the best model so far"):
+                save_model(self.training.model, self.policy.tokenizer, self.folder.best_path)
         every = self.recipe.checkpoint.every
         if (every and self.done % every == 0) or self.done == self.recipe.run.steps:
             self.save_checkpoint()
@@ -194,9 +210,15 @@ class Session:
 
     def save_checkpoint(self) -> None:
         """Begin to write a checkpoint of now; it gets its name once all that was recorded is on disk."""
+        self.checkpoints.wait()  # before there is a second copy in memory
         values = {"best": self.best, "stands_on": self._stands_on, "environment": self._environment}
-        self.checkpoints.save(self.training.capture(self.done, values), self.recorder.flush)
+        self.checkpoints.save(self.training.capture(self.done, values), self._settle)
         self._saved_at = self.done
+
+    def _settle(self) -> None:
+        """Have all that was recorded on disk: whoever goes on from a checkpoint does not record those steps again."""
+        if not self.recorder.flush():
+            raise OSError("the steps before it could not be recorded")
 
     # -- how it ends --------------------------------------------------------------------------------------------------
 
@@ -216,12 +238,30 @@ class Session:
         """What follows the last step: the report, and the model where it is to be saved."""
         self.doing("the end")
         self.checkpoints.wait()
-        self.folder.write("report.json", self.training.finish())
-        if self.recipe.run.save:
-            save_model(self.training.model, self.policy.tokenizer, self.folder.model_path)
+        report = self.training.finish()
+        with self._storing("the trained model"):
+            self.folder.write("report.json", report)
+            if self.recipe.run.save:
+                save_model(self.training.model, self.policy.tokenizer, self.folder.model_path)
         self.recorder.event("done", f"all {self.done} steps are taken", step=self.done)
-        self.recorder.flush()
-        self.folder.finish(self.done)
+        if not self.recorder.flush():
+            raise StorageError(
+                f"all {self.done} steps are taken, but not all of them could be recorded in {self.folder.path}: make "
+                f"room, and let `tether resume {self.folder.path}` end the run"
+            )
+        with self._storing("the note that all is done"):
+            self.folder.finish(self.done)
+
+    @contextmanager
+    def _storing(self, what: str) -> Iterator[None]:
+        """Say what could not be written, where, and that nothing is lost; safetensors has an error of its own."""
+        try:
+            yield
+        except (OSError, SafetensorError) as error:
+            raise StorageError(
+                f"{what} could not be written to {self.folder.path} ({getattr(error, 'strerror', None) or error}): "
+                f"make room, and go on with `tether resume {self.folder.path}`"
+            ) from error
 
     def _trouble(self, text: str) -> None:
         """Something that the person should hear of and find again."""
@@ -233,6 +273,12 @@ def step_rollouts(result: StepResult) -> StepRollouts:
     """An iteration as the store takes it."""
     parts = [score.parts for score in result.scores]
     return StepRollouts(result.experience, result.rollouts, result.ratios, result.clipped, parts)
+
+
+def origin_of(folder: RunFolder) -> list[Source]:
+    """The run that this one branched off from, where it did."""
+    origin = folder.origin
+    return [] if origin is None else [Source("fork", f"{origin['folder']}, step {origin['step']}", run=origin["run"])]
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -28,9 +28,17 @@ CONTROLLERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (FixedKL, A
 
 
 def capture(
-    step: int, learner: Learner, *, shared: SharedTrunk | None, controllers: Controllers | None, values: dict[str, Any]
+    step: int,
+    learner: Learner,
+    values: dict[str, Any],
+    *,
+    shared: SharedTrunk | None = None,
+    controllers: tuple[Controllers, Controllers] | None = None,
 ) -> Checkpoint:
-    """A checkpoint after `step` steps. Its tensors are copies: training may go on while it is written."""
+    """A checkpoint after `step` steps; `controllers` as they were at first and as they are now.
+
+    Its tensors are copies: training may go on while it is written.
+    """
     state = learner.state(copy=True)
     tensors: dict[str, Mapping[str, Tensor]] = {"learner": state.tensors, "random": random_tensors()}
     if shared is not None:
@@ -42,13 +50,13 @@ def capture(
         | {
             "learner": state.numbers,
             "random": random_numbers(),
-            "controllers": controllers_as_json(controllers) if controllers is not None else None,
+            "controllers": controllers_as_json(*controllers) if controllers is not None else None,
         },
     )
 
 
 def restore(
-    checkpoint: Checkpoint, learner: Learner, *, shared: SharedTrunk | None, controllers: Controllers | None
+    checkpoint: Checkpoint, learner: Learner, *, shared: SharedTrunk | None = None, fresh: Controllers | None = None
 ) -> Controllers | None:
     """Become what was captured. Returns the controllers, where there are any; those of a changed setting start anew."""
     learner.load_state(LearnerState(dict(checkpoint.tensors["learner"]), checkpoint.values["learner"]))
@@ -56,33 +64,29 @@ def restore(
         shared.remember(checkpoint.tensors["trunk"])
     set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
     saved = checkpoint.values["controllers"]
-    if controllers is None or saved is None:
-        return controllers
-    return Controllers(
-        _controller(controllers.reference, saved["reference"]), _controller(controllers.old, saved["old"])
-    )
+    if fresh is None or saved is None:
+        return fresh
+    return Controllers(_controller(fresh.reference, saved["reference"]), _controller(fresh.old, saved["old"]))
 
 
 # -- KL controllers -----------------------------------------------------------------------------------------------
 
 
-def controllers_as_json(controllers: Controllers) -> dict[str, Any]:
-    """Both controllers' kinds and numbers."""
-    return {
-        name: {"kind": type(controller).__name__, **asdict(controller)}  # pyright: ignore[reportArgumentType]
-        for name, controller in (("reference", controllers.reference), ("old", controllers.old))
-    }
+def controllers_as_json(start: Controllers, now: Controllers) -> dict[str, Any]:
+    """Both controllers' kinds and numbers, at first and now."""
+    return {"reference": _as_json(start.reference, now.reference), "old": _as_json(start.old, now.old)}
+
+
+def _as_json(start: Any, now: Any) -> dict[str, Any]:
+    return {"kind": type(now).__name__, "start": asdict(start), "now": asdict(now)}
 
 
 def _controller(fresh: KLController, saved: Mapping[str, Any]) -> KLController:
-    """The saved controller, if it is of the recipe's kind and aims at the same; else the recipe's own."""
-    numbers = {name: value for name, value in saved.items() if name != "kind"}
+    """The saved controller, if it began as the recipe's begins; a fork that changes it keeps its own."""
     kind = CONTROLLERS.get(saved["kind"])
     if kind is None:
         raise StorageError(f"the checkpoint has a KL controller of unknown kind {saved['kind']}")
-    aims = {name: value for name, value in numbers.items() if name != "coef"}
-    same = type(fresh) is kind and all(getattr(fresh, name) == value for name, value in aims.items())
-    return kind(**numbers) if same and not isinstance(fresh, FixedKL) else fresh
+    return kind(**saved["now"]) if fresh == kind(**saved["start"]) else fresh
 
 
 # -- random generators of the process -----------------------------------------------------------------------------

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 from tether.data.cursor import DataOrder
-from tether.errors import Diverged
 from tether.learner.learner import Learner
 from tether.models.shared_trunk import SharedTrunk
 from tether.protocols import Objective
@@ -41,6 +40,7 @@ def train_supervised(
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """One optimiser step a batch, from step `start` on; ends early, between two steps, once `stop()` is true."""
     for step in range(start, parts.steps):
+        parts.learner.check_progress(parts.max_skipped)
         if stop():
             return
         doing(f"step {step}")
@@ -52,11 +52,7 @@ def train_supervised(
         if step + 1 == parts.steps and parts.held_out:
             metrics |= {f"held_out/{name}": value for name, value in evaluate_held_out(parts).items()}
         yield step, metrics
-        if parts.learner.skipped_in_a_row >= parts.max_skipped:
-            raise Diverged(
-                f"{parts.learner.skipped_in_a_row} updates in a row had a loss or gradient that was not finite: lower "
-                "the learning rate, or look at the data"
-            )
+    parts.learner.check_progress(parts.max_skipped)
 
 
 def evaluate_held_out(parts: SupervisedParts[Any]) -> dict[str, float]:

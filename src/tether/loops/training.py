@@ -85,11 +85,11 @@ class FromRollouts:
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
         """Learner, controllers and random streams."""
-        return capture(step, self.learner, shared=None, controllers=self.controllers, values=values)
+        return capture(step, self.learner, values, controllers=(self.parts.algorithm.controllers, self.controllers))
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take them back."""
-        restored = restore(checkpoint, self.learner, shared=None, controllers=self.controllers)
+        restored = restore(checkpoint, self.learner, fresh=self.parts.algorithm.controllers)
         assert restored is not None
         self.controllers = restored
 
@@ -116,11 +116,11 @@ class FromRecords:
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
         """Learner, random streams, and how the shared trunk found what it remembers."""
-        return capture(step, self.learner, shared=self.parts.shared, controllers=None, values=values)
+        return capture(step, self.learner, values, shared=self.parts.shared)
 
     def restore(self, checkpoint: Checkpoint) -> None:
         """Take them back."""
-        restore(checkpoint, self.learner, shared=self.parts.shared, controllers=None)
+        restore(checkpoint, self.learner, shared=self.parts.shared)
 
     def finish(self) -> dict[str, Any]:
         """Centring and the report on held-out records, for a reward model."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from pathlib import Path
 
@@ -24,5 +25,17 @@ def save_model(model: PreTrainedModel | ScalarModel, tokenizer: PreTrainedTokeni
     else:
         model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
+    for file in (*unfinished.iterdir(), unfinished):  # on the disk before it has its name
+        _sync(file)
     shutil.rmtree(target, ignore_errors=True)
-    return unfinished.rename(target)
+    unfinished.rename(target)
+    _sync(target.parent)
+    return target
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,10 +1,11 @@
 """Sampling from any Hugging Face causal language model in process: no weights are copied, no server is needed.
 
-Llama, Mistral, Qwen2 and Qwen3 on a CPU have a decoder of their own (`llama.py`), which works on the model's parameters
-and keeps `max_batch` slots busy: a sequence that ends makes room for the next one. It is compared with the model's own
-forward pass when the engine is made. Every other model takes the general way, which asks nothing but a cache: a call is
-cut into chunks of at most `max_batch` sequences, longest prompts first, each prompt is read once and its cache rows are
-repeated for its samples, and sequences that end leave the batch, so that they cost nothing more.
+Llama, Mistral, Qwen2 and Qwen3 have decoders of their own (`llama.py` on a CPU, `gpu/` on a CUDA device), which work on
+the model's parameters and keep `max_batch` slots busy: a sequence that ends makes room for the next one. The decoder is
+compared with the model's own forward pass when the engine is made. Every other model takes the general way, which asks
+nothing but a cache: a call is cut into chunks of at most `max_batch` sequences, longest prompts first, each prompt is
+read once and its cache rows are repeated for its samples, and sequences that end leave the batch, so that they cost
+nothing more.
 
 The result depends on the seed, the prompt's id and the sample's index. Batching changes logits only by rounding, and
 each draw uses a uniform of its own, so the same tokens come out whoever shares the batch, unless a uniform falls within
@@ -31,6 +32,8 @@ from tether.protocols import Sampling
 from tether.rollout.assemble import assemble_rollout, check_request
 from tether.rollout.continuous import ContinuousBatch
 from tether.rollout.forward import CachedBatch
+from tether.rollout.gpu.batch import GpuBatch
+from tether.rollout.gpu.decoder import GpuDecoder, free_memory, slots_that_fit
 from tether.rollout.llama import LlamaDecoder
 from tether.rollout.sampling import Draw, check_sampling, draw, draw_columns, sample_uniforms
 from tether.rollout.supported import disagreement, plain_model, unsupported
@@ -89,11 +92,16 @@ class NativeEngine:
         self.policy_version = 0
         self.states_for = states_for
         self.notices: tuple[str, ...] = ()
+        self._gpu: GpuDecoder | None = None  # kept between calls: its captured steps read the parameters in place
         self._distrusted = unsupported(loaded.model, 0)
         if self._distrusted is None:
             with _eval_mode(loaded.model):
                 self._distrusted = disagreement(loaded.model)
         self._notice(self._distrusted)
+
+    def release(self) -> None:
+        """Hand back the device memory that is kept between calls; the next call takes it again."""
+        self._gpu = None
 
     def _notice(self, reason: str | None) -> None:
         if reason and not self.notices:
@@ -120,7 +128,8 @@ class NativeEngine:
             self._notice(reason)
             size = self.max_batch if reason else len(work)
             for start in range(0, len(work), size):
-                decode = self._decode if reason else self._decode_slots
+                fast = self._decode_gpu if self.loaded.model.device.type == "cuda" else self._decode_slots
+                decode = self._decode if reason else fast
                 rollouts += self._sample_chunk(work[start : start + size], sampling, seed, decode)
         return sorted(rollouts, key=lambda rollout: (rollout.group_id, rollout.sample_id))
 
@@ -190,6 +199,25 @@ class NativeEngine:
         if keeper is not None:
             for row, states in batch.traces.items():
                 keeper.keep(torch.tensor([*work[row].prompt_ids, *answers[row].tokens.tolist()]), states)
+        return answers
+
+    @torch.inference_mode()
+    def _decode_gpu(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
+        """As `_decode_slots`, on a CUDA device. No states are kept for `states_for`."""
+        slots = min(self.max_batch, len(work))
+        length = max(len(item.prompt_ids) for item in work) + sampling.max_new_tokens
+        model = plain_model(self.loaded.model)
+        if self._gpu is None or not self._gpu.serves(slots, length, sampling.max_new_tokens):
+            self.release()
+            length = -(-length // 64) * 64
+            fit = slots_that_fit(model, slots, length, free_memory(self.loaded.model.device))
+            self._gpu = GpuDecoder(model, fit, length, sampling.max_new_tokens, at_limit=fit < slots)
+        slots = min(slots, self._gpu.slots)
+        prompts = {item.group: item.prompt_ids for item in work}
+        groups = [item.group for item in work]
+        answers = GpuBatch(self._gpu, slots, prompts, groups, uniforms, sampling, stops).run()
+        for row, answer in enumerate(answers):
+            _check_finite([int(answer.tokens[-1])], [row], work, len(answer.tokens) - 1)
         return answers
 
     @torch.inference_mode()

@@ -5,14 +5,18 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+from torch import Tensor
 from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
 
 from tether.models.families import departure
+from tether.rollout.gpu.decoder import GpuDecoder
 from tether.rollout.llama import LlamaDecoder
 
 KINDS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
 TRIAL = ((1, 2, 0), (3, 1, 0, 2, 1))  # token ids that every model has
 TOLERANCE = 1e-3  # of the largest logit
+HALF_TOLERANCE = 0.05  # with weights of 16 bits
+HALF = (torch.bfloat16, torch.float16)
 
 
 def plain_model(model: PreTrainedModel) -> Any:
@@ -21,7 +25,7 @@ def plain_model(model: PreTrainedModel) -> Any:
 
 
 def unsupported(model: PreTrainedModel, length: int) -> str | None:
-    """Why sequences of `length` tokens cannot be decoded by `LlamaDecoder`, or None where they can be.
+    """Why sequences of `length` tokens cannot be decoded by `LlamaDecoder` or `GpuDecoder`, or None where they can be.
 
     Looks at the model as it is now and computes nothing.
     """
@@ -29,11 +33,14 @@ def unsupported(model: PreTrainedModel, length: int) -> str | None:
     if type(base) not in KINDS:
         return f"{type(base).__name__} is not one of {', '.join(kind.__name__ for kind in KINDS)}"
     parameters = list(base.parameters())
-    if any(parameter.device.type != "cpu" for parameter in parameters):
-        return "it is written for the CPU"
-    dtypes = {parameter.dtype for parameter in parameters}
-    if dtypes not in ({torch.float32}, {torch.float64}):
-        return f"the weights are {', '.join(sorted(map(str, dtypes)))} and not all float32"
+    devices = {parameter.device for parameter in parameters}
+    if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
+        return "it is written for a CPU or one CUDA device"
+    on_gpu = next(iter(devices)).type == "cuda"
+    dtypes = {weight.dtype for name, weight in base.named_parameters() if not on_gpu or "lora_" not in name}
+    if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64, *(HALF if on_gpu else ())}:
+        wanted = "of one kind" if on_gpu else "all float32"
+        return f"the weights are {', '.join(sorted(map(str, dtypes)))} and not {wanted}"
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         return "the adapter puts tokens of its own before the prompt"
     return departure(base.model, length, around=model)
@@ -42,12 +49,38 @@ def unsupported(model: PreTrainedModel, length: int) -> str | None:
 @torch.inference_mode()
 def disagreement(model: PreTrainedModel) -> str | None:
     """What is wrong when the decoder's logits on a few tokens are not the model's own; None where they are."""
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        try:
+            logits = _gpu_trial(model)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # a machine that cannot build the kernels, or a device that they do not fit
+            return f"its kernels do not run here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    else:
+        logits = _trial(model)
+    expected = torch.stack(
+        [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1] for ids in TRIAL]
+    )
+    gap, scale = (logits - expected).abs().max(), expected.abs().max()
+    if gap <= (HALF_TOLERANCE if logits.dtype in HALF else TOLERANCE) * scale.clamp(min=1.0):
+        return None
+    return f"its logits differ from the model's own by {float(gap):.2g}"
+
+
+def _trial(model: PreTrainedModel) -> Tensor:
+    """(trials, V) logits after each trial, by `LlamaDecoder`."""
     decoder = LlamaDecoder(plain_model(model), slots=len(TRIAL), length=max(map(len, TRIAL)))
     decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
     lengths = torch.tensor([len(ids) for ids in TRIAL])
-    logits = decoder.step(torch.tensor([ids[-1] for ids in TRIAL]), lengths - 1, int(lengths.max())).t()
-    expected = torch.stack([model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1] for ids in TRIAL])
-    gap, scale = (logits - expected).abs().max(), expected.abs().max()
-    if gap <= TOLERANCE * scale.clamp(min=1.0):
-        return None
-    return f"its logits differ from the model's own by {float(gap):.2g}"
+    return decoder.step(torch.tensor([ids[-1] for ids in TRIAL]), lengths - 1, int(lengths.max())).t()
+
+
+def _gpu_trial(model: PreTrainedModel) -> Tensor:
+    """(trials, V) logits after each trial, by `GpuDecoder`."""
+    decoder = GpuDecoder(plain_model(model), slots=len(TRIAL), length=max(map(len, TRIAL)), room=1)
+    decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
+    decoder.state.tokens.copy_(torch.tensor([ids[-1] for ids in TRIAL]))
+    decoder.state.columns.copy_(torch.tensor([len(ids) - 1 for ids in TRIAL]))
+    decoder.logits(len(TRIAL))
+    return decoder.work.logits[: len(TRIAL)]

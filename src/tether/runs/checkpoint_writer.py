@@ -20,6 +20,7 @@ class CheckpointWriter:
         self.keep = keep
         self.keep_every = keep_every
         self.notify = notify
+        self._known_whole: set[Path] = set()
         self._thread: threading.Thread | None = None
         clear_leftovers(folder)
 
@@ -40,8 +41,8 @@ class CheckpointWriter:
 
     def _write(self, checkpoint: Checkpoint, before_naming: Callable[[], object]) -> None:
         try:
-            write(self.folder, checkpoint, before_naming)
-            prune(self.folder, self.keep, self.keep_every)
-        except OSError as error:
-            reason = f"{error.strerror or error}"
+            self._known_whole.add(write(self.folder, checkpoint, before_naming))
+            prune(self.folder, self.keep, self.keep_every, self._known_whole)
+        except Exception as error:  # whatever it is, training can go on without this checkpoint
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             self.notify(f"The checkpoint of step {checkpoint.step} was not written ({reason}): {self.folder}")

@@ -27,10 +27,11 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from tether.errors import StorageError
+from tether.runs.folder import sync_folder
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-SHARD_BYTES = 2**28  # a file is held in memory twice while it is written
+SHARD_BYTES = 2**26  # a file is held in memory twice while it is written, and training waits while it is put together
 NAME = re.compile(r"step-(\d{8})")
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
 
@@ -58,6 +59,7 @@ def write(folder: Path, checkpoint: Checkpoint, before_naming: Callable[[], obje
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
+        sync_folder(folder.parent)
         files = {name: _write_file(unfinished / name, content) for name, content in _files(checkpoint)}
         _write_file(unfinished / MANIFEST, _sealed({"format": FORMAT, "step": checkpoint.step, "files": files}))
         sync_folder(unfinished)
@@ -117,16 +119,19 @@ def read_newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | Non
     return None
 
 
-def prune(folder: Path, newest: int, every: int = 0) -> None:
+def prune(folder: Path, newest: int, every: int = 0, known_whole: set[Path] | None = None) -> None:
     """Remove all but the `newest` newest checkpoints, and those whose step is a multiple of `every`.
 
-    What is kept counts only if it is whole, so the last valid checkpoint is never removed.
+    What is kept counts only if it is whole, so the last valid checkpoint is never removed. Those of `known_whole` are
+    not read again, and what is found to be whole is added to it.
     """
+    known = set[Path]() if known_whole is None else known_whole
     kept = 0
     for step, path in reversed(listed(folder)):
         if kept >= newest and not (every and step % every == 0):
             remove(path)
-        elif kept < newest and damage(path) is None:
+        elif kept < newest and (path in known or damage(path) is None):
+            known.add(path)
             kept += 1
 
 
@@ -144,15 +149,6 @@ def clear_leftovers(folder: Path) -> None:
         for path in folder.iterdir():
             if path.name.startswith((UNFINISHED, REMOVED)):
                 shutil.rmtree(path, ignore_errors=True)
-
-
-def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 # -- small parts --------------------------------------------------------------------------------------------------

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from tether.errors import ConfigError, StorageError
 
 RECIPE = "recipe.json"  # what makes a folder a run's
 FINISHED = "finished.json"
+FORKED = "forked.json"  # what a run branched off from; there before the recipe is
 DEMO = "demo.json"  # what makes a folder a demo's, with a run for each stage in it
 
 
@@ -24,7 +26,10 @@ def json_line(step: int, metrics: dict[str, float]) -> str:
 
 def is_run(folder: Path) -> bool:
     """Whether a run was begun in this folder."""
-    return (folder / RECIPE).is_file()
+    try:
+        return (folder / RECIPE).is_file()
+    except OSError:  # such as a name that is too long to be one
+        return False
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
@@ -35,6 +40,16 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Have the names in a folder on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def run_path(recipe: Recipe) -> Path:
@@ -50,8 +65,8 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def begin(cls, recipe: Recipe) -> RunFolder:
-        """A new run's folder; one that holds a run already is refused."""
+    def begin(cls, recipe: Recipe, origin: dict[str, Any] | None = None) -> RunFolder:
+        """A new run's folder; one that holds a run already is refused. `origin` says what it branched off from."""
         folder = cls(run_path(recipe))
         if is_run(folder.path):
             raise ConfigError(
@@ -60,6 +75,8 @@ class RunFolder:
             )
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
+            (folder.path / FORKED).unlink(missing_ok=True)
+            folder.write(FORKED, origin or {})
             write_whole(folder.path / RECIPE, recipe_record(recipe))
         except OSError as error:
             raise StorageError(f"run.directory: cannot write to {folder.path} ({error.strerror})") from error
@@ -86,6 +103,12 @@ class RunFolder:
         return self.path / "checkpoints"
 
     @property
+    def origin(self) -> dict[str, Any] | None:
+        """What it branched off from; None for a run that began at its beginning."""
+        file = self.path / FORKED
+        return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    @property
     def is_finished(self) -> bool:
         """Whether every step was taken and all that follows them is written."""
         return (self.path / FINISHED).is_file()
@@ -96,5 +119,13 @@ class RunFolder:
 
 
 def recipe_record(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as it is kept: every key resolved, and its method."""
-    return {"method": recipe.method, **recipe.model_dump(mode="json")}
+    """A recipe as it is kept: every key resolved, and its method. A password in `store.url` is not kept."""
+    record = {"method": recipe.method, **recipe.model_dump(mode="json")}
+    if recipe.store.url is not None:
+        record["store"]["url"] = without_password(recipe.store.url)
+    return record
+
+
+def without_password(url: str) -> str:
+    """A database's URL without its password: PGPASSWORD or ~/.pgpass can give it when the run goes on."""
+    return re.sub(r"(://[^:/@]*):[^@]*@", r"\1@", url)

@@ -15,7 +15,10 @@ from tether.runs.store.records import Source
 
 def sources_of(config: Mapping[str, Any], workspace: Workspace) -> list[Source]:
     """The models and files that a recipe names; a model that a run of this workspace trained leads to that run."""
-    models = [Source(role, path, run=_run_at(Path(path), workspace)) for role, path in _models(config)]
+    models = [
+        Source(role, path, run=_run_at(Path(path), workspace), sha256=_weights(Path(path), role))
+        for role, path in _models(config)
+    ]
     files = [Source(role, path, sha256=_sha256(Path(path))) for role, path in _files(config)]
     return models + files
 
@@ -50,6 +53,13 @@ def _run_at(path: Path, workspace: Workspace) -> str | None:
             except ConfigError:  # a run, of another workspace
                 return None
     return None
+
+
+def _weights(folder: Path, role: str) -> str | None:
+    """One digest over a model's files of weights; None for the policy, whose weights are looked at once loaded."""
+    files = sorted(folder.glob("*.safetensors")) if role != "model" and folder.is_dir() else []
+    digests = [f"{file.name} {_sha256(file)}" for file in files]
+    return hashlib.sha256("\n".join(digests).encode()).hexdigest() if digests else None
 
 
 def _sha256(path: Path) -> str | None:

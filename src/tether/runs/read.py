@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import json
 import math
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,9 +15,10 @@ from sqlalchemy import Connection, Engine, Row, and_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from tether.errors import ConfigError, StorageError
+from tether.runs.folder import RECIPE, is_run
 from tether.runs.recorded import Event, RecordedRun, StoredRollout
 from tether.runs.store.journal import Journal
-from tether.runs.store.open import FILE, VARIABLE, Workspace, open_engine, workspace_at
+from tether.runs.store.open import FILE, Workspace, open_engine, workspace_at
 from tether.runs.store.pending import FOLDER, is_being_recorded, recording_lock
 from tether.runs.store.schema import events, lineage, metrics, rollouts, runs, steps
 from tether.runs.token_codec import decode_rollout
@@ -104,7 +105,14 @@ def open_workspace(directory: str | Path = "runs", url: str | None = None) -> Op
 
 def _runs_with_pending(workspace: Workspace) -> list[Path]:
     found = [path for depth in ("*", "*/*", "*/*/*") for path in workspace.directory.glob(f"{depth}/{FOLDER}")]
-    return [path.parent for path in found if any(path.glob("*.record"))]
+    waiting = [path.parent for path in found if any(path.glob("*.record"))]
+    return [folder for folder in waiting if _meant_for(workspace, folder)]
+
+
+def _meant_for(workspace: Workspace, folder: Path) -> bool:
+    """Whether what waits beside a run is for this store: its recipe may name another."""
+    url = recipe_url(folder)
+    return url is None or workspace_at(workspace.directory, url).place == workspace.place
 
 
 def _take_in(workspace: Workspace, folder: Path) -> None:
@@ -170,16 +178,43 @@ def find_run(opened: OpenWorkspace, words: str) -> RunSummary:
     raise ConfigError(f"no run called {words} is recorded in {opened.workspace.place}: {advice}")
 
 
+def store_of(words: str, directory: str | None = None) -> tuple[str, str | None]:
+    """The workspace in which a run is meant, and the URL of its store where the run's recipe names one."""
+    workspace = workspace_of(words, directory)
+    for folder in (Path(words).expanduser(), Path(workspace) / words):
+        if words and is_run(folder):
+            return workspace, recipe_url(folder)
+    return workspace, None
+
+
+def recipe_url(folder: Path) -> str | None:
+    """`store.url` of the recipe in a run's folder."""
+    try:
+        return json.loads((folder / RECIPE).read_text(encoding="utf-8"))["store"]["url"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
 def workspace_of(words: str, directory: str | None = None) -> str:
     """The folder of the workspace in which a run is meant: as said, around the run's own folder, or `runs`."""
     if directory is not None:
         return directory
     folder = Path(words).expanduser()
-    if VARIABLE not in os.environ and folder.is_dir():
-        for place in folder.resolve().parents:
-            if (place / FILE).is_file():
-                return str(place)
-    return "runs"
+    if not is_run(folder):
+        return "runs"
+    around = folder.resolve().parents
+    nearest = next((place for place in around if (place / FILE).is_file()), None)
+    return str(nearest or _named_workspace(folder.resolve()))
+
+
+def _named_workspace(folder: Path) -> Path:
+    """The workspace by the run's own name, which may have several parts."""
+    try:
+        name = json.loads((folder / RECIPE).read_text(encoding="utf-8"))["run"]["name"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return folder.parent
+    parts = Path(name).parts if name else ()
+    return folder.parents[len(parts) - 1] if parts and folder.parts[-len(parts) :] == parts else folder.parent
 
 
 # -- what a run recorded ------------------------------------------------------------------------------------------

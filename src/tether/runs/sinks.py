@@ -38,7 +38,7 @@ def open_sinks(names: Sequence[str], place: SinkPlace, notify: Callable[[str], N
     opened: dict[str, Tracker] = {}
     for name in names:
         if name not in SINKS:
-            raise ConfigError(f"run.sinks: {name} is not known; choose from {', '.join(SINKS)}")
+            raise ConfigError(f"store.sinks: {name} is not known; choose from {', '.join(SINKS)}")
         try:
             opened[name] = SINKS[name](place)
         except ImportError as error:

@@ -29,9 +29,9 @@ def add_workspace_options(parser: argparse.ArgumentParser) -> None:
 
 def open_for(options: argparse.Namespace) -> OpenWorkspace:
     """The workspace that the options mean, open for reading."""
-    from tether.runs.read import open_workspace, workspace_of
+    from tether.runs.read import open_workspace, store_of
 
-    return open_workspace(workspace_of(getattr(options, "run", ""), options.workspace))
+    return open_workspace(*store_of(getattr(options, "run", ""), options.workspace))
 
 
 @contextmanager

@@ -28,6 +28,9 @@ _COME_FURTHER = (
 )
 
 
+SITTINGS = ("failed", "stopped", "resumed", "forked")  # events that tell of a sitting, not of a step
+
+
 def apply_record(
     connection: Connection, workspace: str, name: str, record: Record, start: Record | None = None
 ) -> None:
@@ -132,7 +135,8 @@ def _add_event(connection: Connection, run_id: int, data: Any) -> None:
 
 
 def _rewind(connection: Connection, run_id: int, step: int) -> None:
-    """Forget everything from a step on, which is about to be done again."""
+    """Forget everything from a step on, which is about to be done again; what happened to the run still happened."""
     connection.execute(delete(steps).where(steps.c.run_id == run_id, steps.c.step >= step))
-    connection.execute(delete(events).where(events.c.run_id == run_id, events.c.step >= step))
+    again = events.c.kind.not_in(SITTINGS)  # it will happen again
+    connection.execute(delete(events).where(events.c.run_id == run_id, events.c.step >= step, again))
     connection.execute(update(runs).where(runs.c.id == run_id).values(steps_done=_steps_done(connection, run_id)))

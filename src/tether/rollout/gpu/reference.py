@@ -1,0 +1,102 @@
+"""A decode step's parts in plain torch: what the fused kernels compute, on any device, and safe to capture.
+
+`n` slots, 0 to n - 1, take one token each. Every function works on the first n rows of the buffers it is given. No
+shape depends on what the buffers hold, so nothing is read back by the host.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tether.protocols import Sampling
+from tether.rollout.gpu.layers import Layer, Trunk
+from tether.rollout.gpu.state import Cache, SlotState, Workspace
+from tether.rollout.sampling import Draw, draw_columns
+
+
+def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
+    """x · weight / sqrt(mean x² + ε) over the last dimension, in float32 at least."""
+    wide = x.float() if x.dtype.itemsize < 4 else x
+    return (wide * (wide.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight).to(x.dtype)
+
+
+def add_norm(work: Workspace, n: int, parts: Tensor | None, weight: Tensor, epsilon: float) -> None:
+    """hidden += the sum of `parts` (P, n, H); normed = its RMS norm."""
+    if parts is not None:
+        work.hidden[:n].copy_(work.hidden[:n] + parts.sum(dim=0))
+    work.normed[:n].copy_(rms_norm(work.hidden[:n], weight, epsilon))
+
+
+def project(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotState, cache: Cache, index: int) -> None:
+    """Queries of the normed states, turned to their positions; keys and values go into the cache."""
+    normed, columns = work.normed[:n], state.columns[:n]
+    query, key = (part(normed).unflatten(-1, (-1, layer.head_dim)) for part in (layer.query, layer.key))
+    value = layer.value(normed).unflatten(-1, (-1, layer.head_dim))
+    query, key = normed_heads(layer, query, key)
+    cos, sin = trunk.cos[columns][:, None], trunk.sin[columns][:, None]  # (n, 1, D / 2)
+    work.query[:n].copy_(rotate(query, cos, sin).flatten(1))
+    slots = torch.arange(n, device=columns.device)
+    cache.keys[index].transpose(1, 2).index_put_((slots, columns), rotate(key, cos, sin))
+    cache.values[index].transpose(1, 2).index_put_((slots, columns), value)
+
+
+def normed_heads(layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+    """Queries and keys (..., heads, D) after the norms that some models have for them."""
+    if layer.query_norm is None or layer.key_norm is None:
+        return query, key
+    return rms_norm(query, layer.query_norm, layer.epsilon), rms_norm(key, layer.key_norm, layer.epsilon)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on x (..., D): pairs (i, i + D/2) turned by angles whose cos and sin are (..., D / 2)."""
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+
+
+def attend(work: Workspace, n: int, trunk: Trunk, state: SlotState, cache: Cache, index: int) -> None:
+    """mixed = attention of each slot's query to the columns 0 to `columns` of its own slot."""
+    keys, values = cache.keys[index, :n], cache.values[index, :n]  # (n, K, T, D)
+    query = work.query[:n].view(n, trunk.kv_heads, -1, trunk.head_dim)  # heads that share a key head side by side
+    past = torch.arange(keys.shape[2], device=keys.device) > state.columns[:n, None]
+    scores = (query @ keys.transpose(2, 3)).float() * trunk.scaling
+    weights = scores.masked_fill(past[:, None, None], -torch.inf).softmax(dim=-1)
+    work.mixed[:n].copy_((weights.to(values.dtype) @ values).reshape(n, -1))
+
+
+def gated(work: Workspace, n: int, layer: Layer) -> None:
+    """inner = act(gate · normed) * (up · normed)."""
+    normed = work.normed[:n]
+    work.inner[:n].copy_(layer.activation(layer.gate(normed)) * layer.up(normed))
+
+
+def linear(work: Workspace, n: int, module: torch.nn.Module, x: Tensor) -> Tensor:  # noqa: ARG001
+    """(P, n, H) whose sum over P is the module's output for x (rows, in)."""
+    return module(x[:n]).unsqueeze(0)
+
+
+def logits(work: Workspace, n: int, trunk: Trunk) -> None:
+    """Logits of the normed states."""
+    work.logits[:n].copy_(trunk.head(work.normed[:n]))
+
+
+def draw(work: Workspace, n: int, state: SlotState, sampling: Sampling) -> None:
+    """One token for each slot, by the uniform that is due, and the slots' next state."""
+    place = state.drawn[:n].clamp(max=state.uniforms.shape[1] - 1).unsqueeze(-1)
+    uniforms = state.uniforms[:n].gather(1, place).squeeze(-1)
+    advance(n, state, place, draw_columns(work.logits[:n].t(), uniforms, sampling))
+
+
+def advance(n: int, state: SlotState, place: Tensor, drawn: Draw) -> None:
+    """Note what live slots drew at `place` (n, 1), make it their next input, and end those that are through."""
+    live = state.live[:n]
+    columns = ((state.answers, drawn.tokens), (state.behavior, drawn.behavior), (state.untruncated, drawn.untruncated))
+    for table, values in columns:
+        old = table[:n].gather(1, place)
+        table[:n].scatter_(1, place, torch.where(live[:, None], values.to(table.dtype)[:, None], old))
+    tokens = drawn.tokens.clamp(min=0)
+    state.tokens[:n].copy_(torch.where(live, tokens, state.tokens[:n]))
+    state.drawn[:n] += live
+    state.columns[:n] += live
+    over = state.stops[tokens] | (drawn.tokens < 0) | (state.drawn[:n] >= state.limits[:n])
+    state.live[:n] &= ~over

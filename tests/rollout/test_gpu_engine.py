@@ -1,0 +1,223 @@
+"""The GPU engine's logic on a CPU, through its plain kernels: slots, refill, shared prompts, state on the device."""
+
+from __future__ import annotations
+
+import dataclasses
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tether.models.load import LoadedModel
+from tether.models.lora import inject_lora, lora_config
+from tether.protocols import Sampling
+from tether.rollout import supported
+from tether.rollout.gpu.batch import LOOK, GpuBatch, bucket
+from tether.rollout.gpu.decoder import GpuDecoder, slots_that_fit
+from tether.rollout.gpu.prefill import PREFILL_TOKENS
+from tether.rollout.native import LogitsNotFinite, NativeEngine
+from tether.types import Prompt
+
+OFTEN = tuple(range(0, 256, 10))  # stop tokens that end an answer after about ten tokens, at different steps
+SHAPE: dict[str, Any] = {
+    "vocab_size": 258,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+}
+
+
+def gpu_engine(loaded: LoadedModel, **given: Any) -> NativeEngine:
+    """An engine that takes the GPU's way on this model, wherever it lies."""
+    engine = NativeEngine(loaded, **given)
+    engine._decode_slots = engine._decode_gpu
+    return engine
+
+
+def build(kind: str) -> Any:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SHAPE)).double().eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
+    return model
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(23, stop_token_ids=OFTEN),
+        Sampling(12, temperature=0.7),
+        Sampling(12, temperature=1.5, top_k=20, top_p=0.9),
+        Sampling(12, temperature=0.0),
+    ],
+    ids=["whole", "cool", "truncated", "greedy"],
+)
+@pytest.mark.parametrize("slots", [1, 4, 12, 64])
+def test_the_samples_are_those_of_the_cpu_decoder(
+    exact: LoadedModel, prompts: list[Prompt], sampling: Sampling, slots: int, assert_same_rollouts
+):
+    given: dict[str, Any] = {"samples_per_prompt": 3, "seed": 5}
+    expected = NativeEngine(exact).generate(prompts, sampling, **given)
+    found = gpu_engine(exact, max_batch=slots).generate(prompts, sampling, **given)
+    assert_same_rollouts(found, expected)
+    for one, other in zip(found, expected, strict=True):
+        assert torch.allclose(one.untruncated_logprobs, other.untruncated_logprobs, atol=1e-5)
+
+
+def test_a_decoder_kept_from_an_earlier_call_gives_what_a_new_one_gives(
+    exact: LoadedModel, prompts: list[Prompt], assert_same_rollouts
+):
+    engine = gpu_engine(exact, max_batch=8)
+    engine.generate(prompts, Sampling(20, temperature=0.3), samples_per_prompt=4, seed=9)
+    kept = engine._gpu
+    again = engine.generate(prompts[2:5], Sampling(9, stop_token_ids=OFTEN), samples_per_prompt=3, seed=1)
+    assert engine._gpu is kept
+    fresh = gpu_engine(exact).generate(prompts[2:5], Sampling(9, stop_token_ids=OFTEN), samples_per_prompt=3, seed=1)
+    assert_same_rollouts(again, fresh)
+    engine.release()
+    assert engine._gpu is None
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+@torch.inference_mode()
+def test_the_logits_are_the_models_own(kind: str):
+    model = build(kind)
+    expected = torch.stack([model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in supported.TRIAL])
+    assert torch.allclose(supported._gpu_trial(model), expected, atol=1e-5)
+
+
+@torch.inference_mode()
+def test_adapters_are_applied():
+    model = build("Llama")
+    for parameter in inject_lora(model, lora_config(4, 8.0, ["k_proj", "o_proj", "up_proj"]), seed=0):
+        parameter.normal_(std=0.3)
+    model.double()
+    expected = torch.stack([model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in supported.TRIAL])
+    assert torch.allclose(supported._gpu_trial(model), expected, atol=1e-5)
+
+
+@torch.inference_mode()
+def answers(model: Any, prompts: dict[int, list[int]], groups: list[int], slots: int, room: int, stops: set[int]):
+    """What each sequence draws, and the batch that drew it."""
+    uniforms = 1.0 - torch.rand(len(groups), room, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    decoder = GpuDecoder(model, slots, max(map(len, prompts.values())) + room, room)
+    batch = GpuBatch(decoder, slots, prompts, groups, uniforms, Sampling(room), stops)
+    return [drawn.tokens.tolist() for drawn in batch.run()], batch
+
+
+@settings(deadline=None, max_examples=15)
+@given(
+    st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4)), min_size=1, max_size=6),
+    st.integers(1, 20),
+    st.integers(1, 20),
+)
+def test_what_a_sequence_draws_does_not_depend_on_the_slots(shapes: list[tuple[int, int]], slots: int, room: int):
+    model = build("Llama")
+    prompts = {group: [group + 1] * length for group, (length, _) in enumerate(shapes)}
+    groups = [group for group, (_, samples) in enumerate(shapes) for _ in range(samples)]
+    stops = set(range(0, 258, 9))
+    found, batch = answers(model, prompts, groups, slots, room, stops)
+    assert found == answers(model, prompts, groups, len(groups), room, stops)[0]
+    for tokens in found:
+        assert len(tokens) == room or tokens[-1] in stops
+        assert not stops & set(tokens[:-1])
+    if len(groups) <= slots:
+        assert batch.tokens_read == sum(length - 1 for length, _ in shapes), "each prompt is read once"
+
+
+def test_freed_slots_are_refilled_and_steps_shrink_when_none_wait():
+    groups = list(range(60))
+    found, batch = answers(build("Llama"), {g: [g, 1, 2] for g in groups}, groups, 16, 60, set(range(0, 258, 12)))
+    lengths = sorted(map(len, found))
+    assert lengths[0] < 5 and lengths[-1] > 30, "the test needs answers of different lengths"
+    chunked = sum(max(map(len, found[start : start + 16])) for start in range(0, 60, 16))
+    assert batch.steps < 0.9 * chunked
+    assert batch.slot_steps < 16 * batch.steps, "the last sequences run in a smaller batch"
+
+
+def test_answers_of_one_length_leave_no_slot_idle():
+    found, batch = answers(build("Llama"), {0: [1, 2], 1: [3]}, [0] * 8 + [1] * 8, 16, LOOK + 3, set())
+    assert batch.steps == LOOK + 3 and batch.slot_steps == sum(map(len, found))
+
+
+def test_long_prompts_are_read_in_passes_of_bounded_size(monkeypatch: pytest.MonkeyPatch):
+    widths: list[int] = []
+    read = torch.nn.Embedding.forward
+
+    def counted(self: torch.nn.Embedding, ids: torch.Tensor) -> torch.Tensor:
+        widths.append(ids.numel())
+        return read(self, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", counted)
+    monkeypatch.setattr("tether.rollout.gpu.prefill.PREFILL_TOKENS", 64)
+    answers(
+        build("Llama"), {g: [1] * length for g, length in enumerate((70, 31, 30, 29, 3))}, list(range(5)), 5, 1, set()
+    )
+    assert PREFILL_TOKENS > 64 and widths[:-1] == [69, 60, 56], "one prompt is too long, then two and two by length"
+
+
+def test_logits_that_are_not_finite_are_named(exact: LoadedModel, prompts: list[Prompt]):
+    model = build("Llama")
+    with torch.no_grad():
+        model.lm_head.weight[7] = torch.nan
+    engine = gpu_engine(exact)
+    engine.loaded = dataclasses.replace(exact, model=model)
+    with pytest.raises(LogitsNotFinite, match="step 0 of prompt"):
+        engine.generate(prompts, Sampling(4), samples_per_prompt=1, seed=0)
+
+
+def test_a_decoder_serves_the_same_parameters_and_no_others():
+    model = build("Llama")
+    decoder = GpuDecoder(model, 4, 32, 8)
+    assert decoder.serves(4, 32, 8) and not decoder.serves(5, 32, 8)
+    assert not decoder.serves(4, 33, 8) and not decoder.serves(4, 32, 9)
+    with torch.no_grad():
+        model.lm_head.weight.mul_(2.0)
+    assert decoder.serves(4, 32, 8), "an update in place"
+    model.lm_head.weight.data = model.lm_head.weight.data.clone()
+    assert not decoder.serves(4, 32, 8)
+    assert GpuDecoder(model, 4, 32, 8, at_limit=True).serves(100, 32, 8), "more would not fit"
+
+
+@torch.inference_mode()
+def test_an_idle_slot_keeps_what_it_had():
+    decoder = GpuDecoder(build("Llama"), 2, 8, 3)
+    state = decoder.state
+    state.live.copy_(torch.tensor([True, False]))
+    state.answers.fill_(-7)
+    state.limits.fill_(3)
+    decoder.step(2, Sampling(3))
+    assert state.answers[0, 0] >= 0 and (state.answers == -7).sum() == 5
+    assert state.drawn.tolist() == state.columns.tolist() == [1, 0] and state.live.tolist() == [True, False]
+
+
+def test_slots_are_as_many_as_the_free_memory_holds():
+    model = build("Llama")  # 2 layers x 2 heads x 8 wide x (key, value) x 8 bytes = 512 bytes a token
+    assert slots_that_fit(model, 100, length=10, free=5120 * 10) == 8, "four fifths of the free memory"
+    assert slots_that_fit(model, 5, length=10, free=5120 * 10) == 5
+    assert slots_that_fit(model, 100, length=10, free=0) == 1
+
+
+@pytest.mark.parametrize(
+    "count, slots, size", [(1, 256, 8), (9, 256, 16), (17, 256, 32), (33, 256, 64), (250, 256, 256), (3, 5, 5)]
+)
+def test_steps_are_captured_for_few_sizes(count: int, slots: int, size: int):
+    assert bucket(count, slots) == size
+
+
+def test_kernels_that_do_not_run_are_said_aloud(monkeypatch: pytest.MonkeyPatch):
+    def broken(_: Any) -> None:
+        raise ValueError("no C compiler")
+
+    monkeypatch.setattr(supported, "_gpu_trial", broken)
+    model: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
+    assert supported.disagreement(model) == "its kernels do not run here (ValueError: no C compiler)"

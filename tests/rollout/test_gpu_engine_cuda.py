@@ -1,0 +1,121 @@
+"""The native engine on a CUDA device against the model's own forward pass. Skipped where there is none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+
+from tether.models.load import LoadedModel, describe, disable_dropout
+from tether.models.lora import inject_lora, lora_config
+from tether.models.tiny import tiny_tokenizer
+from tether.protocols import Sampling
+from tether.rollout.native import NativeEngine
+from tether.types import Prompt, Rollout
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+SHAPE: dict[str, Any] = {
+    "vocab_size": 1500,
+    "hidden_size": 192,
+    "intermediate_size": 320,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "max_position_embeddings": 512,
+    "eos_token_id": 257,
+    "pad_token_id": 256,
+    "bos_token_id": None,
+}
+PROMPTS = [Prompt.from_text(f"prompt {i}", text) for i, text in enumerate(["a", "hello " * 20, "xyz" * 9, "seven!!"])]
+STOPS = tuple(range(0, 1500, 20))
+
+
+def build(kind: str = "Llama", dtype: torch.dtype = torch.float32) -> LoadedModel:
+    torch.manual_seed(0)
+    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SHAPE))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(3.0)
+            else:
+                parameter.add_(0.2 * torch.randn_like(parameter))
+    disable_dropout(model)
+    return describe(model.to("cuda", dtype).eval(), tiny_tokenizer())
+
+
+@torch.no_grad()
+def gap(loaded: LoadedModel, rollouts: list[Rollout], temperature: float = 1.0) -> float:
+    """The largest distance of the untruncated log-probs from the model's own."""
+    worst = 0.0
+    for rollout in rollouts:
+        tokens = rollout.token_ids[None].cuda()
+        logits: Tensor = loaded.model(input_ids=tokens, use_cache=False).logits[0, :-1].float() / temperature
+        own = logits.log_softmax(-1).gather(1, tokens[0, 1:, None])[:, 0].cpu()
+        far = (own - rollout.untruncated_logprobs[1:]).abs()
+        worst = max(worst, float(far[rollout.response_mask[1:]].max()))
+    return worst
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+@pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-4), (torch.bfloat16, 0.15)], ids=["float32", "bfloat16"])
+def test_logprobs_are_those_of_the_models_own_forward_pass(kind: str, dtype: torch.dtype, limit: float):
+    loaded = build(kind, dtype)
+    engine = NativeEngine(loaded, max_batch=16)
+    assert not engine.notices
+    sampling = Sampling(40, temperature=0.8, stop_token_ids=STOPS)
+    rollouts = engine.generate(PROMPTS, sampling, samples_per_prompt=12, seed=0)
+    assert gap(loaded, rollouts, 0.8) < limit
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [Sampling(12, stop_token_ids=STOPS), Sampling(12, top_k=20, top_p=0.9), Sampling(12, temperature=0.0)],
+    ids=["whole", "truncated", "greedy"],
+)
+def test_the_same_tokens_come_out_as_on_the_general_way(sampling: Sampling):
+    loaded = build()
+    general = NativeEngine(loaded)
+    general._distrusted = "asked for"
+    fast = NativeEngine(loaded, max_batch=8)
+    given = {"samples_per_prompt": 5, "seed": 3}
+    pairs = zip(general.generate(PROMPTS, sampling, **given), fast.generate(PROMPTS, sampling, **given), strict=True)
+    for one, other in pairs:
+        assert torch.equal(one.token_ids, other.token_ids)
+        assert torch.allclose(one.behavior_logprobs, other.behavior_logprobs, atol=2e-4)
+
+
+def test_captured_steps_survive_updates_in_place_and_are_made_again_for_new_parameters():
+    loaded = build()
+    engine = NativeEngine(loaded, max_batch=8)
+    given = {"samples_per_prompt": 2, "seed": 0}
+    engine.generate(PROMPTS, Sampling(10), **given)
+    decoder = engine._gpu
+    assert decoder is not None
+    captures = decoder.captures
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.mul_(1.1)
+    assert gap(loaded, engine.generate(PROMPTS, Sampling(10), **given)) < 2e-4
+    assert engine._gpu is decoder and decoder.captures == captures
+    with torch.no_grad():
+        for parameter in loaded.model.parameters():
+            parameter.data = parameter.data * 0.9
+    assert gap(loaded, engine.generate(PROMPTS, Sampling(10), **given)) < 2e-4
+    assert engine._gpu is not decoder
+
+
+def test_adapters_are_applied():
+    loaded = build()
+    parameters = inject_lora(loaded.model, lora_config(4, 8.0, ["q_proj", "down_proj", "gate_proj"]), seed=0)
+    loaded.model.to("cuda")
+    with torch.no_grad():
+        for parameter in parameters:
+            parameter.normal_(std=0.1)
+    engine = NativeEngine(loaded, max_batch=8)
+    assert not engine.notices
+    assert gap(loaded, engine.generate(PROMPTS, Sampling(10), samples_per_prompt=2, seed=0)) < 5e-4
