@@ -1,6 +1,78 @@
-"""What every test may rely on: small numbers of threads, and no model hub."""
+"""What every test may rely on: small numbers of threads, no model hub, and stores to write to.
+
+Stores are SQLite always, and PostgreSQL where TETHER_TEST_POSTGRES names one or a server's programs are here.
+"""
 
 import os
+import shutil
+import subprocess
+import tempfile
+import time
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from sqlalchemy import create_engine, text
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+
+def _as_user() -> dict:
+    """PostgreSQL refuses to run as root."""
+    return {"user": "nobody", "group": "nogroup"} if os.geteuid() == 0 else {}
+
+
+@pytest.fixture(scope="session")
+def postgres_server() -> Iterator[str]:
+    """The address of a server; a throw-away one on a socket of its own where none is named."""
+    if given := os.environ.get("TETHER_TEST_POSTGRES"):
+        yield given
+        return
+    pytest.importorskip("psycopg", reason="PostgreSQL is not tested: the package psycopg is not installed")
+    if not shutil.which("initdb") or not shutil.which("postgres"):
+        pytest.skip("PostgreSQL is not tested: set TETHER_TEST_POSTGRES, or install a server")
+    folder = Path(tempfile.mkdtemp(prefix="tether-pg-", dir="/tmp"))
+    if os.geteuid() == 0:
+        shutil.chown(folder, **_as_user())
+    data, quiet = folder / "data", {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder}
+    command = ["initdb", "-D", str(data), "-U", "tether", "-A", "trust", "--no-sync", "-E", "UTF8", "--locale=C"]
+    subprocess.run(command, check=True, **quiet, **_as_user())
+    options = ["-c", "listen_addresses=", "-c", f"unix_socket_directories={folder}", "-c", "fsync=off"]
+    server = subprocess.Popen(["postgres", "-D", str(data), *options], **quiet, **_as_user())
+    url = f"postgresql+psycopg://tether@/postgres?host={folder}"
+    try:
+        _wait_for(url)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(timeout=30)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _wait_for(url: str) -> None:
+    for _ in range(200):
+        try:
+            with create_engine(url).connect():
+                return
+        except Exception:
+            time.sleep(0.05)
+    pytest.skip("PostgreSQL is not tested: the server did not start")
+
+
+@pytest.fixture(params=["sqlite", "postgres"])
+def store_url(request: pytest.FixtureRequest) -> Iterator[str | None]:
+    """The URL of an empty store; None for the workspace's own SQLite file."""
+    if request.param == "sqlite":
+        yield None
+        return
+    server = request.getfixturevalue("postgres_server")
+    name = f"tether_{uuid.uuid4().hex[:12]}"
+    admin = create_engine(server, isolation_level="AUTOCOMMIT")
+    with admin.connect() as connection:
+        connection.execute(text(f"CREATE DATABASE {name}"))
+    yield admin.url.set(database=name).render_as_string(hide_password=False)
+    with admin.connect() as connection:
+        connection.execute(text(f"DROP DATABASE {name} WITH (FORCE)"))
+    admin.dispose()

@@ -221,6 +221,7 @@ VERBS: dict[str, Verb] = {
     "report": Verb("write a run's report", _in_module("report", "tether.runs.report_verb")),
     "export": Verb("take a run's model, rollouts or metrics out", _in_module("export", "tether.loops.export_verb")),
     "doctor": Verb("say what is wrong with a run, and why", _in_module("doctor", "tether.audit.doctor_verb")),
+    "studio": Verb("watch runs, judge answers and talk to models", _in_module("studio", "tether.studio.studio_verb")),
     "serve-reward": Verb("serve a reward model or a rule over HTTP, for other runs", _serve_reward),
 }
 

@@ -145,11 +145,13 @@ def _summary(opened: OpenWorkspace, row: Row[Any], latest: dict[str, float], anc
 
 
 def _latest(connection: Connection) -> dict[int, dict[str, float]]:
-    last = and_(metrics.c.run_id == runs.c.id, metrics.c.step == runs.c.steps_done - 1)
-    chosen = select(metrics.c.run_id, metrics.c.name, metrics.c.value).join(runs, last)
+    """By an outer join, which goes from the runs to their metrics; the other way SQLite would read all of those."""
+    last = and_(metrics.c.run_id == runs.c.id, metrics.c.step == runs.c.steps_done - 1, metrics.c.name.in_(LATEST))
+    chosen = select(runs.c.id, metrics.c.name, metrics.c.value).select_from(runs.outerjoin(metrics, last))
     found: dict[int, dict[str, float]] = {}
-    for run_id, name, value in connection.execute(chosen.where(metrics.c.name.in_(LATEST))):
-        found.setdefault(run_id, {})[name] = _number(value)
+    for run_id, name, value in connection.execute(chosen):
+        if name is not None:
+            found.setdefault(run_id, {})[name] = _number(value)
     return found
 
 
@@ -252,9 +254,11 @@ def _rollout_steps(connection: Connection, run_id: int) -> list[int]:
     return list(connection.execute(chosen).scalars())
 
 
-def read_rollouts(opened: OpenWorkspace, run_id: int, step: int) -> list[StoredRollout]:
-    """The rollouts of one step, in the order of its batch; empty where they were not kept."""
+def read_rollouts(opened: OpenWorkspace, run_id: int, step: int, row: int | None = None) -> list[StoredRollout]:
+    """The rollouts of one step, or one row of it, in the order of its batch; empty where they were not kept."""
     chosen = select(rollouts).where(rollouts.c.run_id == run_id, rollouts.c.step == step)
+    if row is not None:
+        chosen = chosen.where(rollouts.c.place == row)
     with opened.reading() as connection:
         rows = connection.execute(chosen.order_by(rollouts.c.place)).all()
     return [

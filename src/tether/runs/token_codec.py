@@ -71,6 +71,17 @@ def decode_rollout(
     )
 
 
+def rollout_head_of(content: bytes) -> dict[str, Any]:
+    """The header alone: `prompt_id`, `prompt`, `completion`, `pieces`, ...; the columns are not unpacked."""
+    try:
+        reader = zlib.decompressobj()
+        start = reader.decompress(content[1:], 4)
+        (size,) = struct.unpack("<I", start)
+        return json.loads(reader.decompress(reader.unconsumed_tail, size))
+    except (ValueError, struct.error, zlib.error, IndexError) as error:
+        raise StorageError(f"the tokens of a rollout are damaged in the run store ({error})") from None
+
+
 def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column]]:
     if content[0] != VERSION:
         raise ValueError(f"written as version {content[0]}, which this Tether does not know")

@@ -16,7 +16,7 @@ from typing import Any
 
 from sqlalchemy import URL, Engine, create_engine, event, make_url
 from sqlalchemy.exc import ArgumentError
-from sqlalchemy.pool import NullPool
+from sqlalchemy.pool import NullPool, QueuePool
 
 from tether.errors import ConfigError, StorageError
 from tether.runs.store.migrate import migrate
@@ -87,13 +87,19 @@ def _parsed(url: str) -> URL:
     return parsed
 
 
-def open_engine(workspace: Workspace, *, wait: float = 5.0) -> Engine:
-    """The database, made if need be, its tables up to date. `wait`: seconds to wait for others' locks."""
+def open_engine(workspace: Workspace, *, wait: float = 5.0, kept: int = 0) -> Engine:
+    """The database, made if need be, its tables up to date.
+
+    `wait`: seconds to wait for others' locks. `kept`: connections that stay open between uses, for a server.
+    """
+    pool: dict[str, Any] = {"poolclass": NullPool}
+    if kept:
+        pool = {"poolclass": QueuePool, "pool_size": kept, "max_overflow": 64, "pool_pre_ping": True}
     if workspace.file is not None:
         workspace.file.parent.mkdir(parents=True, exist_ok=True)
-        engine = _sqlite(workspace.url, wait)
+        engine = _sqlite(workspace.url, wait, pool)
     else:
-        engine = _postgres(workspace.url, wait)
+        engine = _postgres(workspace.url, wait, pool)
     try:
         migrate(engine)
     except BaseException:
@@ -102,9 +108,9 @@ def open_engine(workspace: Workspace, *, wait: float = 5.0) -> Engine:
     return engine
 
 
-def _sqlite(url: URL, wait: float) -> Engine:
+def _sqlite(url: URL, wait: float, pool: dict[str, Any]) -> Engine:
     """SQLite with a write-ahead log. Every commit is on disk before it returns; writers queue for the write lock."""
-    engine = create_engine(url, connect_args={"timeout": wait, "check_same_thread": False}, poolclass=NullPool)
+    engine = create_engine(url, connect_args={"timeout": wait, "check_same_thread": False}, **pool)
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
@@ -137,7 +143,7 @@ def _write_ahead(connection: Any, wait: float) -> None:
             time.sleep(0.02)
 
 
-def _postgres(url: URL, wait: float) -> Engine:
+def _postgres(url: URL, wait: float, pool: dict[str, Any]) -> Engine:
     try:
         import psycopg  # noqa: F401
     except ImportError:
@@ -146,4 +152,4 @@ def _postgres(url: URL, wait: float) -> Engine:
         ) from None
     waits = f"-c lock_timeout={int(wait * 1000)} -c statement_timeout=60000"
     arguments = {"connect_timeout": max(2, int(wait)), "options": waits}
-    return create_engine(url, connect_args=arguments, poolclass=NullPool)
+    return create_engine(url, connect_args=arguments, **pool)

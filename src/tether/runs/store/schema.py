@@ -5,6 +5,9 @@
           ├─ events
           └─ lineage
 
+    queues ─ items ─ votes ─ raters    what people are asked, and what they said
+    label_audits                       every change to those
+
 A row belongs to the one on its left and goes when that goes. The tables are made by the migrations beside this file; a
 test holds that the two agree.
 """
@@ -17,6 +20,7 @@ from typing import Any
 
 from sqlalchemy import (
     BigInteger,
+    Boolean,
     Column,
     Double,
     ForeignKey,
@@ -28,11 +32,12 @@ from sqlalchemy import (
     Table,
     Text,
     UniqueConstraint,
+    false,
 )
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
-HEAD = "0001"
+HEAD = "0002"
 """The migration that makes the tables as they are below."""
 
 
@@ -149,4 +154,79 @@ events = Table(
     Column("step", Integer),
     Column("data", JSONText, nullable=False),
     Index("events_of_a_run", "run_id", "time"),
+)
+
+queues = Table(
+    "queues",
+    tables,
+    Column("id", Integer, primary_key=True),
+    Column("workspace", Text, nullable=False, index=True),  # as of runs
+    Column("name", JSONText, nullable=False),
+    Column("kind", Text, nullable=False),  # pair, ranking, demonstration
+    Column("guidelines", JSONText, nullable=False),
+    Column("meta", JSONText, nullable=False),  # of an arena: the two runs
+    Column("created", Double, nullable=False),
+    Column("open", Boolean, nullable=False),
+)
+
+raters = Table(
+    "raters",
+    tables,
+    Column("id", Integer, primary_key=True),
+    Column("workspace", Text, nullable=False, index=True),
+    Column("name", JSONText, nullable=False),
+    Column("role", Text, nullable=False),  # owner, annotator
+    Column("token_hash", Text, unique=True),  # none: enters by the server's own token, or not at all
+    Column("queue_id", Integer, ForeignKey("queues.id", ondelete="CASCADE"), index=True),  # the only one they see
+    Column("created", Double, nullable=False),
+)
+
+items = Table(
+    "items",
+    tables,
+    Column("id", Integer, primary_key=True),
+    Column("queue_id", Integer, ForeignKey("queues.id", ondelete="CASCADE"), nullable=False),
+    Column("kind", Text, nullable=False),
+    Column("prompt", JSONText, nullable=False),  # messages
+    Column("answers", JSONText, nullable=False),  # {text, source}, in the order that votes count from
+    Column("meta", JSONText, nullable=False),
+    Column("repeat_of", Integer, ForeignKey("items.id", ondelete="CASCADE"), index=True),
+    Column("priority", Double, nullable=False),  # higher ones are asked first
+    Index("items_of_a_queue", "queue_id", "priority"),
+)
+
+votes = Table(
+    "votes",
+    tables,
+    Column("id", Integer, primary_key=True),
+    Column("client_uid", Text, nullable=False, unique=True),  # so that one sent twice is there once
+    Column("item_id", Integer, ForeignKey("items.id", ondelete="CASCADE"), nullable=False),
+    Column("rater_id", Integer, ForeignKey("raters.id", ondelete="CASCADE"), nullable=False),
+    Column("order", JSONText, nullable=False),  # which answer stood where
+    Column("choice", JSONText, nullable=False),  # left, right, tie, both_bad, skip; places, best first; or a text
+    Column("seconds", Double),  # that it took
+    Column("created", Double, nullable=False),
+    Column("undone", Boolean, nullable=False),
+    Index("votes_of_a_rater", "rater_id", "created"),
+)
+Index(
+    "one_vote_a_rater_and_item",
+    votes.c.item_id,
+    votes.c.rater_id,
+    unique=True,
+    sqlite_where=votes.c.undone == false(),
+    postgresql_where=votes.c.undone == false(),
+)
+
+label_audits = Table(
+    "label_audits",
+    tables,
+    Column("id", Integer, primary_key=True),
+    Column("workspace", Text, nullable=False),
+    Column("time", Double, nullable=False),
+    Column("rater_id", Integer, ForeignKey("raters.id", ondelete="SET NULL"), index=True),
+    Column("action", Text, nullable=False),  # vote, undo, add-queue, ...
+    Column("subject", Integer),  # the vote, queue or rater that it was done to
+    Column("data", JSONText, nullable=False),
+    Index("audits_by_time", "workspace", "time"),
 )

@@ -1,0 +1,147 @@
+"""How long Studio's heaviest pages take in Chromium, from the address to a page that answers.
+
+    python benchmarks/studio_pages.py [--repeats 5]
+
+The run page shows 20 curves of 50,000 steps, a million points. The microscope shows an answer of 4,096 tokens. Step to
+screen is from `record` in the training process to the number in the chart's own words.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "studio"))
+
+from studio_browser import Served, Visitor, a_browser, a_rollout, serving, start_run
+
+from tether.runs.store.open import Workspace, open_engine, workspace_at
+from tether.runs.store.schema import metrics, runs, steps
+
+STEPS, CURVES, TOKENS = 50_000, 20, 4_096
+LIVE_STEPS = 20
+
+
+def main() -> None:
+    """Measure, and print a line for each page."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--repeats", type=int, default=5)
+    repeats = options.parse_args().repeats
+    with tempfile.TemporaryDirectory() as folder:
+        workspace = workspace_at(Path(folder) / "runs", None)
+        long_answer(workspace)
+        many_points(workspace)
+        with serving(workspace) as served, a_browser() as browser:
+            visitor = Visitor(browser, served)
+            many = f"#/run/{served.run_id('many')}"
+            tokens = f"#/run/{served.run_id('long')}/tokens?step=0&row=0"
+            served.api("GET", f"runs/{served.run_id('many')}/metrics?points=1500")  # the server has read the run once
+            shown = "#page[data-shown='0/0'] .t"
+            say("microscope, 4,096 tokens", [opened(visitor, tokens, shown) for _ in range(repeats)])
+            say("colour by another quantity", [recoloured(visitor) for _ in range(repeats)])
+            say("step to screen", step_to_screen(visitor, served, workspace))
+            say("run page, a million points", [opened(visitor, many, ".chart canvas") for _ in range(repeats)])
+            say("zoom into it", [zoomed(visitor) for _ in range(repeats)])
+            visitor.close()
+
+
+def say(what: str, seconds: list[float]) -> None:
+    """One line: the median, and the 95th percentile."""
+    worst = sorted(seconds)[math.ceil(0.95 * len(seconds)) - 1]
+    print(f"{what:<32} median {1000 * statistics.median(seconds):6.0f} ms   p95 {1000 * worst:6.0f} ms")
+
+
+def many_points(workspace: Workspace) -> None:
+    """A run of a million points, written into the store in one go."""
+    recorder = start_run(workspace, "many", steps=STEPS)
+    recorder.close("done")
+    engine = open_engine(workspace)
+    names = [
+        "score",
+        "kl_ref_k3",
+        "entropy",
+        "response_length",
+        "truncated",
+        "explained_variance",
+        "value_loss",
+        "value",
+    ]
+    names += ["sampler_gap", "kl_old", "clip_fraction", "grad_norm/policy", "grad_norm/critic", "advantage_std", "loss"]
+    names += ["policy_loss", "seconds/step", "seconds/rollout", "score_std", "kl_coef"]
+    noise = np.random.default_rng(0).normal(size=(STEPS, CURVES)).cumsum(axis=0) / 100
+    with engine.begin() as connection:
+        run = connection.execute(runs.select().where(runs.c.name == "many")).one().id
+        connection.execute(steps.insert(), [{"run_id": run, "step": step, "recorded": 0.0} for step in range(STEPS)])
+        for first in range(0, STEPS, 5000):
+            rows = [
+                {"run_id": run, "step": step, "name": name, "value": float(noise[step, place])}
+                for step in range(first, first + 5000)
+                for place, name in enumerate(names)
+            ]
+            connection.execute(metrics.insert(), rows)
+        connection.execute(runs.update().where(runs.c.id == run).values(steps_done=STEPS))
+    engine.dispose()
+
+
+def long_answer(workspace: Workspace) -> None:
+    """A run with four answers of 4,096 tokens."""
+    recorder = start_run(workspace, "long", steps=1)
+    words = [f" word{place % 97}" if place % 40 else "\n" for place in range(TOKENS)]
+    recorder.record(0, {"score": 1.0}, [a_rollout(0, row, f"prompt {row}", words, 1.0) for row in range(4)])
+    recorder.close("done")
+
+
+def opened(visitor: Visitor, address: str, sign: str) -> float:
+    """Seconds from asking for a page, in a browser that has been on another one, until it is drawn and answers."""
+    visitor.go("#/chat")
+    start = time.perf_counter()
+    visitor.page.evaluate("(address) => { location.hash = address; }", address)
+    visitor.page.wait_for_selector(f"#page[data-ready='{address}']")
+    visitor.page.wait_for_selector(sign)
+    visitor.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return time.perf_counter() - start
+
+
+def zoomed(visitor: Visitor) -> float:
+    """Seconds from the key to finer points on the screen."""
+    start = time.perf_counter()
+    with visitor.page.expect_response("**/metrics?**"):
+        visitor.press("+")
+    visitor.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return time.perf_counter() - start
+
+
+def recoloured(visitor: Visitor) -> float:
+    """Seconds from the key to every token in its new colour."""
+    start = time.perf_counter()
+    visitor.press("q")
+    visitor.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    return time.perf_counter() - start
+
+
+def step_to_screen(visitor: Visitor, served: Served, workspace: Workspace) -> list[float]:
+    """Seconds from recording a step to seeing it, for each of some steps."""
+    recorder = start_run(workspace, "live", steps=LIVE_STEPS + 1)
+    recorder.record(0, {"score": 0.0})
+    recorder.flush()
+    visitor.go(f"#/run/{served.run_id('live')}")
+    visitor.page.wait_for_selector("#connection[data-state='live']")
+    seconds: list[float] = []
+    for step in range(1, LIVE_STEPS + 1):
+        start = time.perf_counter()
+        recorder.record(step, {"score": float(step)})
+        visitor.page.wait_for_selector(f".plot[aria-label*='{step} at step {step},']")
+        seconds.append(time.perf_counter() - start)
+    recorder.close("done")
+    return seconds
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""What every route works with: the workspace, who is asking, and the parts of the server that remember something."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fastapi import Request
+
+from tether.runs.read import OpenWorkspace
+from tether.studio.label_store import Labels
+from tether.studio.launcher import Launcher
+from tether.studio.metric_cache import MetricCache
+from tether.studio.model_host import ModelHost
+from tether.studio.people import Person
+from tether.studio.rollout_view import PromptIndex
+from tether.studio.settings import StudioSettings
+
+
+@dataclass(frozen=True)
+class Studio:
+    """One server's parts."""
+
+    opened: OpenWorkspace
+    settings: StudioSettings
+    labels: Labels
+    metrics: MetricCache
+    prompts: PromptIndex
+    launcher: Launcher
+    models: ModelHost
+
+
+def studio_of(request: Request) -> Studio:
+    """The server that a request came to."""
+    return request.app.state.studio
+
+
+def person_of(request: Request) -> Person:
+    """Who is asking; the gate let no one else through."""
+    return request.state.person

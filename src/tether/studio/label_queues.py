@@ -1,0 +1,204 @@
+"""Who judges and what they are asked: people, queues and items in the database.
+
+Every change is one transaction, and leaves an audit. When a method that writes returns, what it wrote is on disk:
+SQLite commits with `synchronous = FULL`, PostgreSQL with its default.
+"""
+
+from __future__ import annotations
+
+import secrets
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
+from sqlalchemy.exc import IntegrityError, SQLAlchemyError
+
+from tether.errors import StorageError
+from tether.runs.read import OpenWorkspace
+from tether.runs.store.schema import items, label_audits, queues, raters, votes
+from tether.studio.people import Person, Role, token_hash
+from tether.studio.replies import Refused
+
+OWNER_NAME = "owner"
+
+# Built once: building a statement costs more than running it.
+_INSERT_AUDIT = insert(label_audits)
+_QUEUE = select(queues).where(queues.c.workspace == bindparam("place"), queues.c.id == bindparam("queue"))
+_COUNT_ITEMS = select(func.count()).where(items.c.queue_id == bindparam("queue"))
+_COUNT_VOTES = (
+    select(func.count())
+    .select_from(votes.join(items, votes.c.item_id == items.c.id))
+    .where(items.c.queue_id == bindparam("queue"), ~votes.c.undone)
+)
+_COUNT_VOTES_OF = _COUNT_VOTES.where(votes.c.rater_id == bindparam("rater"))
+
+
+@dataclass(frozen=True)
+class NewItem:
+    """Something to be asked. `repeats` is the place, in the same list, of the item that it asks again."""
+
+    prompt: Sequence[dict[str, str]]
+    answers: Sequence[dict[str, Any]] = ()  # {text, source}
+    meta: dict[str, Any] | None = None
+    repeats: int | None = None
+    priority: float = 0.0
+
+
+class Queues:
+    """The queues of a workspace and the people who see them."""
+
+    def __init__(self, opened: OpenWorkspace) -> None:
+        self._opened, self._key = opened, opened.workspace.key
+        # SQLite has one writer at a time, and whoever finds it busy sleeps before looking again. Waiting for each
+        # other here instead is fair, and much quicker under load.
+        is_sqlite = opened.engine.dialect.name == "sqlite"
+        self._turn = threading.Lock() if is_sqlite else nullcontext()
+
+    @contextmanager
+    def _writing(self) -> Iterator[Connection]:
+        try:
+            with self._turn, self._opened.engine.begin() as connection:
+                yield connection
+        except IntegrityError:
+            raise
+        except SQLAlchemyError as error:
+            reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+            raise StorageError(f"the store {self._opened.workspace.place} cannot be written ({reason})") from error
+
+    def _audit(self, connection: Connection, who: int | None, action: str, subject: int | None, **data: Any) -> None:
+        row = {"workspace": self._key, "time": time.time(), "rater_id": who, "action": action}
+        connection.execute(_INSERT_AUDIT, row | {"subject": subject, "data": data})
+
+    # -- people -------------------------------------------------------------------------------------------------
+
+    def owner(self) -> Person:
+        """The owner's row, made on first use."""
+        mine = (raters.c.workspace == self._key) & (raters.c.role == "owner") & raters.c.token_hash.is_(None)
+        with self._writing() as connection:
+            found = connection.execute(select(raters).where(mine).order_by(raters.c.id)).first()
+            if found is None:
+                values = {"workspace": self._key, "name": OWNER_NAME, "role": "owner", "created": time.time()}
+                made = connection.execute(insert(raters).values(**values)).inserted_primary_key
+                assert made is not None
+                return Person(made[0], OWNER_NAME, "owner")
+            return _person(found)
+
+    def add_rater(self, by: Person, name: str, role: Role, queue_id: int | None) -> tuple[Person, str]:
+        """A new person, and the token by which they enter; only its hash is kept."""
+        token = secrets.token_urlsafe(32)
+        values = {"name": name, "role": role, "queue_id": queue_id, "token_hash": token_hash(token)}
+        with self._writing() as connection:
+            if queue_id is not None:
+                self._queue(connection, queue_id)
+            row = insert(raters).values(workspace=self._key, created=time.time(), **values)
+            made = connection.execute(row).inserted_primary_key
+            assert made is not None
+            self._audit(connection, by.id, "add-rater", made[0], name=name, role=role, queue_id=queue_id)
+        return Person(made[0], name, role, queue_id), token
+
+    def rater_by_hash(self, hashed: str) -> Person | None:
+        """Whose token has this hash."""
+        chosen = select(raters).where(raters.c.workspace == self._key, raters.c.token_hash == hashed)
+        with self._opened.reading() as connection:
+            found = connection.execute(chosen).first()
+        return None if found is None else _person(found)
+
+    def raters(self) -> list[dict[str, Any]]:
+        """Everyone, with how many votes of theirs stand."""
+        count = select(func.count()).where(votes.c.rater_id == raters.c.id, ~votes.c.undone).scalar_subquery()
+        chosen = select(raters, count.label("votes")).where(raters.c.workspace == self._key).order_by(raters.c.id)
+        names = ("id", "name", "role", "queue_id", "created", "votes")
+        with self._opened.reading() as connection:
+            return [{name: getattr(row, name) for name in names} for row in connection.execute(chosen)]
+
+    # -- queues -------------------------------------------------------------------------------------------------
+
+    def add_queue(
+        self, by: Person, name: str, kind: str, guidelines: str = "", meta: dict[str, Any] | None = None
+    ) -> int:
+        """A new, empty queue."""
+        values = {"name": name, "kind": kind, "guidelines": guidelines, "meta": meta or {}, "open": True}
+        with self._writing() as connection:
+            row = insert(queues).values(workspace=self._key, created=time.time(), **values)
+            made = connection.execute(row).inserted_primary_key
+            assert made is not None
+            self._audit(connection, by.id, "add-queue", made[0], name=name, kind=kind)
+        return made[0]
+
+    def change_queue(self, by: Person, queue_id: int, **values: Any) -> None:
+        """Another name, other guidelines, open or closed."""
+        with self._writing() as connection:
+            self._queue(connection, queue_id)
+            connection.execute(update(queues).where(queues.c.id == queue_id).values(**values))
+            self._audit(connection, by.id, "change-queue", queue_id, **values)
+
+    def queue(self, queue_id: int, person: Person | None = None) -> Row[Any]:
+        """A queue's row, or a 404: an annotator does not learn which other queues there are."""
+        with self._opened.reading() as connection:
+            return self._queue(connection, queue_id, person)
+
+    def _queue(self, connection: Connection, queue_id: int, person: Person | None = None) -> Row[Any]:
+        found = connection.execute(_QUEUE, {"place": self._key, "queue": queue_id}).first()
+        if found is None or (person is not None and not _may_see(person, found)):
+            raise Refused(404, f"there is no queue {queue_id}")
+        return found
+
+    def queues(self, person: Person) -> list[dict[str, Any]]:
+        """The queues that a person may see, with how far they are in each."""
+        chosen = select(queues).where(queues.c.workspace == self._key).order_by(queues.c.id)
+        with self._opened.reading() as connection:
+            found = [row for row in connection.execute(chosen) if _may_see(person, row)]
+            return [self._queue_row(connection, row, person) for row in found]
+
+    def _queue_row(self, connection: Connection, queue: Row[Any], person: Person) -> dict[str, Any]:
+        there, done = self._progress(connection, queue.id, person.id)
+        counts = {
+            "items": there,
+            "done": done,
+            "remaining": there - done,
+            "votes": connection.execute(_COUNT_VOTES, {"queue": queue.id}).scalar_one(),
+        }
+        names = ("id", "name", "kind", "guidelines", "open", "created")
+        return {name: getattr(queue, name) for name in names} | counts
+
+    def _progress(self, connection: Connection, queue_id: int, rater: int) -> tuple[int, int]:
+        """(items of a queue, how many of them a rater has voted on)"""
+        there = connection.execute(_COUNT_ITEMS, {"queue": queue_id}).scalar_one()
+        return there, connection.execute(_COUNT_VOTES_OF, {"queue": queue_id, "rater": rater}).scalar_one()
+
+    def add_items(self, by: Person, queue_id: int, new: Sequence[NewItem], *, origin: dict[str, Any]) -> list[int]:
+        """Put items at the end of a queue; their ids."""
+        with self._writing() as connection:
+            ids = self._insert_items(connection, self._queue(connection, queue_id), new)
+            self._audit(connection, by.id, "fill", queue_id, items=len(ids), origin=origin)
+        return ids
+
+    def items(self, queue_id: int) -> list[Row[Any]]:
+        """The items of a queue, in the order in which they were put there."""
+        with self._opened.reading() as connection:
+            return list(
+                connection.execute(select(items).where(items.c.queue_id == queue_id).order_by(items.c.id)).all()
+            )
+
+    def _insert_items(self, connection: Connection, queue: Row[Any], new: Sequence[NewItem]) -> list[int]:
+        ids: list[int] = []
+        for item in new:
+            values = {"prompt": list(item.prompt), "answers": list(item.answers), "meta": item.meta or {}}
+            repeat_of = None if item.repeats is None else ids[item.repeats]
+            values |= {"queue_id": queue.id, "kind": queue.kind, "repeat_of": repeat_of, "priority": item.priority}
+            made = connection.execute(insert(items).values(**values)).inserted_primary_key
+            assert made is not None
+            ids.append(made[0])
+        return ids
+
+
+def _person(row: Row[Any]) -> Person:
+    return Person(row.id, row.name, row.role, row.queue_id)
+
+
+def _may_see(person: Person, queue: Row[Any]) -> bool:
+    return person.role == "owner" or (queue.open and person.queue_id in (None, queue.id))

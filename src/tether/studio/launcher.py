@@ -1,0 +1,121 @@
+"""Runs that the page starts: processes of their own, which go on when the server ends and never wait for it.
+
+Each is the leader of a new process group and writes to a log file, so that neither a closed terminal nor a dead server
+reaches it. The server can stop what it started itself, and nothing else.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tether.errors import StorageError
+from tether.studio.replies import Refused
+
+FOLDER = ".studio"  # in the workspace: logs and plans
+TAIL = 4000  # characters of a log that are shown
+MOST_RUNNING = 8
+
+
+@dataclass(frozen=True)
+class Job:
+    """A process that this server started; `name` is the run that it makes or goes on with."""
+
+    id: str
+    name: str
+    kind: str
+    started: float
+    log: Path
+    process: subprocess.Popen[bytes]
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it has not ended yet."""
+        return self.process.poll() is None
+
+    def as_json(self) -> dict[str, Any]:
+        """For the page. Exit 3 means that the run was stopped and can be resumed."""
+        code = self.process.poll()
+        state = "running" if code is None else "done" if code == 0 else "stopped" if code == 3 else "failed"
+        shown = {"id": self.id, "name": self.name, "kind": self.kind, "state": state, "exit_code": code}
+        return shown | {"started": self.started, "log": _tail(self.log)}
+
+
+class Launcher:
+    """Starts and stops processes in a workspace."""
+
+    def __init__(self, directory: Path) -> None:
+        self.directory = directory
+        self._jobs: dict[str, Job] = {}
+        self._lock = threading.Lock()
+
+    def tether(self, name: str, kind: str, words: Sequence[str]) -> Job:
+        """Start `tether WORDS`."""
+        return self.python(name, kind, ["-m", "tether", *words])
+
+    def python(self, name: str, kind: str, words: Sequence[str]) -> Job:
+        """Start this Python with the words given."""
+        with self._lock:
+            self._check_room(name)
+            job_id = secrets.token_hex(6)
+            log = self.folder() / f"{job_id}.log"
+            try:
+                with log.open("wb") as file:
+                    process = subprocess.Popen(  # noqa: S603 (the words are a list, and no shell reads them)
+                        [sys.executable, *words],
+                        stdin=subprocess.DEVNULL,
+                        stdout=file,
+                        stderr=subprocess.STDOUT,
+                        start_new_session=True,
+                    )
+            except OSError as error:
+                raise StorageError(f"a process could not be started ({error})") from error
+            job = Job(job_id, name, kind, time.time(), log, process)
+            self._jobs[job_id] = job
+            return job
+
+    def stop(self, name: str) -> Job:
+        """Ask the process that makes this run to end: it keeps a checkpoint first."""
+        for job in self._jobs.values():
+            if job.is_running and (job.name == name or name.startswith(f"{job.name}/")):
+                os.killpg(job.process.pid, signal.SIGTERM)
+                return job
+        raise Refused(409, f"{name} is not running, or was not started from this page: stop it where it was started")
+
+    def jobs(self) -> list[Job]:
+        """What was started, the newest first."""
+        return sorted(self._jobs.values(), key=lambda job: -job.started)
+
+    def folder(self) -> Path:
+        """Where logs and plans are kept."""
+        folder = self.directory / FOLDER
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise StorageError(f"cannot write to {folder} ({error.strerror})") from error
+        return folder
+
+    def _check_room(self, name: str) -> None:
+        running = [job for job in self._jobs.values() if job.is_running]
+        if any(job.name == name for job in running):
+            raise Refused(409, f"{name} is being worked on already")
+        if len(running) >= MOST_RUNNING:
+            raise Refused(409, f"{MOST_RUNNING} processes are running already: wait for one, or stop one")
+
+
+def _tail(log: Path) -> str:
+    try:
+        with log.open("rb") as file:
+            file.seek(max(0, log.stat().st_size - TAIL))
+            return file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""

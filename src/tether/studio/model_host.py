@@ -1,0 +1,87 @@
+"""Models that the page talks to: loaded on first use, a few kept, one question at a time."""
+
+from __future__ import annotations
+
+import threading
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+MOST_MODELS = 2  # in memory at a time
+
+
+@dataclass(frozen=True)
+class Said:
+    """What a model answered."""
+
+    text: str
+    finish: str
+    tokens: int
+
+
+class ModelHost:
+    """Answers of saved models. torch is imported with the first question, so that a server without any is light."""
+
+    def __init__(self, most: int = MOST_MODELS) -> None:
+        self._most = most
+        self._engines: OrderedDict[tuple[str, float], Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def answer(
+        self,
+        folder: Path,
+        conversations: Sequence[Sequence[dict[str, str]]],
+        *,
+        max_new_tokens: int,
+        temperature: float,
+        seed: int,
+        samples: int = 1,
+    ) -> list[Said]:
+        """What the model of a run says to each conversation, `samples` times each, in order."""
+        from tether.protocols import Sampling
+        from tether.types import Message, Prompt
+
+        prompts = [
+            Prompt(f"studio-{place}", tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns))
+            for place, turns in enumerate(conversations)
+        ]
+        with self._lock:
+            engine = self._engine(folder)
+            sampling = Sampling(max_new_tokens, temperature)
+            rollouts = engine.generate(prompts, sampling, samples_per_prompt=samples, seed=seed)
+        return [Said(rollout.completion, rollout.finish, rollout.response_length) for rollout in rollouts]
+
+    def scores(self, folder: Path, answers: Sequence[tuple[Sequence[dict[str, str]], str]]) -> list[float]:
+        """What the reward model of a run gives each (conversation, answer)."""
+        from tether.config.rewards import ModelPart
+        from tether.data.examples import RowEncoder
+        from tether.rewards.model import RewardModelReward
+        from tether.runs.find import find_model
+        from tether.types import Message
+
+        with self._lock:
+            reward = RewardModelReward.load(ModelPart(kind="model", path=find_model(str(folder))), None)
+            known = reward.vocabulary
+            encode = RowEncoder(known.tokenizer, known.end_id, known.context_length, notify=lambda text: None)  # noqa: ARG005
+            rows = []
+            for place, (turns, answer) in enumerate(answers):
+                messages = tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
+                rows.append(encode(messages, answer, f"answer {place}", "answer").tokens)
+            return reward.values(rows)
+
+    def _engine(self, folder: Path) -> Any:
+        """The engine over a run's model; one that was saved anew since is loaded anew."""
+        from tether.models.load import load_causal_lm
+        from tether.rollout.native import NativeEngine
+        from tether.runs.find import find_model
+
+        path = Path(find_model(str(folder)))
+        key = (str(path), path.stat().st_mtime if path.exists() else 0.0)
+        if key not in self._engines:
+            self._engines[key] = NativeEngine(load_causal_lm(str(path), dtype="float32", device="auto", seed=0))
+        self._engines.move_to_end(key)
+        while len(self._engines) > self._most:
+            self._engines.popitem(last=False)
+        return self._engines[key]

@@ -1,0 +1,185 @@
+"""The routes that read runs: the list, one run, its curves, findings, answers and tokens."""
+
+from __future__ import annotations
+
+import csv
+import io
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Query, Request
+from starlette.responses import Response
+
+from tether import __version__
+from tether.audit.doctor import Doctor
+from tether.audit.findings import Finding, Healthy
+from tether.config import RECIPES
+from tether.config.schema import REQUIRED, Leaf, alternatives, describe
+from tether.runs.read import list_runs, read_rollouts, read_run
+from tether.studio.context import person_of, studio_of
+from tether.studio.downsample import shown_series
+from tether.studio.replies import BIGGEST, Refused, Reply
+from tether.studio.rollout_view import answers_at, listed, token_page
+from tether.studio.run_queries import kept_steps, run_page, run_with_id, sparks, summary_row
+
+router = APIRouter(prefix="/api", default_response_class=Reply)
+
+Id = Annotated[int, Path(ge=0, le=BIGGEST)]
+Number = Annotated[int, Path(ge=0, le=BIGGEST)]
+
+
+@router.get("/me")
+def me(request: Request) -> Any:
+    """Who is asking. An annotator is not told where the workspace is."""
+    studio, person = studio_of(request), person_of(request)
+    place = str(studio.opened.workspace.directory) if person.role == "owner" else None
+    return Reply({"role": person.role, "name": person.name, "workspace": place, "version": __version__})
+
+
+@router.get("/runs")
+def all_runs(request: Request) -> Any:
+    """Every run, the one written last first."""
+    studio = studio_of(request)
+    found = list_runs(studio.opened)
+    drawn = sparks(studio.opened, found)
+    return Reply({"runs": [summary_row(run, drawn[run.id]) for run in found]})
+
+
+@router.get("/runs/{run}")
+def one_run(request: Request, run: Id) -> Any:
+    """A run with its settings and events."""
+    studio = studio_of(request)
+    return Reply(run_page(studio.opened, run_with_id(studio.opened, run), studio.metrics))
+
+
+@router.get("/runs/{run}/metrics")
+def curves(
+    request: Request,
+    run: Id,
+    names: Annotated[str, Query(max_length=20_000)] = "",
+    points: Annotated[int, Query(ge=2, le=100_000)] = 2000,
+) -> Any:
+    """The curves of a run: those named, with commas between, or all."""
+    studio = studio_of(request)
+    run_with_id(studio.opened, run)
+    series = studio.metrics.series(run, names.split(",") if names else None)
+    return Reply({"series": {name: shown_series(series[name], points) for name in sorted(series)}})
+
+
+@router.get("/runs/{run}/metrics.csv")
+def curves_as_table(request: Request, run: Id) -> Response:
+    """Every number of a run, one row a step; what was not measured, or not finite, is empty."""
+    studio = studio_of(request)
+    name = run_with_id(studio.opened, run).name
+    series = studio.metrics.series(run)
+    rows: dict[int, dict[str, float]] = {}
+    for metric, one in series.items():
+        for step, value in zip(one.steps.tolist(), one.values.tolist(), strict=True):
+            rows.setdefault(step, {"step": step}).update({metric: value} if value == value else {})
+    text = io.StringIO()
+    table = csv.DictWriter(text, ["step", *sorted(series)])
+    table.writeheader()
+    table.writerows(rows[step] for step in sorted(rows))
+    return as_download(text.getvalue(), f"{name}-metrics.csv", "text/csv")
+
+
+@router.get("/runs/{run}/findings")
+def findings(request: Request, run: Id) -> Any:
+    """What the doctor says of a run."""
+    opened = studio_of(request).opened
+    verdicts = Doctor().examination(read_run(opened, run_with_id(opened, run).name)).verdicts
+    kinds: dict[str, list[Any]] = {"findings": [], "healthy": [], "too_little": []}
+    for audit, verdict in verdicts.items():
+        if isinstance(verdict, Finding):
+            kinds["findings"].append(verdict.as_json())
+        elif isinstance(verdict, Healthy):
+            kinds["healthy"].append({"audit": audit, "saw": verdict.saw})
+        else:
+            kinds["too_little"].append({"audit": audit, "lacks": verdict.lacks})
+    return Reply(kinds)
+
+
+@router.get("/runs/{run}/rollouts")
+def rollout_list(
+    request: Request,
+    run: Id,
+    step: Annotated[int | None, Query(ge=0, le=BIGGEST)] = None,
+    sort: Literal["row", "score", "kl", "advantage", "length"] = "row",
+    q: Annotated[str, Query(max_length=1000)] = "",
+    truncated: bool | None = None,
+    limit: Annotated[int, Query(ge=1, le=1000)] = 50,
+    offset: Annotated[int, Query(ge=0, le=BIGGEST)] = 0,
+) -> Any:
+    """The answers of one step, by default the newest that was kept."""
+    opened = studio_of(request).opened
+    run_with_id(opened, run)
+    kept = kept_steps(opened, run)
+    if not kept:
+        return Reply({"step": None, "total": 0, "rollouts": []})
+    at = kept[-1] if step is None else step
+    if at not in kept:
+        raise Refused(404, f"the answers of step {at} were not kept")
+    rows = listed(read_rollouts(opened, run, at), sort=sort, text=q, truncated=truncated)
+    return Reply({"step": at, "total": len(rows), "rollouts": rows[offset : offset + limit]})
+
+
+@router.get("/runs/{run}/rollouts/{step}/{row}")
+def one_rollout(request: Request, run: Id, step: Number, row: Number) -> Any:
+    """One answer, token by token."""
+    opened = studio_of(request).opened
+    run_with_id(opened, run)
+    found = read_rollouts(opened, run, step, row)
+    if not found:
+        raise Refused(404, f"step {step} has no answer {row} that was kept")
+    return Reply(token_page(found[0]))
+
+
+@router.get("/runs/{run}/prompts/{prompt_id:path}")
+def prompt_over_steps(request: Request, run: Id, prompt_id: str) -> Any:
+    """The same prompt through training: every kept answer to it."""
+    studio = studio_of(request)
+    run_with_id(studio.opened, run)
+    places = studio.prompts.rows_with(run, kept_steps(studio.opened, run), prompt_id)
+    return Reply({"steps": answers_at(studio.opened, run, places)})
+
+
+# -- settings -----------------------------------------------------------------------------------------------------
+
+
+@router.get("/methods")
+def methods() -> Any:
+    """The methods that a run can be started with."""
+    told = {name: (recipe.__doc__ or "").strip().partition("\n")[0] for name, recipe in RECIPES.items()}
+    return Reply({"methods": [{"name": name, "summary": summary} for name, summary in told.items()]})
+
+
+@router.get("/schema/{method}")
+def schema(method: str) -> Any:
+    """Every setting of a method with its type, default and meaning."""
+    if method not in RECIPES:
+        raise Refused(404, f"unknown method: choose one of {', '.join(RECIPES)}")
+    return Reply({"fields": [_field(leaf) for leaf in describe(RECIPES[method])]})
+
+
+def _field(leaf: Leaf) -> dict[str, Any]:
+    required = leaf.default is REQUIRED
+    return {
+        "key": leaf.key,
+        "type": leaf.type,
+        "default": None if required else leaf.default,
+        "required": required,
+        "description": leaf.description,
+        "choices": _choices(leaf),
+    }
+
+
+def _choices(leaf: Leaf) -> list[Any] | None:
+    """The words that a setting can be, where they are a fixed few."""
+    literals = [kind.__args__ for kind in alternatives(leaf.annotation) if getattr(kind, "__origin__", None) is Literal]
+    return [word for words in literals for word in words] or None
+
+
+def as_download(text: str, name: str, kind: str) -> Response:
+    """A text to be saved under a name of safe letters."""
+    safe = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.") else "-" for letter in name)
+    headers = {"content-disposition": f'attachment; filename="{safe}"'}
+    return Response(text.encode("utf-8", "surrogatepass"), media_type=f"{kind}; charset=utf-8", headers=headers)

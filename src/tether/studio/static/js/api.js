@@ -1,0 +1,73 @@
+// Talking to the server: JSON in and out, errors as words.
+
+export class ApiError extends Error {
+  constructor(status, message) {
+    super(message);
+    this.status = status;
+  }
+}
+
+/** GET /api/PATH as JSON. A request that was made too soon is made again when the server says so. */
+export async function get(path, query = {}, { signal } = {}) {
+  for (;;) {
+    const answer = await reach(address(path, query), { signal });
+    if (answer.status !== 429) return read(answer);
+    await pause(1000 * Math.min(10, Number(answer.headers.get("Retry-After")) || 1));
+  }
+}
+
+/** POST JSON to /api/PATH. */
+export async function post(path, body = {}, { signal } = {}) {
+  return read(await send(path, body, signal));
+}
+
+/** POST and hand back the response itself, for answers that arrive bit by bit. */
+export async function send(path, body, signal) {
+  const headers = { "Content-Type": "application/json" };
+  return reach(address(path), { method: "POST", headers, body: JSON.stringify(body), signal });
+}
+
+export function address(path, query = {}) {
+  const kept = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
+  const words = new URLSearchParams(kept).toString();
+  return `/api/${path}${words ? `?${words}` : ""}`;
+}
+
+async function reach(url, options) {
+  try {
+    return await fetch(url, { credentials: "same-origin", ...options });
+  } catch (error) {
+    if (error.name === "AbortError") throw error;
+    throw new ApiError(0, "The server does not answer. Is `tether studio` still running?");
+  }
+}
+
+/** The JSON of an answer, or its error. */
+export async function read(answer) {
+  const text = await answer.text();
+  let body = null;
+  try {
+    body = text ? JSON.parse(text) : null;
+  } catch {
+    throw new ApiError(answer.status, `The server answered ${answer.status} with something that is not JSON.`);
+  }
+  if (answer.ok) return body;
+  throw new ApiError(answer.status, reason(answer.status, body));
+}
+
+function reason(status, body) {
+  if (status === 401) return "This session has ended. Open Studio again with the link that `tether studio` printed.";
+  const said = body?.error ?? body?.detail;
+  if (typeof said === "string") return said;
+  return `The server answered ${status}${said ? `: ${JSON.stringify(said)}` : ""}.`;
+}
+
+export function pause(milliseconds) {
+  return new Promise((wake) => setTimeout(wake, milliseconds));
+}
+
+/** A random name for something this page makes, also where the page is not served securely. */
+export function uid() {
+  const bytes = crypto.getRandomValues(new Uint8Array(16));
+  return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");
+}

@@ -1,0 +1,114 @@
+// Which curves are shown, under the question that each one helps to answer.
+
+const QUESTIONS = [
+  [
+    "Is it learning?",
+    [
+      ["score", "Score", "what the policy is trained on, a step's mean"],
+      ["held_out/score", "Held-out score", "on prompts that are never trained on"],
+      ["accuracy", "Accuracy", "share of pairs ranked as the data has them"],
+      ["held_out/accuracy", "Held-out accuracy", "on pairs that are never trained on"],
+      ["score_std", "Spread of scores", "no spread, nothing to learn from"],
+      ["loss", "Loss", "a step's mean"],
+      ["policy_loss", "Policy loss", "a step's mean"],
+      ["reward/", "Part of the score", "before its weight"],
+    ],
+  ],
+  [
+    "Is it still near the start?",
+    [
+      ["kl_ref_k3", "KL to the reference", "nats an answer"],
+      ["kl_coef", "KL coefficient", "how strongly it is held"],
+      ["entropy", "Entropy", "nats a token; a fall to zero is mode collapse"],
+      ["response_length", "Length of answers", "tokens"],
+      ["truncated", "Answers cut off", "share that ran into the length limit"],
+      ["answers/top_share", "Commonest answer", "share of answers that are the same"],
+    ],
+  ],
+  [
+    "Is the critic any good?",
+    [
+      ["explained_variance", "Explained variance", "1 is a perfect critic, 0 knows nothing"],
+      ["value_loss", "Value loss", ""],
+      ["value", "Value", "what the critic expects"],
+      ["grad_norm/critic", "Gradient of the critic", "norm"],
+    ],
+  ],
+  [
+    "Is the sampler honest?",
+    [
+      ["sampler_gap", "Sampler gap", "mean difference of sampler and trainer log-probs"],
+      ["sampler_gap_max", "Largest sampler gap", "of any token"],
+      ["truncation_gap", "Truncation gap", "what top-p and top-k took away"],
+      ["first_kl_old", "KL before the update", "should be zero"],
+    ],
+  ],
+  [
+    "Is each update gentle?",
+    [
+      ["kl_old", "KL to the sampler", "nats a token, how far one update moves"],
+      ["clip_fraction", "Clip fraction", "share of tokens whose step was cut short"],
+      ["grad_norm/policy", "Gradient of the policy", "norm"],
+      ["advantage_std", "Spread of advantages", ""],
+      ["advantage_top_share", "Advantage in one answer", "largest share"],
+      ["skipped_steps", "Skipped updates", ""],
+    ],
+  ],
+  [
+    "Where does the time go?",
+    [
+      ["seconds/", "Seconds", ""],
+      ["tokens_per_second", "Tokens a second", ""],
+    ],
+  ],
+];
+
+/** [{question, charts: [{name, title, note}]}] of the metrics that there are; the rest come last, closed. */
+export function questionsFor(names) {
+  const left = new Set(names);
+  const groups = [];
+  for (const [question, curves] of QUESTIONS) {
+    const charts = [];
+    for (const [pattern, title, note] of curves) {
+      const fitting = pattern.endsWith("/") ? names.filter((name) => name.startsWith(pattern)) : [pattern];
+      for (const name of fitting) {
+        if (!left.delete(name)) continue;
+        const part = pattern.endsWith("/") ? name.slice(pattern.length) : "";
+        charts.push({ name, title: part ? `${title}: ${part}` : title, note });
+      }
+    }
+    if (charts.length) groups.push({ question, charts, closed: false });
+  }
+  left.delete("step");
+  if (left.size) {
+    const charts = [...left].sort().map((name) => ({ name, title: name, note: "" }));
+    groups.push({ question: "Everything else", charts, closed: true });
+  }
+  return groups;
+}
+
+/** An exponential mean that starts at the first value: s_t = w s_{t-1} + (1 - w) x_t, with the start's bias taken out. */
+export function smooth(values, weight) {
+  if (!weight) return values;
+  let [sum, mass] = [0, 0];
+  return values.map((value) => {
+    if (value === null || !Number.isFinite(value)) return null;
+    sum = weight * sum + (1 - weight) * value;
+    mass = weight * mass + (1 - weight);
+    return sum / mass;
+  });
+}
+
+/** One line of numbers for people who do not see the picture. */
+export function inWords(title, steps, values, number) {
+  const kept = values
+    .map((value, place) => [steps[place], value])
+    .filter(([, value]) => value !== null && Number.isFinite(value));
+  if (!kept.length) return `${title}: nothing yet`;
+  const only = kept.map(([, value]) => value);
+  const [low, high] = only.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
+  return (
+    `${title}: ${number(only[0])} at step ${kept[0][0]}, ${number(only.at(-1))} at step ${kept.at(-1)[0]}, ` +
+    `between ${number(low)} and ${number(high)}`
+  );
+}

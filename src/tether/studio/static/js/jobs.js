@@ -1,0 +1,47 @@
+// Processes that the server started, with the last lines of what they said.
+
+import { get } from "./api.js";
+import { fill, h } from "./dom.js";
+import { age } from "./format.js";
+import { stateMark } from "./parts.js";
+
+const EVERY = 2000; // ms
+
+/** A panel of jobs that keeps itself up to date while the page is open. `changed` is told when one ends. */
+export function jobsPanel(view, { kinds = null, changed = () => {} } = {}) {
+  const list = h("ol", { class: "jobs" });
+  const panel = h("section", { class: "question", hidden: true }, h("h2", {}, "What was started here"), list);
+  let before = "";
+  const look = async () => {
+    const found = await get("jobs").catch(() => null);
+    if (!found || !view.isOpen()) return;
+    const jobs = found.jobs.filter((job) => !kinds || kinds.includes(job.kind));
+    panel.hidden = jobs.length === 0;
+    const opened = new Set([...list.querySelectorAll("details[open]")].map((each) => each.dataset.job));
+    fill(
+      list,
+      jobs.map((job) =>
+        h(
+          "li",
+          {},
+          stateMark(job.state),
+          h("b", {}, job.name),
+          h("small", {}, `${job.kind}, ${age(job.started)} ago`),
+          h(
+            "details",
+            { "data-job": job.id, open: opened.has(job.id) || job.state === "failed" },
+            h("summary", {}, "log"),
+            h("pre", { class: "settings" }, job.log),
+          ),
+        ),
+      ),
+    );
+    const now = jobs.map((job) => `${job.id}${job.state}`).join();
+    if (before && before !== now) changed();
+    before = now;
+  };
+  look();
+  const timer = setInterval(look, EVERY);
+  view.onClose(() => clearInterval(timer));
+  return panel;
+}

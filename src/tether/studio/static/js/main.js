@@ -1,0 +1,123 @@
+// The shell: who is here, which page is open, and the keys that work everywhere.
+
+import { get } from "./api.js";
+import { add, fill, h } from "./dom.js";
+import { bindEverywhere, bindPage, showKeys } from "./keys.js";
+import { notice } from "./notices.js";
+import { toggleTheme } from "./theme.js";
+
+const PAGES = [
+  { name: "runs", title: "Runs", key: "r", roles: ["owner"] },
+  { name: "label", title: "Label", key: "l", roles: ["owner", "annotator"] },
+  { name: "train", title: "Train", key: "t", roles: ["owner"] },
+  { name: "arena", title: "Arena", key: "a", roles: ["owner"] },
+  { name: "chat", title: "Chat", key: "c", roles: ["owner"] },
+];
+// The first word of the address, and the module that shows it.
+const MODULES = {
+  runs: "runs",
+  run: "run",
+  start: "start",
+  label: "label",
+  train: "train",
+  arena: "arena",
+  chat: "chat",
+};
+
+const root = document.getElementById("page");
+let me = null;
+let closers = [];
+let opening = 0;
+
+/** "#/run/3/tokens?step=1" as {parts: ["run", "3", "tokens"], query: URLSearchParams}. */
+function where() {
+  const [path, words = ""] = location.hash.replace(/^#\/?/, "").split("?");
+  const parts = path.split("/").filter(Boolean).map(decodeURIComponent);
+  return {
+    parts: parts.length ? parts : [me.role === "annotator" ? "label" : "runs"],
+    query: new URLSearchParams(words),
+  };
+}
+
+async function open() {
+  const mine = ++opening;
+  const { parts, query } = where();
+  const name = parts[0] === "run" && parts[2] === "tokens" ? "tokens" : MODULES[parts[0]];
+  for (const close of closers.splice(0).reverse()) close();
+  bindPage([]);
+  markNav(parts[0]);
+  if (!name) {
+    fill(root, h("h1", {}, "No such page"), h("p", {}, h("a", { href: "#/runs" }, "Runs")));
+    return;
+  }
+  const view = { root, parts, query, me, onClose: (close) => closers.push(close), isOpen: () => mine === opening };
+  try {
+    const page = await import(`./pages/${name}.js`);
+    if (mine !== opening) return;
+    root.className = `page-${name}`;
+    scrollTo(0, 0);
+    await page.open(view);
+    if (mine === opening) root.dataset.ready = location.hash;
+  } catch (error) {
+    if (mine === opening && error.name !== "AbortError") showError(error);
+  }
+}
+
+function showError(error) {
+  console.error(error);
+  fill(
+    root,
+    h(
+      "section",
+      { class: "empty" },
+      h("h1", {}, "This page could not be opened"),
+      h("p", {}, error.message),
+      h("button", { type: "button", onclick: open }, "Try again"),
+    ),
+  );
+}
+
+function markNav(current) {
+  const section = { run: "runs", start: "runs" }[current] ?? current;
+  for (const link of document.querySelectorAll("#nav a")) {
+    if (link.dataset.name === section) link.setAttribute("aria-current", "page");
+    else link.removeAttribute("aria-current");
+  }
+}
+
+async function begin() {
+  try {
+    me = await get("me");
+  } catch (error) {
+    showError(error);
+    return;
+  }
+  const pages = PAGES.filter((page) => page.roles.includes(me.role));
+  add(
+    document.getElementById("nav"),
+    pages.map((page) => h("a", { href: `#/${page.name}`, "data-name": page.name }, page.title)),
+  );
+  document.querySelector(".brand").href = `#/${pages[0].name}`;
+  document.getElementById("theme").addEventListener("click", toggleTheme);
+  document.querySelector(".skip").addEventListener("click", (event) => {
+    event.preventDefault(); // the address after # is the page's
+    root.focus();
+  });
+  document.getElementById("help").addEventListener("click", showKeys);
+  bindEverywhere([
+    { key: "?", does: "These keys", run: showKeys },
+    { key: "d", does: "Light or dark", run: toggleTheme },
+    ...pages.map((page) => ({
+      key: `g ${page.key}`,
+      does: page.title,
+      run: () => {
+        location.hash = `#/${page.name}`;
+      },
+    })),
+  ]);
+  addEventListener("hashchange", open);
+  addEventListener("unhandledrejection", (event) => notice(event.reason?.message ?? "Something went wrong.", "error"));
+  await open();
+}
+
+await begin();

@@ -1,0 +1,115 @@
+// One rollout under the microscope: its text, its strip, and the numbers of the token that is pointed at.
+
+import { fill, h } from "./dom.js";
+import { fixed, number, visible } from "./format.js";
+import { COLUMN_TITLES, QUANTITIES, coloured, reach } from "./palette.js";
+import { makeStrip } from "./strip.js";
+import { makeTokenText } from "./token_text.js";
+
+/** A lens. `name` is what it is of (a run). `followed(place)` is told when another token is pointed at. */
+export function makeLens({ title, followed = () => {} }) {
+  const heading = h("div", { class: "lens-head" });
+  const numbers = h("dl", { class: "numbers", "aria-live": "polite" });
+  const text = makeTokenText({ pointed: (place) => point(place) });
+  const strip = makeStrip({ pointed: (place) => point(place), chosen: (place) => text.go(place) });
+  const frame = h("section", { class: "lens", "aria-label": title }, heading, text.box, strip.canvas, numbers);
+  let rollout = null;
+  let quantity = "advantage";
+
+  function point(place) {
+    if (!rollout || !(place in rollout.pieces)) return;
+    text.mark(place);
+    strip.show({ at: place });
+    const value = (name) => rollout.columns[name][place];
+    const names = Object.keys(COLUMN_TITLES).filter((name) => rollout.columns[name]);
+    fill(
+      numbers,
+      h(
+        "div",
+        { class: "piece" },
+        h("dt", {}, `token ${place}${rollout.response[place] ? "" : ", prompt"}`),
+        h("dd", {}, h("code", {}, JSON.stringify(visible(rollout.pieces[place])).slice(1, -1))),
+      ),
+      rollout.response[place] &&
+        names.map((name) =>
+          h(
+            "div",
+            { class: name === quantity ? "chosen" : "" },
+            h("dt", {}, COLUMN_TITLES[name]),
+            h("dd", {}, name === "clipped" ? (value(name) ? "yes" : "no") : fixed(value(name))),
+          ),
+        ),
+      alternatives(place),
+    );
+    followed(place);
+  }
+
+  function alternatives(place) {
+    const found = rollout.alternatives?.[place];
+    if (!found?.length) return null;
+    return h(
+      "div",
+      { class: "alternatives" },
+      h("dt", {}, "others"),
+      h(
+        "dd",
+        {},
+        found.map(([piece, logprob]) => h("span", {}, h("code", {}, visible(piece)), ` ${fixed(logprob, 2)} `)),
+      ),
+    );
+  }
+
+  function colour() {
+    if (!rollout) return;
+    const values = coloured(rollout, quantity);
+    const full = reach(values);
+    text.colour(rollout, values, full);
+    strip.show({
+      values,
+      full,
+      clipped: (rollout.columns.clipped ?? []).map((is, place) => is && rollout.response[place]),
+    });
+    frame.dataset.full = full;
+  }
+
+  return {
+    frame,
+    text,
+    get rollout() {
+      return rollout;
+    },
+    /** Show a rollout, or say that there is none. */
+    show(found, absent = "") {
+      rollout = found;
+      fill(numbers, h("p", { class: "hint" }, "Point at a token, or press Tab and walk with the arrow keys."));
+      if (!found) {
+        fill(heading, h("b", {}, title), h("small", {}, absent));
+        text.show({ pieces: [] });
+        strip.show({ values: [], clipped: [], at: -1 });
+        return;
+      }
+      const parts = Object.entries(found.parts ?? {});
+      fill(
+        heading,
+        h("b", {}, title),
+        h("small", {}, `step ${found.step}, row ${found.row}`),
+        h("span", {}, "score ", h("b", {}, number(found.score))),
+        parts.length > 1 && parts.map(([name, value]) => h("small", {}, `${name} ${number(value)}`)),
+        h("small", {}, `${found.response.filter(Boolean).length} tokens, ended by ${found.finish}`),
+      );
+      text.show(found);
+      strip.show({ at: -1 });
+      colour();
+    },
+    setQuantity(name) {
+      quantity = name;
+      colour();
+    },
+    redraw: () => strip.redraw(),
+  };
+}
+
+/** The quantities that a rollout has. */
+export function quantitiesOf(rollout) {
+  return Object.keys(QUANTITIES).filter((name) => rollout?.columns[name]?.some((value) => value !== null));
+}

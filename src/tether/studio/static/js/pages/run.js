@@ -1,0 +1,295 @@
+// Run: its curves by the question they answer, what the doctor says of them, and what happened.
+
+import { address, get } from "../api.js";
+import { fill, h, onceAFrame } from "../dom.js";
+import { makeChart } from "../chart.js";
+import { questionsFor } from "../curves.js";
+import { clock, number } from "../format.js";
+import { hearDoctor } from "../doctor.js";
+import { bindPage } from "../keys.js";
+import { listen } from "../live.js";
+import { notice, tried } from "../notices.js";
+import { progressBar, stateMark } from "../parts.js";
+import { runActions } from "../run_actions.js";
+import { drawAll, drawOne, loadOpen, setWeight, zoom, zoomBy } from "../run_curves.js";
+import { RunSeries } from "../series.js";
+
+const DOCTOR_EVERY = 15000; // ms between two consultations of a run that is going on
+
+export async function open(view) {
+  const id = view.parts[1];
+  const others = (view.query.get("with") ?? "").split(",").filter(Boolean);
+  const compared = [id, ...others].map((each) => new RunSeries({ id: each, name: "" }));
+  // Everything is asked for at once: what the run is, and all its curves.
+  const [run, ...rest] = await Promise.all([
+    get(`runs/${id}`),
+    ...others.map((each) => get(`runs/${each}`)),
+    ...compared.map((each) => each.load([])),
+  ]);
+  [run, ...rest.slice(0, others.length)].forEach((each, place) => {
+    compared[place].run = each;
+  });
+  if (!view.isOpen()) return;
+  const page = { view, run, compared, charts: [], weight: Number(localStorage.getItem("smoothing") ?? 0), range: null };
+  build(page);
+  drawAll(page);
+  follow(page);
+  hearDoctor(page);
+  tried(() => fillPicker(page));
+}
+
+// -- the page ------------------------------------------------------------------------------------------------------
+
+function build(page) {
+  const { run, view } = page;
+  page.state = h("span", { class: "row" });
+  page.latest = h("dl", { class: "latest" });
+  page.doctor = h("section", { class: "doctor" });
+  page.events = h("ol", { class: "events" });
+  page.slider = h("input", {
+    type: "range",
+    min: 0,
+    max: 0.98,
+    step: 0.02,
+    value: page.weight,
+    "aria-label": "Smoothing",
+    oninput: (event) => setWeight(page, Number(event.target.value)),
+  });
+  page.zoomed = h(
+    "button",
+    { type: "button", onclick: () => zoom(page, null), hidden: true },
+    "Whole run",
+    h("kbd", {}, "0"),
+  );
+  const questions = questionsFor(run.metric_names).map((group) => questionSection(page, group));
+  fill(
+    view.root,
+    h(
+      "div",
+      { class: "head" },
+      h("h1", {}, run.name),
+      h("small", {}, run.method),
+      page.state,
+      h("span", { class: "grow" }),
+      runActions(run),
+      run.rollout_steps.length > 0 &&
+        h("a", { class: "button", href: `#/run/${run.id}/tokens` }, "Tokens", h("kbd", {}, "m")),
+    ),
+    page.latest,
+    h(
+      "div",
+      { class: "row tools-row" },
+      h("label", { class: "inline" }, "Smoothing", page.slider),
+      page.zoomed,
+      overlayPicker(page),
+      h("span", { class: "grow" }),
+      h(
+        "a",
+        {
+          class: "button",
+          href: address(`runs/${run.id}/metrics.csv`),
+          download: `${run.name.replaceAll("/", "-")}.csv`,
+        },
+        "All metrics as CSV",
+      ),
+    ),
+    page.doctor,
+    questions,
+    h("section", { class: "question" }, h("h2", {}, "What happened"), page.events),
+    settingsOf("Recipe", run.config),
+    settingsOf("Made with", run.environment),
+  );
+  drawHead(page);
+  drawEvents(page);
+  bindPage(keys(page));
+  const observer = new ResizeObserver(onceAFrame(() => page.charts.forEach((chart) => chart.resize())));
+  observer.observe(view.root);
+  const repaint = () => page.charts.forEach((chart) => chart.redraw());
+  addEventListener("themechange", repaint);
+  view.onClose(() => {
+    observer.disconnect();
+    removeEventListener("themechange", repaint);
+    page.charts.forEach((chart) => chart.close());
+  });
+}
+
+function questionSection(page, { question, charts, closed }) {
+  const grid = h("div", { class: "charts" });
+  const body = h(
+    "details",
+    { class: "question", open: !closed },
+    h("summary", {}, h("h2", {}, question), h("small", {}, charts.length)),
+    grid,
+  );
+  const made = charts.map((each) =>
+    makeChart({ ...each, group: "steps", zoomed: (low, high) => zoom(page, [low, high]) }),
+  );
+  for (const chart of made) {
+    chart.isOpen = () => body.open;
+    grid.append(chart.frame);
+  }
+  page.charts.push(...made);
+  body.addEventListener("toggle", async () => {
+    if (!body.open) return;
+    await loadOpen(page);
+    made.forEach((chart) => drawOne(page, chart));
+  });
+  return body;
+}
+
+function overlayPicker(page) {
+  const rest = page.compared.slice(1).map((each) => each.run.id);
+  const chips = page.compared.map((each, place) =>
+    h(
+      "span",
+      { class: `chip c${place % 6}` },
+      each.run.name,
+      place > 0 &&
+        h(
+          "button",
+          {
+            type: "button",
+            class: "quiet",
+            "aria-label": `Take ${each.run.name} away`,
+            onclick: () =>
+              goWith(
+                page,
+                rest.filter((id) => id !== each.run.id),
+              ),
+          },
+          "×",
+        ),
+    ),
+  );
+  page.picker = h("select", {
+    "aria-label": "Overlay another run",
+    hidden: true,
+    onchange: (event) => goWith(page, [...rest, event.target.value]),
+  });
+  return h("span", { class: "row" }, chips, page.picker);
+}
+
+function goWith(page, ids) {
+  location.hash = `#/run/${page.run.id}${ids.length ? `?with=${ids.join(",")}` : ""}`;
+}
+
+/** The runs that could be laid over this one; they may come after the curves. */
+async function fillPicker(page) {
+  const shown = new Set(page.compared.map((each) => each.run.id));
+  const others = (await get("runs")).runs.filter((each) => !shown.has(each.id));
+  fill(
+    page.picker,
+    h("option", { value: "" }, "Overlay a run…"),
+    others.map((each) => h("option", { value: each.id }, each.name)),
+  );
+  page.picker.hidden = others.length === 0;
+}
+
+function settingsOf(title, values) {
+  const text = JSON.stringify(values, null, 2);
+  return h(
+    "details",
+    { class: "question" },
+    h("summary", {}, h("h2", {}, title)),
+    h("pre", { class: "settings" }, text),
+  );
+}
+
+function drawHead(page) {
+  const { run } = page;
+  fill(page.state, stateMark(run.state), progressBar(run.step, run.steps));
+  const names = { score: "Score", "held_out/score": "Held-out", accuracy: "Accuracy", kl_ref_k3: "KL", loss: "Loss" };
+  fill(
+    page.latest,
+    Object.entries(names)
+      .filter(([name]) => run.latest[name] !== undefined)
+      .map(([name, title]) => h("div", {}, h("dt", {}, title), h("dd", {}, number(run.latest[name])))),
+  );
+}
+
+function drawEvents(page) {
+  fill(
+    page.events,
+    page.run.events
+      .slice(-200)
+      .reverse()
+      .map((each) =>
+        h(
+          "li",
+          {},
+          h("time", {}, clock(each.time)),
+          h("b", {}, each.kind),
+          h("span", {}, each.step === null ? "" : `step ${each.step}`),
+          h("span", {}, each.text),
+        ),
+      ),
+  );
+}
+
+function keys(page) {
+  return [
+    {
+      key: "m",
+      does: "Its answers, token by token",
+      run: () => {
+        location.hash = `#/run/${page.run.id}/tokens`;
+      },
+    },
+    { key: ["s"], does: "Smoother", run: () => setWeight(page, Math.min(0.98, page.weight + 0.1)) },
+    { key: ["S"], does: "Less smooth", run: () => setWeight(page, Math.max(0, page.weight - 0.1)) },
+    { key: ["+", "="], does: "Zoom in", run: () => zoomBy(page, 0.5, 0) },
+    { key: "-", does: "Zoom out", run: () => zoomBy(page, 2, 0) },
+    { key: "[", does: "Move left", run: () => zoomBy(page, 1, -0.5) },
+    { key: "]", does: "Move right", run: () => zoomBy(page, 1, 0.5) },
+    { key: "0", does: "Whole run", run: () => zoom(page, null) },
+    { key: "o", does: "Overlay another run", run: () => page.picker.focus() },
+  ];
+}
+
+// -- live ----------------------------------------------------------------------------------------------------------
+
+function follow(page) {
+  const redraw = onceAFrame(() => {
+    if (!page.view.isOpen()) return;
+    drawHead(page);
+    drawAll(page);
+  });
+  const reload = async () => {
+    const fresh = await tried(() => get(`runs/${page.run.id}`));
+    if (!fresh || !page.view.isOpen()) return;
+    Object.assign(page.run, fresh);
+    await tried(() => loadOpen(page));
+    drawEvents(page);
+    redraw();
+  };
+  const handlers = {
+    again: reload,
+    run: (news) => {
+      const before = page.run.state;
+      if (news.step > page.run.step) reload();
+      Object.assign(page.run, news, { latest: { ...page.run.latest, ...news.latest } });
+      if (before !== news.state) {
+        notice(`${page.run.name}: ${news.state}`);
+        reload();
+        hearDoctor(page);
+      }
+      redraw();
+    },
+    step: (news) => {
+      if (news.step > page.run.step) reload(); // steps went by between asking and listening
+      page.run.step = Math.max(page.run.step, news.step + 1);
+      for (const name of Object.keys(page.run.latest))
+        page.run.latest[name] = news.metrics[name] ?? page.run.latest[name];
+      if (page.compared[0].append(news.step, news.metrics)) reload();
+      page.view.root.dataset.step = news.step;
+      redraw();
+    },
+    event: (news) => {
+      page.run.events.push(news);
+      drawEvents(page);
+    },
+  };
+  page.view.onClose(listen(page.run.id, handlers));
+  const timer = setInterval(() => page.run.state === "running" && hearDoctor(page), DOCTOR_EVERY);
+  page.view.onClose(() => clearInterval(timer));
+}

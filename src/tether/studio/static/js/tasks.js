@@ -1,0 +1,169 @@
+// What a person does with an item: choose of two, put in order, or write an answer.
+
+import { button, fill, h } from "./dom.js";
+import { visible } from "./format.js";
+
+/** Two answers side by side; one key decides. */
+export function pairTask(item, cast) {
+  const side = (which, name, key) =>
+    h(
+      "button",
+      { type: "button", class: "side", "data-side": name, onclick: () => cast(name) },
+      h("span", { class: "side-key" }, h("kbd", {}, key), h("small", {}, name)),
+      h("span", { class: "text" }, visible(item.answers[which].text) || "(nothing)"),
+    );
+  const box = h(
+    "div",
+    { class: "pair-task" },
+    h("div", { class: "sides" }, side(0, "left", "←"), side(1, "right", "→")),
+    h(
+      "div",
+      { class: "row choices" },
+      button("Tie", () => cast("tie"), { key: "t" }),
+      button("Both bad", () => cast("both_bad"), { key: "b" }),
+      button("Skip", () => cast("skip"), { key: "s" }),
+    ),
+  );
+  const keys = [
+    { key: ["ArrowLeft", "1"], does: "The left one is better", run: () => cast("left") },
+    { key: ["ArrowRight", "2"], does: "The right one is better", run: () => cast("right") },
+    { key: "t", does: "Tie", run: () => cast("tie") },
+    { key: "b", does: "Both are bad", run: () => cast("both_bad") },
+    { key: "s", does: "Skip", run: () => cast("skip") },
+  ];
+  return { box, keys };
+}
+
+/** Four to nine answers, best first (the answers come in the order in which they are shown): a number picks the next best, or they are dragged. */
+export function rankingTask(item, cast) {
+  const many = item.answers.length;
+  let ranked = []; // places in the shown order, best first
+  const list = h("ol", { class: "ranking" });
+  const submit = button("Save this order", () => send(), { key: "Enter", kind: "main" });
+  const hint = h("small", { role: "status" });
+  let dragged = null;
+
+  const send = () => ranked.length === many && cast(ranked);
+  const pick = (shown) => {
+    if (shown >= many || ranked.includes(shown)) return;
+    ranked.push(shown);
+    if (ranked.length === many - 1) ranked = sequence(); // the one that is left is the last
+    draw();
+  };
+  const clear = () => {
+    ranked = [];
+    draw();
+  };
+  const drop = (onto) => {
+    if (dragged === null || dragged === onto) return;
+    const all = sequence();
+    all.splice(all.indexOf(dragged), 1);
+    all.splice(sequence().indexOf(onto), 0, dragged);
+    ranked = all;
+    dragged = null;
+    draw();
+  };
+  const sequence = () => [
+    ...ranked,
+    ...item.answers.map((_, shown) => shown).filter((shown) => !ranked.includes(shown)),
+  ];
+
+  function draw() {
+    fill(
+      list,
+      sequence().map((shown) => {
+        const rank = ranked.indexOf(shown);
+        return h(
+          "li",
+          {
+            class: rank >= 0 ? "ranked" : "",
+            draggable: "true",
+            "data-shown": shown,
+            ondragstart: () => {
+              dragged = shown;
+            },
+            ondragover: (event) => event.preventDefault(),
+            ondrop: (event) => {
+              event.preventDefault();
+              drop(shown);
+            },
+          },
+          h(
+            "button",
+            {
+              type: "button",
+              class: "rank",
+              "aria-label": `Answer ${shown + 1}: next best`,
+              onclick: () => pick(shown),
+            },
+            h("kbd", {}, shown + 1),
+            h("b", {}, rank >= 0 ? `#${rank + 1}` : "–"),
+          ),
+          h("span", { class: "text" }, visible(item.answers[shown].text) || "(nothing)"),
+        );
+      }),
+    );
+    submit.disabled = ranked.length !== many;
+    hint.textContent = submit.disabled
+      ? `Press the number of the best answer that is left (${ranked.length} of ${many} placed), or drag.`
+      : "In order. Save it, or start over.";
+  }
+  draw();
+  const box = h(
+    "div",
+    { class: "stack" },
+    hint,
+    list,
+    h(
+      "div",
+      { class: "row choices" },
+      submit,
+      button("Start over", clear, { key: "c" }),
+      button("Skip", () => cast("skip"), { key: "s" }),
+    ),
+  );
+  const keys = [
+    {
+      key: item.answers.map((_, shown) => String(shown + 1)),
+      does: "Next best answer",
+      run: (event) => pick(Number(event.key) - 1),
+    },
+    { key: "Enter", does: "Save this order", run: send },
+    { key: ["c", "Backspace"], does: "Start over", run: clear },
+    { key: "s", does: "Skip", run: () => cast("skip") },
+  ];
+  return { box, keys };
+}
+
+/** A prompt that wants an answer. It may be the word skip, so that skipping is something else. */
+export function demonstrationTask(item, cast) {
+  const text = h("textarea", {
+    rows: 10,
+    "aria-label": "Your answer",
+    placeholder: "Write the answer you would want to be given.",
+    onkeydown: (event) => {
+      if (event.key === "Enter" && (event.ctrlKey || event.metaKey)) {
+        event.preventDefault();
+        send();
+      }
+    },
+  });
+  const send = () => text.value.trim() && cast(text.value);
+  const box = h(
+    "div",
+    { class: "stack" },
+    text,
+    h(
+      "div",
+      { class: "row choices" },
+      button("Save", send, { key: "Ctrl Enter", kind: "main" }),
+      button("Skip", () => cast({ skip: true }), { key: "s" }),
+    ),
+  );
+  const keys = [
+    { key: "e", does: "Write", run: () => text.focus() },
+    { key: "s", does: "Skip", run: () => cast({ skip: true }) },
+    { key: "Ctrl+Enter", does: "Save (while writing)", run: send },
+  ];
+  return { box, keys, begin: () => text.focus() };
+}

@@ -1,0 +1,25 @@
+// Light or dark: as the system says, until a person chooses.
+
+export function isDark() {
+  const chosen = document.documentElement.dataset.theme;
+  return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
+}
+
+/** Switch, remember, and tell whoever draws on a canvas. */
+export function toggleTheme() {
+  const next = isDark() ? "light" : "dark";
+  document.documentElement.dataset.theme = next;
+  localStorage.setItem("theme", next);
+  tell();
+}
+
+function tell() {
+  dispatchEvent(new Event("themechange"));
+}
+
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tell);
+
+/** The value of a CSS variable now, for canvases. */
+export function ink(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
+}

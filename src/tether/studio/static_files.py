@@ -1,0 +1,52 @@
+"""The page's own files, by a list made when the server starts: a path that is not in it does not exist."""
+
+from __future__ import annotations
+
+import mimetypes
+from dataclasses import dataclass
+from pathlib import Path
+
+from fastapi import APIRouter
+from starlette.responses import FileResponse, Response
+
+from tether.studio.replies import Reply
+
+FOLDER = Path(__file__).parent / "static"
+
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".json": "application/json",
+}
+
+
+@dataclass(frozen=True)
+class StaticFiles:
+    """The files under a folder by their addresses. Nothing that a request says is ever joined to a path."""
+
+    folder: Path = FOLDER
+
+    def find(self, address: str) -> Path | None:
+        """The file at an address; `/` is the page itself."""
+        return self._known().get("index.html" if address in ("", "/") else address.removeprefix("/"))
+
+    def _known(self) -> dict[str, Path]:
+        files = (path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
+        return {path.relative_to(self.folder).as_posix(): path for path in files}
+
+
+router = APIRouter(include_in_schema=False)
+
+
+@router.api_route("/{address:path}", methods=["GET", "HEAD"])
+def static_file(address: str) -> Response:
+    """A file of the page."""
+    found = StaticFiles().find(address)
+    if found is None or address.startswith("api/") or address == "api":
+        return Reply({"error": "there is nothing at this address"}, 404)
+    kind = KINDS.get(found.suffix) or mimetypes.guess_type(found.name)[0] or "application/octet-stream"
+    return FileResponse(found, media_type=kind)

@@ -1,0 +1,210 @@
+"""The routes that ask models: a conversation, and an arena of two models whose answers are judged blind."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from typing import Annotated, Any, Literal
+
+from fastapi import APIRouter, Path, Request
+from pydantic import Field
+
+from tether.runs.read import RunSummary, read_rollouts
+from tether.studio.ballots import verdict
+from tether.studio.context import Studio, person_of, studio_of
+from tether.studio.label_queues import NewItem
+from tether.studio.people import Person
+from tether.studio.replies import BIGGEST, Body, Refused, Reply
+from tether.studio.run_queries import kept_steps, run_with_id
+
+router = APIRouter(prefix="/api", default_response_class=Reply)
+
+Id = Annotated[int, Path(ge=0, le=BIGGEST)]
+Place = Annotated[int, Field(ge=0, le=BIGGEST)]
+Length = Annotated[int, Field(ge=1, le=4096)]
+Temperature = Annotated[float, Field(ge=0, le=100, allow_inf_nan=False)]
+Seed = Annotated[int, Field(ge=0, le=BIGGEST)]
+
+ARENA_GUIDELINES = "Two models answered the same. Which answer is better?"
+
+
+class Turn(Body):
+    """One message."""
+
+    role: Literal["system", "user", "assistant"]
+    content: str = Field(max_length=100_000)
+
+
+class Question(Body):
+    """A conversation so far, and whom to ask."""
+
+    run: Place
+    messages: list[Turn] = Field(min_length=1, max_length=500)
+    max_new_tokens: Length = 256
+    temperature: Temperature = 0.7
+    seed: Seed = 0
+
+
+class Asked(Body):
+    """A prompt of an arena, and what kind of prompt it is."""
+
+    prompt: str = Field(min_length=1, max_length=100_000)
+    category: str = Field(default="", max_length=200)
+
+
+class NewArena(Body):
+    """Two runs and what to ask both."""
+
+    run_a: Place
+    run_b: Place
+    prompts: list[str | Asked] = Field(default_factory=list, max_length=500)
+    count: Annotated[int, Field(ge=1, le=500)] = 20
+    name: str | None = Field(default=None, min_length=1, max_length=200)
+    max_new_tokens: Length | None = None
+    temperature: Temperature | None = None
+    seed: Seed = 0
+
+
+class Judge(Body):
+    """The reward model that is to vote."""
+
+    reward_run: Place
+
+
+@router.post("/chat")
+def chat(request: Request, asked: Question) -> Any:
+    """What a run's model says next."""
+    studio = studio_of(request)
+    run = run_with_id(studio.opened, asked.run)
+    turns = [turn.model_dump() for turn in asked.messages]
+    [said] = studio.models.answer(
+        run.folder,
+        [turns],
+        max_new_tokens=asked.max_new_tokens,
+        temperature=asked.temperature,
+        seed=asked.seed,
+    )
+    return Reply({"text": said.text, "finish": said.finish, "tokens": said.tokens})
+
+
+# -- the arena ----------------------------------------------------------------------------------------------------
+
+
+@router.post("/arena")
+def new_arena(request: Request, wanted: NewArena) -> Any:
+    """Ask two models the same, and put their answers into a queue to be judged."""
+    studio, person = studio_of(request), person_of(request)
+    sides = [run_with_id(studio.opened, run) for run in (wanted.run_a, wanted.run_b)]
+    prompts = [one if isinstance(one, Asked) else Asked(prompt=one) for one in wanted.prompts if one]
+    prompts = (prompts or _kept_prompts(studio, sides[0]))[: wanted.count if not wanted.prompts else None]
+    if not prompts:
+        raise Refused(422, f"prompts: {sides[0].name} kept none, so say what to ask")
+    answers = [_answers(studio, run, prompts, wanted, seed) for seed, run in enumerate(sides)]
+    new = [
+        NewItem(
+            [{"role": "user", "content": asked.prompt}],
+            [{"text": text, "source": {"run": run.name}} for text, run in zip(texts, sides, strict=True)],
+            {"category": asked.category} if asked.category else {},
+        )
+        for asked, *texts in zip(prompts, *answers, strict=True)
+    ]
+    meta = {"arena": [run.name for run in sides]}
+    name = wanted.name or f"Arena {1 + len(_arenas(studio))}"  # no model's name: annotators read it
+    queue = studio.labels.add_queue(person, name, "pair", ARENA_GUIDELINES, meta)
+    studio.labels.add_items(person, queue, new, origin={"from": "arena", "runs": meta["arena"]})
+    return Reply({"queue_id": queue, "items": len(new)})
+
+
+def _answers(studio: Studio, run: RunSummary, prompts: Sequence[Asked], wanted: NewArena, seed: int) -> list[str]:
+    """One answer to each prompt, sampled as the run sampled unless told otherwise."""
+    own = run.config.get("rollout", {})
+    length = wanted.max_new_tokens or own.get("max_new_tokens", 128)
+    temperature = own.get("temperature", 1.0) if wanted.temperature is None else wanted.temperature
+    said = studio.models.answer(
+        run.folder,
+        [[{"role": "user", "content": asked.prompt}] for asked in prompts],
+        max_new_tokens=length,
+        temperature=temperature,
+        seed=2 * wanted.seed + seed,
+    )
+    return [one.text for one in said]
+
+
+def _kept_prompts(studio: Studio, run: RunSummary) -> list[Asked]:
+    """The different prompts of a run's newest kept step."""
+    steps = kept_steps(studio.opened, run.id)[-1:]
+    texts = [rollout.prompt_text for step in steps for rollout in read_rollouts(studio.opened, run.id, step)]
+    return [Asked(prompt=text) for text in dict.fromkeys(texts) if text]
+
+
+@router.get("/arena")
+def arenas(request: Request) -> Any:
+    """Every arena of the workspace."""
+    return Reply({"arenas": _arenas(studio_of(request))})
+
+
+def _arenas(studio: Studio) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = []
+    for queue in studio.labels.queues(Person(-1, "", "owner")):
+        sides = studio.labels.queue(queue["id"]).meta.get("arena")
+        if sides:
+            kept = {name: queue[name] for name in ("name", "items", "votes", "created")}
+            found.append({"queue_id": queue["id"], "run_a": sides[0], "run_b": sides[1]} | kept)
+    return found
+
+
+@router.get("/arena/{queue}")
+def arena(request: Request, queue: Id) -> Any:
+    """Who won how often, with the interval that chance leaves."""
+    studio = studio_of(request)
+    found = _arena_queue(studio, queue)
+    said: dict[str, Counter[str]] = defaultdict(Counter)
+    for vote in studio.labels.standing_votes(queue):
+        if (one := verdict(vote.order, vote.choice)) is not None:
+            said[""][one] += 1
+            if category := vote.meta.get("category"):
+                said[category][one] += 1
+    everything = said.pop("", Counter())
+    counts = {"wins_a": everything["0"], "wins_b": everything["1"], "ties": everything["tie"]}
+    sides = found.meta["arena"]
+    head = {"queue_id": queue, "name": found.name, "run_a": sides[0], "run_b": sides[1]}
+    categories = [{"name": name} | win_rate(counter) for name, counter in sorted(said.items())]
+    return Reply(head | counts | {"both_bad": everything["both_bad"], "categories": categories} | win_rate(everything))
+
+
+def win_rate(said: Counter[str]) -> dict[str, Any]:
+    """How often the first side won, a tie being half a win; with Wilson's 95 % interval."""
+    votes = said.total()
+    if votes == 0:
+        return {"votes": 0, "win_rate": None, "low": None, "high": None}
+    from tether.metrics.intervals import wilson
+
+    estimate = wilson(said["0"] + 0.5 * (said["tie"] + said["both_bad"]), votes)
+    return {"votes": votes, "win_rate": estimate.value, "low": estimate.low, "high": estimate.high}
+
+
+@router.post("/arena/{queue}/judge")
+def judge(request: Request, queue: Id, wanted: Judge) -> Any:
+    """Let a reward model vote on every item that it has not voted on."""
+    studio, person = studio_of(request), person_of(request)
+    _arena_queue(studio, queue)
+    run = run_with_id(studio.opened, wanted.reward_run)
+    if run.method != "reward":
+        raise Refused(422, f"reward_run: {run.name} is no reward model")
+    rows = studio.labels.items(queue)
+    scored = studio.models.scores(run.folder, [(row.prompt, answer["text"]) for row in rows for answer in row.answers])
+    pairs = zip(scored[0::2], scored[1::2], strict=True)
+    choices = {row.id: _choice(one - other) for row, (one, other) in zip(rows, pairs, strict=True)}
+    return Reply({"votes": studio.labels.vote_as(person, queue, f"judge: {run.name}", choices)})
+
+
+def _choice(margin: float) -> str:
+    return "skip" if math.isnan(margin) else "tie" if margin == 0 else "left" if margin > 0 else "right"
+
+
+def _arena_queue(studio: Studio, queue: int) -> Any:
+    found = studio.labels.queue(queue)
+    if "arena" not in found.meta:
+        raise Refused(404, f"queue {queue} is no arena")
+    return found

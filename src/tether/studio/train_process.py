@@ -1,0 +1,28 @@
+"""`python -m tether.studio.train_process PLAN.json`: the commands of a plan, one after the other.
+
+It stands between the server and the runs so that both are one process group, which one signal stops. The signal is for
+the run that is under way: it keeps a checkpoint and ends with its own exit code, which is then this process's.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+
+def run_plan(path: Path) -> int:
+    """The exit code of the first command that does not end well, else 0."""
+    signal.signal(signal.SIGTERM, lambda *_: None)
+    for words in json.loads(path.read_text(encoding="utf-8"))["commands"]:
+        print(f"$ tether {' '.join(words)}", flush=True)
+        code = subprocess.run([sys.executable, "-m", "tether", *words], check=False).returncode  # noqa: S603 (our plan)
+        if code != 0:
+            return code
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(run_plan(Path(sys.argv[1])))

@@ -1,0 +1,307 @@
+"""Judging: what is asked in which order, what a vote is, that it is kept once, undone, exported and imported."""
+
+import json
+import threading
+
+import pytest
+from sqlalchemy import select
+from studio_clients import Clients, pairs
+from test_run_routes import HOSTILE
+
+from tether.runs.store.schema import label_audits, votes
+from tether.studio.ballots import shown_order
+
+
+def cast(client, queue: int, choice="left", uid: str | None = None, **changes):
+    """Vote on what comes next; (item, reply)."""
+    item = client.get(f"/api/label/queues/{queue}/next").json()["item"]
+    body = {"client_uid": uid or f"u{item['id']}-{id(client)}", "item_id": item["id"], "order": item["order"]}
+    return item, client.post("/api/label/votes", json=body | {"choice": choice, "seconds": 1.5} | changes)
+
+
+def records(client, queue: int, form: str = "pairs") -> list[dict]:
+    reply = client.get(f"/api/label/queues/{queue}/export?format={form}")
+    assert reply.status_code == 200
+    return [json.loads(line) for line in reply.text.splitlines()]
+
+
+def test_a_queue_is_asked_to_its_end(clients: Clients):
+    queue = clients.queue(records=pairs(3))
+    for done in range(3):
+        told = clients.owner.get(f"/api/label/queues/{queue}/next").json()
+        assert (told["done"], told["remaining"]) == (done, 3 - done) and told["queue"]["name"] == "which is better"
+        assert told["item"]["prompt"] == [{"role": "user", "content": f"q{done}"}]
+        assert cast(clients.owner, queue)[1].status_code == 200
+    assert clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"] is None
+    [row] = clients.owner.get("/api/label/queues").json()["queues"]
+    assert (row["items"], row["done"], row["remaining"], row["votes"]) == (3, 3, 0, 3)
+
+
+def test_answers_are_shown_in_the_order_that_is_recorded(clients: Clients):
+    queue = clients.queue(records=pairs(12))
+    orders = []
+    for number in range(12):
+        item = clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"]
+        again = clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"]
+        assert item == again, "looking again does not shuffle again"
+        texts = [f"good {number}", f"bad {number}"]
+        assert [answer["text"] for answer in item["answers"]] == [texts[place] for place in item["order"]]
+        assert set(item["answers"][0]) == {"text"}
+        orders.append(item["order"])
+        cast(clients.owner, queue)
+    assert [0, 1] in orders and [1, 0] in orders
+    kept = clients.app.state.studio.labels.standing_votes(queue)
+    assert [vote.order for vote in kept] == orders
+
+
+def test_a_choice_means_the_answer_that_stood_there(clients: Clients):
+    queue = clients.queue(records=pairs(8))
+    for _ in range(8):
+        item = clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"]
+        good_is_left = item["answers"][0]["text"].startswith("good")
+        cast(clients.owner, queue, "left" if good_is_left else "right")
+    exported = records(clients.owner, queue)
+    assert [(row["prompt"], row["chosen"], row["rejected"]) for row in exported] == [
+        (f"q{n}", f"good {n}", f"bad {n}") for n in range(8)
+    ]
+
+
+def test_a_vote_sent_twice_is_there_once(clients: Clients):
+    queue = clients.queue(records=pairs(2))
+    item, first = cast(clients.owner, queue, "left", uid="same")
+    body = {"client_uid": "same", "item_id": item["id"], "order": item["order"], "choice": "left", "seconds": 1.5}
+    again = clients.owner.post("/api/label/votes", json=body)
+    assert first.status_code == again.status_code == 200 and first.json() == again.json()
+    assert len(clients.app.state.studio.labels.standing_votes(queue)) == 1
+    other = clients.annotator(queue).post("/api/label/votes", json=body)
+    assert other.status_code == 409, "a uid is one person's"
+
+
+def test_the_same_vote_sent_by_many_at_once_is_there_once(clients: Clients):
+    queue = clients.queue(records=pairs(1))
+    item = clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"]
+    body = {"client_uid": "same", "item_id": item["id"], "order": item["order"], "choice": "left"}
+    replies = []
+    threads = [
+        threading.Thread(
+            target=lambda n: replies.append(clients.owner.post("/api/label/votes", json=body | n)), args=(extra,)
+        )
+        for extra in [{}] * 4 + [{"client_uid": f"other{n}"} for n in range(4)]
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(clients.app.state.studio.labels.standing_votes(queue)) == 1
+    assert {reply.status_code for reply in replies} <= {200, 409}
+    assert len({reply.json()["id"] for reply in replies if reply.status_code == 200}) == 1
+
+
+def test_a_second_vote_on_an_item_needs_an_undo_first(clients: Clients):
+    queue = clients.queue(records=pairs(2))
+    item, _ = cast(clients.owner, queue)
+    body = {"client_uid": "new", "item_id": item["id"], "order": item["order"], "choice": "right"}
+    assert clients.owner.post("/api/label/votes", json=body).status_code == 409
+    assert clients.owner.post("/api/label/votes/undo", json={}).json() == {"item_id": item["id"]}
+    assert clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"]["id"] == item["id"]
+    assert clients.owner.post("/api/label/votes", json=body).status_code == 200
+    assert [vote.choice for vote in clients.app.state.studio.labels.standing_votes(queue)] == ["right"]
+
+
+def test_undo_goes_back_vote_by_vote_and_only_over_one_s_own(clients: Clients):
+    queue = clients.queue(records=pairs(3))
+    other = clients.annotator(queue)
+    mine = [cast(clients.owner, queue)[0]["id"] for _ in range(2)]
+    cast(other, queue)
+    undone = [clients.owner.post("/api/label/votes/undo").json()["item_id"] for _ in range(3)]
+    assert undone == [mine[1], mine[0], None]
+    assert len(clients.app.state.studio.labels.standing_votes(queue)) == 1, "the other's vote stands"
+
+
+def test_every_change_leaves_an_audit(clients: Clients):
+    queue = clients.queue(records=pairs(1))
+    cast(clients.annotator(queue), queue)
+    cast(clients.owner, queue)
+    clients.owner.post("/api/label/votes/undo")
+    engine = clients.app.state.studio.opened.engine
+    with engine.connect() as connection:
+        actions = connection.execute(select(label_audits.c.action).order_by(label_audits.c.id)).scalars().all()
+        undone = connection.execute(select(votes.c.undone).order_by(votes.c.id)).scalars().all()
+    assert actions == ["add-queue", "fill", "add-rater", "vote", "vote", "undo"]
+    assert undone == [False, True], "an undone vote is still there"
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"choice": "up"},
+        {"choice": [0, 1]},
+        {"order": [0, 0]},
+        {"order": [0]},
+        {"order": []},
+        {"client_uid": "a b"},
+        {"client_uid": ""},
+        {"seconds": -1},
+        {"item_id": -1},
+        {"extra": 1},
+    ],
+)
+def test_a_vote_that_makes_no_sense_is_422_and_not_kept(plain: Clients, changes):
+    queue = plain.queue(records=pairs(1))
+    assert cast(plain.owner, queue, **changes)[1].status_code == 422
+    assert plain.app.state.studio.labels.standing_votes(queue) == []
+
+
+def test_rankings_are_places_as_shown_best_first(clients: Clients):
+    answers = ["w", "x", "y", "z"]
+    queue = clients.queue("ranking", [{"prompt": "p", "answers": answers}])
+    item, reply = cast(clients.owner, queue, [2, 0, 3, 1])
+    assert reply.status_code == 200
+    best_first = [item["answers"][place]["text"] for place in (2, 0, 3, 1)]
+    [row] = records(clients.owner, queue, "rankings")
+    assert sorted(answers, key=lambda text: row["ranks"][answers.index(text)]) == best_first
+    pairs_of_it = records(clients.owner, queue, "pairs")
+    assert len(pairs_of_it) == 6
+    assert all(best_first.index(one["chosen"]) < best_first.index(one["rejected"]) for one in pairs_of_it)
+    clients.owner.post("/api/label/votes/undo")
+    assert cast(clients.owner, queue, [0, 1, 2, 2], uid="bad")[1].status_code == 422
+    assert cast(clients.owner, queue, "skip", uid="skip")[1].status_code == 200
+    assert records(clients.owner, queue, "rankings") == []
+
+
+def test_demonstrations_are_written_or_skipped(clients: Clients):
+    queue = clients.queue("demonstration", [{"prompt": "one"}, {"prompt": "two"}, {"prompt": "three"}])
+    assert cast(clients.owner, queue, "skip")[1].status_code == 200, "a text like any other"
+    assert cast(clients.owner, queue, "", skip=True)[1].status_code == 200
+    assert cast(clients.owner, queue, "  ")[1].status_code == 422
+    [row] = records(clients.owner, queue, "messages")
+    assert row["messages"] == [{"role": "user", "content": "one"}, {"role": "assistant", "content": "skip"}]
+
+
+def test_only_a_majority_makes_a_pair(clients: Clients):
+    queue = clients.queue(records=pairs(2))
+    people = [clients.annotator(queue, f"r{n}") for n in range(3)]
+    for number, person in enumerate(people):
+        for item in range(2):
+            shown = person.get(f"/api/label/queues/{queue}/next").json()["item"]
+            good_is_left = shown["answers"][0]["text"].startswith("good")
+            wants_good = number != 2 if item == 0 else number == 0
+            choice = "tie" if item == 1 and number == 2 else "left" if wants_good == good_is_left else "right"
+            assert cast(person, queue, choice)[1].status_code == 200
+    [row] = records(clients.owner, queue)
+    assert row["chosen"] == "good 0" and len(row["votes"]) == 3, "two of three; one to one and a tie is nothing"
+    told = clients.owner.get(f"/api/label/queues/{queue}/agreement").json()
+    # Item 0: good good bad. Item 1: good bad tie. n = 6; unlike ordered pairs 4/2 + 6/2 over 6; totals 3 2 1: 22/30.
+    assert told["alpha"] == pytest.approx(1 - (5 / 6) / (22 / 30)) and told["raters"][0]["name"] == "r0"
+
+
+def test_hidden_repeats_come_later_and_look_like_any_other(clients: Clients):
+    queue = clients.queue(records=pairs(20), repeats=0.2)
+    seen = []
+    while item := clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"]:
+        assert set(item) == {"id", "kind", "prompt", "answers", "order"}
+        seen.append(item["prompt"][0]["content"])
+        cast(clients.owner, queue, "tie")
+    again = {text for text in seen if seen.count(text) == 2}
+    assert len(seen) == 24 and len(again) == 4
+    for text in again:
+        first, second = [place for place, one in enumerate(seen) if one == text]
+        assert second - first > 5
+    told = clients.owner.get(f"/api/label/queues/{queue}/agreement").json()
+    assert told["consistency"] == 1.0 and told["repeats"] == 4
+
+
+def test_a_queue_is_filled_from_what_a_run_kept(clients: Clients):
+    queue = clients.queue()
+    reply = clients.owner.post(f"/api/label/queues/{queue}/fill", json={"from": "run", "run": 1, "count": 4})
+    assert reply.json() == {"added": 4, "repeats": 0}
+    items = clients.app.state.studio.labels.items(queue)
+    first = items[0].answers
+    assert {answer["source"]["step"] for answer in first} == {0, 5}, "answers far apart in training come first"
+    assert first[0]["text"] != first[1]["text"] and first[0]["source"]["run"] == "demo/ppo"
+
+
+def test_the_pairs_that_the_reward_is_least_sure_of_come_first(plain: Clients, tmp_path):
+    from tether.studio.label_fill import Answer, pair_items
+
+    answers = [Answer("p", "q", f"t{n}", score, "r", n, 0) for n, score in enumerate([0.0, 5.0, 5.1, 9.0])]
+    [item, *_] = pair_items(answers, 3, uncertain=True)
+    assert [answer["text"] for answer in item.answers] == ["t1", "t2"]
+
+
+def test_what_is_exported_can_be_imported(clients: Clients):
+    queue = clients.queue(records=pairs(3))
+    for _ in range(3):
+        cast(clients.owner, queue)
+    text = clients.owner.get(f"/api/label/queues/{queue}/export").text
+    other = clients.queue(name="copy")
+    reply = clients.owner.post(f"/api/label/queues/{other}/import", json={"text": text})
+    assert reply.json() == {"items": 3, "votes": 3}
+    columns = ("prompt", "chosen", "rejected")
+    before, after = records(clients.owner, queue), records(clients.owner, other)
+    assert [[row[name] for name in columns] for row in before] == [[row[name] for name in columns] for row in after]
+    assert clients.owner.get(f"/api/label/queues/{other}/next").json()["item"] is not None, "a person may judge as well"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"text": "not json"},
+        {"text": "[1]"},
+        {"records": [{"prompt": "p"}]},
+        {"records": [{"chosen": "a", "rejected": "b"}]},
+        {"records": [{"prompt": "p", "chosen": "", "rejected": "b"}]},
+        {"records": [{"prompt": "p", "answers": ["a", "b", "c"]}]},
+        {"records": []},
+    ],
+)
+def test_records_that_cannot_be_asked_are_told_and_none_is_taken(plain: Clients, body):
+    queue = plain.queue()
+    for verb, extra in (("import", {}), ("fill", {"from": "file"})):
+        reply = plain.owner.post(f"/api/label/queues/{queue}/{verb}", json=body | extra)
+        assert reply.status_code in (400, 422) and reply.json()["error"]
+    assert plain.app.state.studio.labels.items(queue) == []
+
+
+def test_half_a_character_in_a_body_is_refused_with_a_sentence(clients: Clients):
+    half = "half \ud800"
+    queue = clients.queue()
+    bodies = {
+        "/api/label/queues": {"name": half},
+        f"/api/label/queues/{queue}/fill": {
+            "from": "file",
+            "records": [{"prompt": half, "chosen": half, "rejected": "b"}],
+        },
+        "/api/raters": {"name": half},
+    }
+    for address, body in bodies.items():
+        reply = clients.owner.post(address, content=json.dumps(body).encode("ascii"))
+        assert reply.status_code == 422 and reply.json()["error"]
+
+
+@pytest.mark.parametrize("text", [text for text in HOSTILE if "\ud800" not in text])
+def test_hostile_texts_come_back_as_they_went_in(clients: Clients, text):
+    record = {"prompt": text, "chosen": f"{text} a", "rejected": f"{text} b", "category": text}
+    queue = clients.queue(records=[record], name=text)
+    told = clients.owner.get(f"/api/label/queues/{queue}/next").json()
+    assert told["item"]["prompt"][0]["content"] == text and told["queue"]["name"] == text
+    assert sorted(answer["text"] for answer in told["item"]["answers"]) == [f"{text} a", f"{text} b"]
+    cast(clients.owner, queue)
+    assert records(clients.owner, queue)[0]["prompt"] == text
+    rater = clients.owner.post("/api/raters", json={"name": text}).json()
+    assert rater["name"] == text and clients.with_token(rater["token"]).get("/api/me").json()["name"] == text
+
+
+def test_a_token_is_told_once_and_kept_as_a_hash(clients: Clients):
+    made = clients.owner.post("/api/raters", json={"name": "ann"}).json()
+    assert made["link"].endswith(made["token"]) and len(made["token"]) >= 40
+    assert made["token"] not in clients.owner.get("/api/raters").text
+    browser = clients.stranger()
+    assert browser.get(f"/?token={made['token']}").status_code == 303
+    assert browser.get("/api/me").json() == browser.get("/api/me").json() | {"role": "annotator", "name": "ann"}
+
+
+def test_the_shuffle_is_fair_and_the_same_each_time():
+    assert shown_order(3, 4, 5) == shown_order(3, 4, 5) and sorted(shown_order(3, 4, 9)) == list(range(9))
+    lefts = sum(shown_order(item, 1, 2) == [0, 1] for item in range(2000))
+    assert 900 < lefts < 1100

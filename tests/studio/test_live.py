@@ -1,0 +1,99 @@
+"""A server in a process of its own: what happens to runs arrives, and what was acknowledged survives its death."""
+
+import json
+import os
+import threading
+import uuid
+from pathlib import Path
+
+import httpx
+from live_server import LiveServer, messages
+from recording import Recording
+from studio_clients import pairs
+
+from tether.studio.stream import Cursor, message, read_cursor
+
+
+def test_steps_events_and_the_end_of_a_run_arrive(tmp_path: Path, store_url):
+    recording = Recording(tmp_path, store_url, steps=9)
+    recording.steps(0, 1)
+    assert recording.recorder.flush()
+    with LiveServer(tmp_path / "runs", store_url) as server:
+        with server.client.stream("GET", "/api/stream?run=1") as reply:
+            assert reply.headers["content-type"].startswith("text/event-stream")
+            told = messages(reply)
+            kind, data, _ = next(told)
+            assert kind == "run" and (data["state"], data["step"], data["steps"]) == ("running", 2, 9)
+            recording.steps(2)
+            recording.recorder.event("note", "</script>\n\nevent: run\ndata: {}", step=2)
+            seen = {}
+            while set(seen) != {"run", "step", "event"}:
+                kind, data, place = next(told)
+                seen[kind] = data
+            assert seen["step"] == {"id": 1, "step": 2, "metrics": {"score": 0.2, "third": 1 / 3}}
+            assert seen["event"]["text"] == "</script>\n\nevent: run\ndata: {}"
+        recording.steps(3)
+        assert recording.recorder.flush()
+        with server.client.stream("GET", "/api/stream?run=1", headers={"last-event-id": place}) as reply:
+            told = messages(reply)
+            kind, data, _ = next(told)
+            assert kind == "step" and data["step"] == 3, "what was missed comes first"
+            recording.recorder.close("done")
+            while not (kind == "run" and data["state"] == "done"):
+                kind, data, _ = next(told)
+        assert server.stop() == 0
+
+
+def test_a_message_cannot_be_ended_by_its_text():
+    text = message("event", {"text": "a\n\nevent: x\r\ndata: y\u2028"}, Cursor(3, 4))
+    assert text.count("\n\n") == 1 and text.startswith("id: 3.4\nevent: event\ndata: ")
+    assert read_cursor("3.4") == Cursor(3, 4) and read_cursor("-1.0") == Cursor(-1, 0)
+    assert all(read_cursor(wrong) is None for wrong in ("", "x", "1", "1.x", "1.2.3", "9" * 30 + ".1"))
+
+
+def test_no_acknowledged_vote_is_lost_or_doubled_when_the_server_is_killed(tmp_path: Path, store_url):
+    kills = int(os.environ.get("TETHER_TEST_KILLS", "3"))
+    acknowledged: dict[str, int] = {}  # client_uid -> vote id
+    queue, raters = None, []
+    for _ in range(kills):
+        with LiveServer(tmp_path / "runs", store_url) as server:
+            if queue is None:
+                queue = server.client.post("/api/label/queues", json={"name": "q"}).json()["id"]
+                body = {"from": "file", "records": pairs(60 * kills)}
+                assert server.client.post(f"/api/label/queues/{queue}/fill", json=body).status_code == 200
+                raters = [server.client.post("/api/raters", json={"name": f"r{n}"}).json()["token"] for n in range(4)]
+            enough = threading.Event()
+            goal = len(acknowledged) + 20
+            threads = [
+                threading.Thread(target=_vote_on, args=(server, token, queue, acknowledged, enough, goal))
+                for token in raters
+            ]
+            for thread in threads:
+                thread.start()
+            assert enough.wait(60), "votes come in"
+            server.kill()
+            for thread in threads:
+                thread.join()
+    with LiveServer(tmp_path / "runs", store_url) as server:
+        exported = server.client.get(f"/api/label/queues/{queue}/export?format=rankings").text
+        kept = [vote for line in exported.splitlines() for vote in json.loads(line)["votes"]]
+        assert len(kept) == len(set(kept)), "none is doubled"
+        assert set(acknowledged.values()) <= set(kept), "none is lost"
+        assert len(acknowledged) >= 20 * kills
+
+
+def _vote_on(server, token, queue, acknowledged, enough, goal) -> None:
+    """Vote until the server is gone; a vote without an answer is sent again with its uid after the restart, or not."""
+    client = httpx.Client(base_url=server.told["address"], headers={"authorization": f"Bearer {token}"}, timeout=10.0)
+    try:
+        while item := client.get(f"/api/label/queues/{queue}/next").json()["item"]:
+            body = {"client_uid": uuid.uuid4().hex, "item_id": item["id"], "order": item["order"], "choice": "left"}
+            reply = client.post("/api/label/votes", json=body)
+            assert reply.status_code == 200, reply.text
+            acknowledged[body["client_uid"]] = reply.json()["id"]
+            if len(acknowledged) >= goal:
+                enough.set()
+    except httpx.HTTPError:
+        return
+    finally:
+        client.close()

@@ -1,0 +1,159 @@
+"""Label: every decision is one key, and what was pressed is what the database holds."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
+
+import pytest
+from studio_browser import Served, Visitor, a_browser, expect, serving, small_workspace
+
+PAIRS = [{"prompt": f"question {place}", "chosen": f"good {place}", "rejected": f"bad {place}"} for place in range(4)]
+
+
+@pytest.fixture
+def served(tmp_path) -> Iterator[Served]:
+    with serving(small_workspace(tmp_path)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with a_browser() as found:
+        yield found
+
+
+@pytest.fixture
+def visitor(browser, served: Served) -> Iterator[Visitor]:
+    found = Visitor(browser, served)
+    yield found
+    faults = found.faults
+    found.close()
+    assert not faults, faults
+
+
+def queue_with(served: Served, kind: str, records: list[dict]) -> int:
+    made = served.api("POST", "label/queues", json={"name": f"a {kind}", "kind": kind, "guidelines": "Be fair."})["id"]
+    served.api("POST", f"label/queues/{made}/fill", json={"from": "file", "records": records})
+    return made
+
+
+def stored_votes(served: Served) -> list[tuple]:
+    with closing(sqlite3.connect(served.workspace.directory / "tether.db")) as store:
+        asked = 'select "order", choice from votes where not undone order by id'
+        return store.execute(asked).fetchall()
+
+
+def wait_for_item(visitor: Visitor, before: str | None) -> str:
+    """The item that is shown once it is another one."""
+    page = visitor.page
+    other = f":not([data-item='{before}'])" if before else ""
+    page.wait_for_selector(f"#page[data-item]{other}")
+    return page.locator("#page").get_attribute("data-item")
+
+
+def vote(visitor: Visitor, key: str) -> None:
+    before = visitor.page.locator("#page").get_attribute("data-item")
+    visitor.press(key)
+    wait_for_item(visitor, before)
+
+
+def test_one_key_decides_a_pair_and_the_shown_order_is_kept_with_it(visitor: Visitor, served: Served):
+    queue = queue_with(served, "pair", PAIRS)
+    page = visitor.go(f"#/label/{queue}")
+    shown = [page.locator(".side .text").all_text_contents()]
+    for key in ("ArrowLeft", "2", "t"):
+        vote(visitor, key)
+        shown.append(page.locator(".side .text").all_text_contents())
+    vote(visitor, "b")
+    expect(page.locator(".task")).to_contain_text("All done")
+    kept = [(numbers(order), choice.strip('"')) for order, choice in stored_votes(served)]
+    assert [choice for _, choice in kept] == ["left", "right", "tie", "both_bad"]
+    for place, (order, _) in enumerate(kept):
+        assert shown[place] == [[f"good {place}", f"bad {place}"][which] for which in order]
+
+
+def numbers(text: str) -> list[int]:
+    return json.loads(text)
+
+
+def test_undo_brings_the_item_back(visitor: Visitor, served: Served):
+    page = visitor.go(f"#/label/{queue_with(served, 'pair', PAIRS)}")
+    first = page.locator("#page").get_attribute("data-item")
+    vote(visitor, "1")
+    assert len(stored_votes(served)) == 1
+    vote(visitor, "u")
+    assert page.locator("#page").get_attribute("data-item") == first
+    assert stored_votes(served) == []
+
+
+def test_a_ranking_is_made_with_the_number_keys(visitor: Visitor, served: Served):
+    queue = queue_with(served, "ranking", [{"prompt": "order these", "answers": ["a", "b", "c", "d"]}])
+    page = visitor.go(f"#/label/{queue}")
+    shown = page.locator(".ranking .text").all_text_contents()
+    visitor.press("3", "1", "4")  # the one that is left is the last
+    expect(page.locator(".ranking .text")).to_have_text([shown[2], shown[0], shown[3], shown[1]])
+    vote(visitor, "Enter")
+    [(_, choice)] = stored_votes(served)
+    assert numbers(choice) == [2, 0, 3, 1]
+
+
+def test_a_ranking_is_made_by_dragging(visitor: Visitor, served: Served):
+    queue = queue_with(served, "ranking", [{"prompt": "order these", "answers": ["a", "b", "c", "d"]}])
+    page = visitor.go(f"#/label/{queue}")
+    shown = page.locator(".ranking .text").all_text_contents()
+    rows = page.locator(".ranking li")
+    rows.nth(3).drag_to(rows.nth(0))
+    expect(page.locator(".ranking .text")).to_have_text([shown[3], shown[0], shown[1], shown[2]])
+
+
+def test_a_demonstration_is_written_and_saved_from_the_keyboard(visitor: Visitor, served: Served):
+    visitor.go(f"#/label/{queue_with(served, 'demonstration', [{'prompt': 'say hello'}, {'prompt': 'say bye'}])}")
+    visitor.page.keyboard.type("hello s t u")  # letters that are keys elsewhere
+    vote(visitor, "Control+Enter")
+    [(_, choice)] = stored_votes(served)
+    assert choice == '"hello s t u"'
+
+
+def test_a_queue_is_made_and_filled_from_runs_on_the_page(visitor: Visitor, served: Served):
+    page = visitor.go("#/label")
+    visitor.press("n")
+    page.keyboard.type("from runs")
+    page.keyboard.press("Enter")
+    page.locator(".queue", has_text="from runs").get_by_text("Fill", exact=True).click()
+    page.get_by_label("How many").fill("6")
+    page.get_by_label("Share asked twice").fill("0")
+    page.get_by_role("button", name="Fill").last.click()
+    expect(page.locator(".queue", has_text="from runs")).to_contain_text("6 items")
+
+
+def test_an_annotator_sees_nothing_but_the_queue(browser, served: Served):
+    queue = queue_with(served, "pair", PAIRS)
+    token = served.api("POST", "raters", json={"name": "ann", "role": "annotator", "queue_id": queue})["token"]
+    ann = Visitor(browser, served, token=token)
+    ann.page.wait_for_selector(".side")
+    expect(ann.page.locator("#nav a")).to_have_text(["Label"])
+    vote(ann, "ArrowRight")
+    assert len(stored_votes(served)) == 1
+    assert ann.faults == []
+    ann.page.goto(f"{served.address}/#/runs")
+    expect(ann.page.locator("#page")).to_contain_text("could not be opened")
+    ann.close()
+
+
+def test_a_vote_is_sent_again_until_the_server_takes_it(visitor: Visitor, served: Served):
+    page = visitor.go(f"#/label/{queue_with(served, 'pair', PAIRS)}")
+    refused: list[str] = []
+
+    def first_time_away(route):
+        refused.append(route.request.post_data)
+        route.abort() if len(refused) == 1 else route.continue_()
+
+    page.route("**/api/label/votes", first_time_away)
+    vote(visitor, "1")
+    assert len(refused) == 2
+    assert refused[0] == refused[1]  # the same client_uid, so that it counts once
+    assert len(stored_votes(served)) == 1
+    visitor.faults.clear()  # the browser notes the request that was cut
