@@ -27,3 +27,24 @@ def plain(tmp_path: Path, monkeypatch) -> Clients:
     monkeypatch.delenv("TETHER_STORE", raising=False)
     record_run(tmp_path)
     return Clients(create_app(workspace_at(tmp_path / "runs"), settings()))
+
+
+@pytest.fixture(scope="module")
+def browser():
+    """One browser for the tests of a file; playwright is asked for here, where a test that needs it can be skipped."""
+    from studio_browser import a_browser
+
+    with a_browser() as found:
+        yield found
+
+
+@pytest.fixture
+def visitor(browser, served):
+    """A person with a page open on the file's own server; whatever the page complained of fails the test."""
+    from studio_browser import Visitor
+
+    found = Visitor(browser, served)
+    yield found
+    faults = found.faults
+    found.close()
+    assert not faults, faults

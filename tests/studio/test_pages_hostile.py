@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import product
 
 import pytest
-from studio_browser import Served, Visitor, a_browser, a_rollout, expect, serving, start_run
+from studio_browser import Served, Visitor, a_rollout, expect, serving, start_run
 
 from tether.runs.store.open import workspace_at
 
@@ -56,12 +56,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         recorder.event("note", text, step=0)
     recorder.close("done")
     with serving(workspace) as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with a_browser() as found:
         yield found
 
 

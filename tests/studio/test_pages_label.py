@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import closing
 
 import pytest
-from studio_browser import Served, Visitor, a_browser, expect, serving, small_workspace
+from studio_browser import Served, Visitor, expect, serving, small_workspace
 
 PAIRS = [{"prompt": f"question {place}", "chosen": f"good {place}", "rejected": f"bad {place}"} for place in range(4)]
 
@@ -17,21 +17,6 @@ PAIRS = [{"prompt": f"question {place}", "chosen": f"good {place}", "rejected": 
 def served(tmp_path) -> Iterator[Served]:
     with serving(small_workspace(tmp_path)) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with a_browser() as found:
-        yield found
-
-
-@pytest.fixture
-def visitor(browser, served: Served) -> Iterator[Visitor]:
-    found = Visitor(browser, served)
-    yield found
-    faults = found.faults
-    found.close()
-    assert not faults, faults
 
 
 def queue_with(served: Served, kind: str, records: list[dict]) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from studio_browser import Served, Visitor, a_browser, expect, serving, small_workspace
+from studio_browser import Served, Visitor, expect, serving, small_workspace
 
 PHONE = {"viewport": {"width": 375, "height": 740}}
 WIDE = {"viewport": {"width": 1280, "height": 860}}
@@ -49,12 +49,6 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         queue = found.api("POST", "label/queues", json={"name": "pairs", "kind": "pair"})["id"]
         records = [{"prompt": "which?", "chosen": "this", "rejected": "that " * 40}]
         found.api("POST", f"label/queues/{queue}/fill", json={"from": "file", "records": records})
-        yield found
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with a_browser() as found:
         yield found
 
 

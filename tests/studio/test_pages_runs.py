@@ -5,28 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from studio_browser import Served, Visitor, a_browser, expect, record_steps, serving, small_workspace, start_run
+from studio_browser import Served, Visitor, expect, record_steps, serving, small_workspace, start_run
 
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(small_workspace(tmp_path_factory.mktemp("studio"))) as found:
         yield found
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with a_browser() as found:
-        yield found
-
-
-@pytest.fixture
-def visitor(browser, served: Served) -> Iterator[Visitor]:
-    found = Visitor(browser, served)
-    yield found
-    faults = found.faults
-    found.close()
-    assert not faults, faults
 
 
 def test_the_list_says_of_each_run_its_state_progress_and_score(visitor: Visitor):
