@@ -93,7 +93,7 @@ class NativeEngine:
         self.states_for = states_for
         self.notices: tuple[str, ...] = ()
         self._gpu: GpuDecoder | None = None  # kept between calls: its captured steps read the parameters in place
-        self._distrusted = unsupported(loaded.model, 0)
+        self._distrusted = unsupported(loaded.model)
         if self._distrusted is None:
             with _eval_mode(loaded.model):
                 self._distrusted = disagreement(loaded.model)
@@ -123,8 +123,7 @@ class NativeEngine:
         work.sort(key=lambda item: -len(item.prompt_ids))  # stable: samples of one prompt stay side by side
         rollouts: list[Rollout] = []
         with _eval_mode(self.loaded.model):
-            length = max(map(len, encoded)) + sampling.max_new_tokens
-            reason = self._distrusted or unsupported(self.loaded.model, length)
+            reason = self._distrusted or unsupported(self.loaded.model)
             self._notice(reason)
             size = self.max_batch if reason else len(work)
             for start in range(0, len(work), size):
