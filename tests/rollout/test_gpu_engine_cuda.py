@@ -94,19 +94,19 @@ def test_captured_steps_survive_updates_in_place_and_are_made_again_for_new_para
     engine = NativeEngine(loaded, max_batch=8)
     given = {"samples_per_prompt": 2, "seed": 0}
     engine.generate(PROMPTS, Sampling(10), **given)
-    decoder = engine._gpu
+    decoder = engine.gpu.decoder
     assert decoder is not None
     captures = decoder.captures
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.mul_(1.1)
     assert gap(loaded, engine.generate(PROMPTS, Sampling(10), **given)) < 2e-4
-    assert engine._gpu is decoder and decoder.captures == captures
+    assert engine.gpu.decoder is decoder and decoder.captures == captures
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.data = parameter.data * 0.9
     assert gap(loaded, engine.generate(PROMPTS, Sampling(10), **given)) < 2e-4
-    assert engine._gpu is not decoder
+    assert engine.gpu.decoder is not decoder
 
 
 def test_adapters_are_applied():

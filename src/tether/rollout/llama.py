@@ -95,9 +95,10 @@ class Layer:
     def __init__(self, block: Any, facts: families.LayerFacts) -> None:
         attention, mlp = block.self_attn, block.mlp
         self.facts = facts
-        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = (
-            norm and Norm(norm) for norm in families.block_norms(block)
-        )
+        first, after_attention, second, after_mlp = families.block_norms(block)
+        self.before_attention, self.before_mlp = Norm(first), Norm(second)
+        self.after_attention = Norm(after_attention) if after_attention else None
+        self.after_mlp = Norm(after_mlp) if after_mlp else None
         self.query, self.key = Projection(attention.q_proj), Projection(attention.k_proj)
         self.value, self.output = Projection(attention.v_proj), Projection(attention.o_proj)
         norms = families.head_norms(attention)

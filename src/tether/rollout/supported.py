@@ -93,5 +93,6 @@ def _gpu_trial(model: PreTrainedModel) -> Tensor:
     decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
     decoder.state.tokens.copy_(torch.tensor([ids[-1] for ids in TRIAL]))
     decoder.state.columns.copy_(torch.tensor([len(ids) - 1 for ids in TRIAL]))
+    decoder.state.live.fill_(True)
     decoder.logits(len(TRIAL))
     return decoder.work.logits[: len(TRIAL)]
