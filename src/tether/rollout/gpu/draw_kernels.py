@@ -7,24 +7,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tether.rollout.gpu.matmul_kernels import let_next_start, wait_for_inputs
+from tether.rollout.gpu.matmul_kernels import begin, let_next_start, wait_for_inputs
 
 
 @triton.jit
 def block_sums_kernel(
-    logits, temperature, highest, sums, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
-    # For one slot and one block of ids: the highest z = logit / temperature, and the sum of exp(z - highest).
-    slot, block = tl.program_id(0), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
+    logits, temperature, highest, sums, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    EACH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # For one slot and EACH blocks of ids: the highest z = logit / temperature, and the sum of exp(z - highest).
+    begin(EARLY)
+    slot = tl.program_id(0)
+    block = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     wait_for_inputs(EARLY)
     at = logits + slot.to(tl.int64) * V + token
     z = tl.load(at, mask=token < V, other=-float("inf")).to(tl.float32) / tl.load(temperature)
     let_next_start(EARLY)
-    top = tl.max(z, 0)
+    top = tl.max(z, 1)
     centre = tl.where(top == -float("inf"), 0.0, top)  # so that a block of impossible ids sums to 0, not to NaN
-    tl.store(highest + slot * BLOCKS + block, top)
-    tl.store(sums + slot * BLOCKS + block, tl.sum(tl.exp(z - centre), 0))
+    valid = block < BLOCKS
+    tl.store(highest + slot * BLOCKS + block, top, mask=valid)
+    tl.store(sums + slot * BLOCKS + block, tl.sum(tl.exp(z - centre[:, None]), 1), mask=valid)
 
 
 @triton.jit
@@ -43,6 +47,7 @@ def truncate_kernel(
     # One slot. top-k keeps an id iff fewer than k are strictly more likely; top-p keeps it iff those strictly more
     # likely hold less than top_p of what top-k left. Both are thresholds, found by halving an interval. Stored are the
     # threshold and, for each block of ids, the sum of exp(z - highest of all) over the ids kept.
+    begin(EARLY)
     slot = tl.program_id(0)
     block, inside = tl.arange(0, PADDED), tl.arange(0, BLOCK)
     row = logits + slot.to(tl.int64) * V
@@ -98,6 +103,7 @@ def draw_kernel(
     # One slot's token: the first id whose cumulative probability reaches the uniform that is due. The blocks' sums say
     # which block that is in, and only that block is read again. TRUNCATED leaves out the ids under the slot's
     # threshold; GREEDY takes the likeliest. Then the slot's next state; idle slots keep theirs.
+    begin(EARLY)
     slot = tl.program_id(0)
     block, inside = tl.arange(0, PADDED), tl.arange(0, BLOCK)
     wait_for_inputs(EARLY)

@@ -18,7 +18,7 @@ from tether.rollout.gpu.fused_slots import copy_slots, draw
 from tether.rollout.gpu.layers import MOST_RANK, Layer, Linear, Trunk
 from tether.rollout.gpu.state import PARTS, PROCESSORS, SPLITS, Cache, SlotState, Workspace
 from tether.rollout.gpu.tiles import (
-    AHEAD,
+    ROUNDED,
     TILES,
     WIDE,
     ahead,
@@ -27,6 +27,7 @@ from tether.rollout.gpu.tiles import (
     power_of_two,
     split_of,
     stages_within,
+    tile,
     tile_rows,
 )
 
@@ -50,7 +51,7 @@ def add_norm(work: Workspace, n: int, parts: Tensor, after: Norm | None, norm: N
     """hidden += the sum of `parts`, normed first where `after` is a norm; normed = hidden's norm."""
     if parts.data_ptr() != work.parts.data_ptr():  # a plain twin's
         return reference.add_norm(work, n, parts, after, norm)
-    _normed(work, n, after, norm, None, len(parts))
+    _normed(work, n, after, norm, None, parts)
     return None
 
 
@@ -60,15 +61,16 @@ def _normed(
     after: Norm | None,
     norm: Norm,
     embedded: tuple[Tensor, Tensor, float] | None,
-    parts: int = 0,
+    parts: Tensor | None = None,
 ) -> None:
     width = work.hidden.shape[1]
     tokens, table, scale = embedded or (work.hidden, work.hidden, 1.0)
     matmul_kernels.add_norm_kernel[(n,)](
-        work.hidden, work.parts, norm.weight if after is None else after.weight, norm.weight, work.normed, n * width,
+        work.hidden, work.parts if parts is None else parts, norm.weight if after is None else after.weight,
+        norm.weight, work.normed, n * width,
         0.0 if after is None else after.epsilon, norm.epsilon, tokens, table, scale,
-        H=width, PARTS=parts, AFTER=after is not None, OFFSET=norm.offset, EMBED=embedded is not None,
-        BLOCK=power_of_two(width), num_warps=4 if width <= 2048 else 8, **launch(),
+        H=width, PARTS=0 if parts is None else len(parts), AFTER=after is not None, OFFSET=norm.offset,
+        EMBED=embedded is not None, BLOCK=power_of_two(width), num_warps=4 if width <= 2048 else 8, **launch(n),
     )  # fmt: skip
 
 
@@ -88,7 +90,7 @@ def thin(work: Workspace, n: int, modules: tuple[Linear, ...], x: Tensor) -> dic
     matmul_kernels.thin_kernel[(-(-n // rows), len(modules), split)](
         x, *(adapter.down for adapter in each), *(adapter.scaling for adapter in each), work.thin, work.thin.stride(0),
         K=width, RANK=rank, PADDED=padded, MOST=MOST_RANK, BM=rows, BK=64, SPLIT=split,
-        num_warps=4, num_stages=4, **launch(),
+        num_warps=4, num_stages=4, **launch(n),
     )  # fmt: skip
     return {"RANK": rank, "PADDED": padded, "MOST": MOST_RANK, "THIN": split}
 
@@ -106,11 +108,11 @@ def project(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotStat
         return reference.project(work, n, layer, trunk, state, cache, index)
     heads = (layer.query, layer.key, layer.value)
     adapters = thin(work, n, heads, work.normed)
-    rows = tile_rows(n, TILES["project"][0])
+    most, inner, warps, stages = tile("project", n)
+    rows = tile_rows(n, most)
     has_bias = layer.query.bias is not None
     biases = [part.bias if has_bias else work.normed for part in heads]
     norms = layer.head_norms
-    _, inner, warps, stages = TILES["project"]
     stages = stages_within(stages, (rows + width) * inner, work.normed)
     matmul_kernels.project_kernel[(-(-n // rows), trunk.heads + 2 * trunk.kv_heads)](
         described(work.normed, rows, inner), *(part.weight for part in heads), *biases,
@@ -119,7 +121,7 @@ def project(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotStat
         n, cache.keys.shape[3], norms[0].epsilon if norms else 0.0, work.thin, *ups(work, *heads), work.thin.stride(0),
         K=trunk.hidden, D=width, HEADS=trunk.heads, KV=trunk.kv_heads, HAS_BIAS=has_bias, HAS_NORM=norms is not None,
         OFFSET=norms[0].offset if norms else 0.0, ADAPTED=sum(bool(part.adapter) << i for i, part in enumerate(heads)),
-        BM=rows, BK=inner, AHEAD=ahead(), num_warps=warps, num_stages=stages, **adapters, **launch(),
+        BM=rows, BK=inner, AHEAD=ahead(n), num_warps=warps, num_stages=stages, **adapters, **launch(n),
     )  # fmt: skip
     return None
 
@@ -142,12 +144,12 @@ def attend(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotState
         work.pieces, work.weights, length, n, facts.scaling * (powers if facts.cap is None else 1.0 / facts.cap),
         (facts.cap or 0.0) * powers,
         D=width, KV=kv, GROUP=group, PADDED=max(16, power_of_two(group)), BK=columns,
-        WINDOW=window, CAPPED=facts.cap is not None, SPLITS=splits, num_warps=warps, num_stages=stages, **launch(),
+        WINDOW=window, CAPPED=facts.cap is not None, SPLITS=splits, num_warps=warps, num_stages=stages, **launch(n),
     )  # fmt: skip
     if splits > 1:
         slot_kernels.combine_kernel[(n, trunk.heads)](
             work.pieces, work.weights, work.mixed, n, D=width, HEADS=trunk.heads, SPLITS=splits, num_warps=1,
-            **launch(),
+            **launch(n),
         )  # fmt: skip
     return None
 
@@ -161,7 +163,7 @@ def gated(work: Workspace, n: int, layer: Layer) -> None:
     adapters = thin(work, n, parts, work.normed)
     size = work.inner.shape[1]
     key = "gated wide" if size * width >= WIDE else "gated"
-    most, columns, inner, warps, stages = TILES[key]
+    most, columns, inner, warps, stages = tile(key, n)
     rows = tile_rows(n, most)
     stages = stages_within(stages, (rows + 2 * columns) * inner, work.normed)
     weights = [part.weight for part in parts]
@@ -169,8 +171,8 @@ def gated(work: Workspace, n: int, layer: Layer) -> None:
         described(work.normed, rows, inner), *(described(weight, columns, inner) for weight in weights), *weights,
         work.inner, n, work.thin, *ups(work, *parts), work.thin.stride(0), N=size, K=width, GELU=layer.is_gelu,
         HAS_GATE=layer.gate.adapter is not None, HAS_UP=layer.up.adapter is not None,
-        BM=rows, BN=columns, BK=inner, AHEAD=ahead(AHEAD // 2), num_warps=warps, num_stages=stages, **adapters,
-        **launch(),
+        BM=rows, BN=columns, BK=inner, AHEAD=ahead(n) // 2, num_warps=warps, num_stages=stages, **adapters,
+        **launch(n),
     )  # fmt: skip
     return None
 
@@ -183,18 +185,20 @@ def linear(work: Workspace, n: int, module: Linear, x: Tensor) -> Tensor:
     adapters = thin(work, n, (module,), x)
     size = work.hidden.shape[1]
     key = "linear widest" if width * size >= WIDE else "linear wide" if width * size >= WIDE // 4 else "linear"
-    most, columns, inner, warps, stages = TILES[key]
+    most, columns, inner, warps, stages = tile(key, n)
+    inner = inner if width % inner == 0 else 64
     rows = tile_rows(n, most)
-    split = split_of(-(-n // rows) * -(-size // columns), width // inner, work.parts.shape[0] // n)
+    out = work.rounded_parts if n > ROUNDED else work.parts
+    split = split_of(-(-n // rows) * -(-size // columns), width // inner, len(out) // n)
     stages = stages_within(stages, (rows + columns) * inner, x)
     weight, bias = module.weight, module.bias
     matmul_kernels.linear_kernel[(-(-n // rows), -(-size // columns), split)](
         described(x, rows, inner), described(weight, columns, inner), weight,
-        weight if bias is None else bias, work.parts, n, n * size, work.thin, *ups(work, module), work.thin.stride(0),
-        N=size, K=width, HAS_BIAS=bias is not None, BM=rows, BN=columns, BK=inner, SPLIT=split, AHEAD=ahead(),
-        num_warps=warps, num_stages=stages, **adapters, **launch(),
+        weight if bias is None else bias, out, n, n * size, work.thin, *ups(work, module), work.thin.stride(0),
+        N=size, K=width, HAS_BIAS=bias is not None, BM=rows, BN=columns, BK=inner, SPLIT=split, AHEAD=ahead(n),
+        num_warps=warps, num_stages=stages, **adapters, **launch(n),
     )  # fmt: skip
-    return work.parts[: split * n].view(split, n, size)
+    return out[: split * n].view(split, n, size)
 
 
 def logits(work: Workspace, n: int, trunk: Trunk) -> None:

@@ -11,6 +11,7 @@ from tether.rollout.gpu import draw_kernels, slot_kernels
 from tether.rollout.gpu.state import BLOCK, Cache, SlotState, Workspace
 from tether.rollout.gpu.tiles import launch, power_of_two
 
+SUMMED = 4  # blocks of ids that one program sums
 COPIED = 4096  # numbers of a slot that one program copies
 
 
@@ -24,20 +25,20 @@ def draw(work: Workspace, n: int, state: SlotState, sampling: Sampling) -> None:
     truncated = not greedy and (bool(sampling.top_k) or sampling.top_p < 1.0)
     shift = 16 if work.logits.dtype == torch.bfloat16 else 0
     shape = {"V": vocabulary, "BLOCKS": blocks, "BLOCK": BLOCK}
-    draw_kernels.block_sums_kernel[(n, blocks)](
-        work.logits, state.temperature, work.highest, work.sums, **shape, num_warps=4, **launch()
+    draw_kernels.block_sums_kernel[(n, -(-blocks // SUMMED))](
+        work.logits, state.temperature, work.highest, work.sums, **shape, EACH=SUMMED, num_warps=4, **launch(n)
     )
     if truncated:
         draw_kernels.truncate_kernel[(n,)](
             work.logits, state.temperature, state.top_k, state.top_p, work.highest, work.kept, work.thresholds,
-            **shape, PADDED=power_of_two(blocks), SHIFT=shift, num_warps=8, **launch(),
+            **shape, PADDED=power_of_two(blocks), SHIFT=shift, num_warps=8, **launch(n),
         )  # fmt: skip
     draw_kernels.draw_kernel[(n,)](
         work.logits, state.temperature, work.highest, work.sums, work.kept, work.thresholds,
         state.uniforms, state.uniforms.shape[1],
         state.tokens, state.columns, state.drawn, state.limits, state.live.view(torch.int8),
         state.answers, state.behavior, state.untruncated, state.stops.view(torch.int8), **shape,
-        PADDED=power_of_two(blocks), SHIFT=shift, TRUNCATED=truncated, GREEDY=greedy, num_warps=4, **launch(),
+        PADDED=power_of_two(blocks), SHIFT=shift, TRUNCATED=truncated, GREEDY=greedy, num_warps=4, **launch(n),
     )  # fmt: skip
 
 

@@ -13,18 +13,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# EARLY: 0 where kernels start one after the other. Else a kernel may start while the one before it ends: at 1 it lets
+# the next one start after its own product, at 2 at once: with few rows, the next weights are asked for meanwhile.
+# A step is one graph, and graphs run one after the other: what the step before left may be read without waiting.
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    if EARLY == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    # Where a kernel may start while the one before it ends, this is where that one's results are needed. Every kernel
-    # waits, so that what it writes is read by none of those before it.
-    if EARLY:
+    # Where the results of the kernel before are needed. Every kernel waits, so that what it writes is read by none of
+    # those before it.
+    if EARLY > 0:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
-    if EARLY:
+    if EARLY == 1:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -55,6 +65,7 @@ def thin_kernel(
     BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # out[part] (rows, 3, MOST) = scale * x (rows, K) · downᵀ over the part's share of K, for up to three adapters
+    begin(EARLY)
     which, part = tl.program_id(1), tl.program_id(2)
     row, inside, rank = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, PADDED)
     if which == 0:
@@ -108,6 +119,7 @@ def linear_kernel(
     EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     # out[part] (rows, N) = x (rows, K) · weightᵀ over the part's share of K; the bias goes with part 0
+    begin(EARLY)
     part = tl.program_id(2)
     span: tl.constexpr = K // SPLIT
     first_row, first_feature = tl.program_id(0) * BM, tl.program_id(1) * BN
@@ -136,6 +148,7 @@ def gated_kernel(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     # out (rows, N) = act(x · gateᵀ) * (x · upᵀ), act being SiLU, or GELU by its tanh formula
+    begin(EARLY)
     first_row, first_feature = tl.program_id(0) * BM, tl.program_id(1) * BN
     if AHEAD > 0 and tl.program_id(0) == 0:
         fetch_ahead(gate_at, first_feature * K, K, BN, AHEAD)
@@ -173,6 +186,7 @@ def project_kernel(
 ):  # fmt: skip
     # One head of queries, keys or values for BM rows. Queries go to out (rows, HEADS · D); keys and values to
     # (slots, KV, length, D), at each row's column. ADAPTED has a bit for each of the three that has an adapter.
+    begin(EARLY)
     HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
     first_row = tl.program_id(0) * BM
@@ -189,10 +203,15 @@ def project_kernel(
     if AHEAD > 0 and tl.program_id(0) == 0:
         fetch_ahead(weight, 0, K, D, AHEAD)
     wait_for_inputs(EARLY)
-    weight_at = weight + feature[None, :] * K + tl.arange(0, BK)[:, None]
+    inside = tl.arange(0, BK)[:, None]
+    weight_at = weight + feature[None, :] * K + inside
     total = tl.zeros((BM, D), tl.float32)
     for k in range(0, K, BK):
-        total = tl.dot(x.load([first_row, k]), tl.load(weight_at), total, input_precision="ieee")
+        if K % BK == 0:
+            w = tl.load(weight_at)
+        else:
+            w = tl.load(weight_at, mask=k + inside < K, other=0.0)
+        total = tl.dot(x.load([first_row, k]), w, total, input_precision="ieee")
         weight_at += BK
     let_next_start(EARLY)
     if HAS_BIAS:
@@ -251,6 +270,7 @@ def add_norm_kernel(
 ):  # fmt: skip
     # hidden += the sum of the parts (normed first with AFTER), rounded as it is stored; out = its RMS norm. With EMBED
     # hidden is the embedding of the row's token. Norms multiply by OFFSET + weight. One program a row.
+    begin(EARLY)
     row = tl.program_id(0)
     feature = tl.arange(0, BLOCK)
     valid = feature < H
@@ -265,7 +285,7 @@ def add_norm_kernel(
         x = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
         added = tl.zeros((BLOCK,), tl.float32)
         for part in tl.static_range(PARTS):
-            added += tl.load(parts + part * stride_part + at, mask=valid, other=0.0)
+            added += tl.load(parts + part * stride_part + at, mask=valid, other=0.0).to(tl.float32)
         if AFTER:
             added = added.to(dtype).to(tl.float32)
             size = tl.rsqrt(tl.sum(added * added, 0) / H + after_epsilon)

@@ -7,7 +7,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tether.rollout.gpu.matmul_kernels import let_next_start, wait_for_inputs
+from tether.rollout.gpu.matmul_kernels import begin, let_next_start, wait_for_inputs
+
+
+@triton.jit
+def ask_for(table, start, end, D: tl.constexpr, BK: tl.constexpr):
+    # Asks for the lines of 128 bytes of BK columns of a slot, from `start` on and before `end`.
+    line: tl.constexpr = 128 // (table.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = 1 if line >= D else D // line
+    column = tl.minimum(start + tl.arange(0, BK), tl.maximum(end - 1, 0))
+    at = table + (column[:, None] * D + tl.arange(0, LINES)[None, :] * line)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
@@ -20,10 +32,12 @@ def attend_kernel(
     # `scale` gives scores in powers of 2, or in units of `cap`, itself in powers of 2. WINDOW is how many columns are
     # seen, or 0 for all. With one piece the result is stored; else the piece, its highest score and its sum are. An
     # idle slot reads its first column only, and its result means nothing.
+    # Of the kernel before, only the query and the newest key and value are needed: the columns were known when the
+    # step began, and the first keys and values are asked for while that kernel ends.
+    begin(EARLY)
     slot, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group, feature = tl.arange(0, PADDED), tl.arange(0, D)
     valid = group[:, None] < GROUP
-    wait_for_inputs(EARLY)
     end = tl.where(tl.load(live + slot) != 0, tl.load(columns + slot), 0) + 1
     start = tl.zeros_like(end)
     if WINDOW > 0:
@@ -33,8 +47,12 @@ def attend_kernel(
         start += split * span
         end = tl.minimum(end, start + span)
     q_at = ((slot * KV + head) * GROUP + group)[:, None] * D + feature[None, :]
-    q = tl.load(query + q_at, mask=valid, other=0.0)
     base = (slot.to(tl.int64) * KV + head) * length * D
+    if EARLY > 0:
+        ask_for(keys + base, start, end, D, BK)
+        ask_for(values + base, start, end, D, BK)
+    wait_for_inputs(EARLY)
+    q = tl.load(query + q_at, mask=valid, other=0.0)
     highest = tl.full((PADDED,), -1e30, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     mixed = tl.zeros((PADDED, D), tl.float32)
@@ -69,6 +87,7 @@ def combine_kernel(
     pieces, weights, out, rows, D: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
 ):
     # The pieces of one slot's head, each weighted by its sum at a common highest score.
+    begin(EARLY)
     slot, head = tl.program_id(0), tl.program_id(1)
     split, feature = tl.arange(0, SPLITS), tl.arange(0, D)
     wait_for_inputs(EARLY)

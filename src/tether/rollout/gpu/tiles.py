@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,18 +11,32 @@ from triton.tools.tensor_descriptor import TensorDescriptor  # pyright: ignore[r
 
 from tether.rollout.gpu.state import PARTS, PROCESSORS
 
+FEW = 32  # slots up to which a step is bound by how soon it asks for the weights, not by how fast it reads them
 AHEAD = 4  # lines of each row of a weight that are asked for before the kernel's inputs are there
+AHEAD_FEW = 8
+ROUNDED = 64  # slots above which a sum's parts are rounded to the model's type
 WIDE = 4096 * 2048  # numbers in a weight from which larger tiles pay
 # rows, columns, inner, warps, stages of a tile; "project": a head has its columns; "attend": columns of the cache
 TILES: dict[str, tuple[int, ...]] = {
     "project": (64, 64, 4, 6),
+    "project few": (32, 256, 4, 4),
     "attend": (64, 2, 3),
     "gated": (64, 64, 64, 4, 4),
     "gated wide": (128, 128, 64, 8, 4),
+    "gated few": (32, 32, 256, 4, 4),
+    "gated wide few": (32, 64, 256, 4, 3),
     "linear": (64, 64, 64, 4, 4),
     "linear wide": (128, 64, 64, 4, 4),
     "linear widest": (128, 128, 64, 4, 4),
+    "linear few": (32, 64, 64, 4, 4),
+    "linear wide few": (32, 64, 64, 4, 6),
+    "linear widest few": (32, 128, 128, 4, 5),
 }
+
+
+def tile(kind: str, n: int) -> tuple[int, ...]:
+    """The tile of a kind of product for n slots."""
+    return TILES[f"{kind} few" if n <= FEW else kind]
 
 
 @functools.cache
@@ -30,14 +45,14 @@ def starts_early() -> bool:
     return torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 9
 
 
-def launch() -> dict[str, bool]:
-    """How kernels are launched."""
-    return {"EARLY": True, "launch_pdl": True} if starts_early() else {"EARLY": False}
+def launch(n: int) -> dict[str, Any]:
+    """How kernels over n slots are launched; `matmul_kernels.py` says what EARLY means."""
+    return {"EARLY": 2 if n <= FEW else 1, "launch_pdl": True} if starts_early() else {"EARLY": 0}
 
 
-def ahead(lines: int = AHEAD) -> int:
+def ahead(n: int) -> int:
     """Lines that a kernel asks for ahead of its inputs; none where it starts with them."""
-    return lines if starts_early() else 0
+    return (AHEAD_FEW if n <= FEW else AHEAD) if starts_early() else 0
 
 
 @functools.cache
