@@ -144,7 +144,12 @@ def test_the_logits_are_the_models_own(kind: str):
 NARROW: dict[str, dict[str, Any]] = {  # windows and caps that show, and layers that differ in them
     "Mistral": {"sliding_window": 5},
     "Qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
-    "Gemma2": {"sliding_window": 5, "attn_logit_softcapping": 2.0, "final_logit_softcapping": 5.0},
+    "Gemma2": {
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 4,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    },
     "Gemma3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
 }
 
