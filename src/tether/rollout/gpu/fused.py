@@ -37,7 +37,7 @@ def embed(work: Workspace, n: int, trunk: Trunk, state: SlotState, norm: Norm) -
     """hidden = the embeddings of the slots' next inputs; normed = their norm."""
     table: Any = trunk.embedding
     scale = getattr(table, "scalar_embed_scale", None)  # a Gemma module's own
-    if type(table) is not nn.Embedding and (scale is None or type(table).__name__.startswith("lora")):
+    if type(table) is not nn.Embedding and scale is None:
         return reference.embed(work, n, trunk, state, norm)
     weight = table.weight.detach()
     if scale is not None:
