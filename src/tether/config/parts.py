@@ -50,6 +50,14 @@ class RolloutSettings(Settings):
     top_k: Count = Field(default=0, description="Keep this many likeliest tokens; 0 keeps all.")
     stop_token_ids: tuple[int, ...] = Field(default=(), description="Tokens that end an answer, beside the end token.")
     max_batch: Positive = Field(default=64, description="Answers decoded at once.")
+    engine: Literal["auto", "general"] = Field(
+        default="auto", description="auto takes the decoder written for the model where there is one; general never."
+    )
+    importance_cap: float | None = Field(
+        default=None,
+        ge=1,
+        description="Weigh each token's policy loss by min(old / behaviour probability, this); null: do not weigh.",
+    )
 
 
 class RewardSettings(Settings):

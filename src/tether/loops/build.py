@@ -100,7 +100,12 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         algorithm=algorithm,
         roles=roles,
         learner=Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device),
-        engine=NativeEngine(policy, max_batch=rollout.max_batch, states_for=sharing.shared),
+        engine=NativeEngine(
+            policy,
+            max_batch=rollout.max_batch,
+            states_for=sharing.shared,
+            general=rollout.engine == "general",
+        ),
         reward=build_reward(
             recipe.reward.parts,
             own=task.reward(),

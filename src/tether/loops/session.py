@@ -16,6 +16,7 @@ from tether.audit.doctor import LiveDoctor
 from tether.audit.measures import step_measures
 from tether.config.recipes import Recipe, RLRecipe
 from tether.errors import ConfigError, StorageError, TetherError
+from tether.loops.agreement import Agreement, Tell
 from tether.loops.faults import FaultRecorder
 from tether.loops.rl import StepResult
 from tether.loops.training import Taken, Training
@@ -60,6 +61,7 @@ class Session:
         self.done = 0  # steps taken
         self.taken = 0  # of them, in this sitting
         self.best = -math.inf
+        self.agreement = Agreement()
         self._saved_at: int | None = None
         workspace = workspace_at(recipe.run.directory, recipe.store.url)
         config = recipe_record(recipe)
@@ -70,6 +72,7 @@ class Session:
             "model": loaded,
             **{f"{source.role} {source.source}": source.sha256 for source in sources if source.sha256 is not None},
         }
+        self._pieces = token_pieces(policy.tokenizer)
         keep = KeepRollouts(recipe.store.rollouts_every, recipe.store.rollouts_keep or None)
         start = RunStart(recipe.method, recipe.run.steps, config, self._environment, sources)
         self.recorder = RunRecorder(
@@ -77,7 +80,7 @@ class Session:
             folder.path,
             start,
             resumes=resumes,
-            pieces=token_pieces(policy.tokenizer),
+            pieces=self._pieces,
             keep=keep,
             notify=notify,
         )
@@ -143,6 +146,7 @@ class Session:
     def _start_from(self, checkpoint: Checkpoint) -> None:
         self.done = self._saved_at = checkpoint.step
         self.best = float(checkpoint.values["best"])
+        self.agreement = Agreement(float(checkpoint.values.get("worst_gap", 0.0)))
 
     def _check_ground(self, checkpoint: Checkpoint) -> None:
         """The model and the data that a run goes on with must be those that it began with."""
@@ -176,6 +180,8 @@ class Session:
         self.done = taken.step + 1
         self.taken += 1
         self._examine(taken, stored)
+        if taken.result is not None:
+            self.agreement.see(taken.result.experience, self._text_of, self._event_at(taken.step))
         if isinstance(self.recipe, RLRecipe) and self.recipe.evaluation.keep_best and self._is_best(taken.metrics):
             with self._storing("the best model so far"):
                 save_model(self.training.model, self.policy.tokenizer, self.folder.best_path)
@@ -192,6 +198,12 @@ class Session:
             text = f"{finding.title}: {finding.saw}"
             self.notify(f"Doctor: {text} ({finding.link})")
             self.recorder.event("finding", text, step=taken.step, data=finding.as_json())
+
+    def _text_of(self, token: int) -> str:
+        return "".join(self._pieces([token]))
+
+    def _event_at(self, step: int) -> Tell:
+        return lambda text, data: self.recorder.event("agreement", text, step=step, data=data)
 
     def _tell_doctor(self) -> None:
         """What was recorded before this sitting; what it finds in that, it has said."""
@@ -211,7 +223,8 @@ class Session:
     def save_checkpoint(self) -> None:
         """Begin to write a checkpoint of now; it gets its name once all that was recorded is on disk."""
         self.checkpoints.wait()  # before there is a second copy in memory
-        values = {"best": self.best, "stands_on": self._stands_on, "environment": self._environment}
+        values = {"best": self.best, "worst_gap": self.agreement.worst}
+        values |= {"stands_on": self._stands_on, "environment": self._environment}
         self.checkpoints.save(self.training.capture(self.done, values), self._settle)
         self._saved_at = self.done
 

@@ -84,7 +84,14 @@ class NativeEngine:
     the saving is lost.
     """
 
-    def __init__(self, loaded: LoadedModel, *, max_batch: int = 64, states_for: StateKeeper | None = None) -> None:
+    def __init__(
+        self,
+        loaded: LoadedModel,
+        *,
+        max_batch: int = 64,
+        states_for: StateKeeper | None = None,
+        general: bool = False,
+    ) -> None:
         if max_batch < 1:
             raise ConfigError(f"max_batch is {max_batch}: it must be at least 1")
         self.loaded = loaded
@@ -93,7 +100,7 @@ class NativeEngine:
         self.states_for = states_for
         self.notices: tuple[str, ...] = ()
         self._gpu: GpuDecoder | None = None  # kept between calls: its captured steps read the parameters in place
-        self._distrusted = unsupported(loaded.model, 0)
+        self._distrusted = "rollout.engine asks for it" if general else unsupported(loaded.model, 0)
         if self._distrusted is None:
             with _eval_mode(loaded.model):
                 self._distrusted = disagreement(loaded.model)
