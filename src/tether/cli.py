@@ -202,6 +202,10 @@ def _demo(words: list[str]) -> int:
 
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model: PPO and its neighbours, SFT, a reward model", _train),
+    "plan": Verb(
+        "say what a run will cost in memory, steps and seconds",
+        _in_module("plan", "tether.plan.plan_verb", takes_flags=True),
+    ),
     "resume": Verb("go on with a run that was stopped or killed", _in_module("resume", "tether.loops.resume_verb")),
     "fork": Verb(
         "continue from a checkpoint with other settings",

@@ -50,9 +50,13 @@ def test_only_what_is_worse_than_before_is_told():
     told: list[tuple[str, dict]] = []
     agreement = Agreement()
 
+    def event(kind: str, text: str, *, step: int, data: dict) -> None:
+        assert (kind, step) == ("agreement", 7)
+        told.append((text, data))
+
     def see(gap: float) -> int:
         row = [0.0, -1.0 - gap, -1.0, -1.0]
-        agreement.see(experience([row, [0.0, 0.0, -1.0, -1.0]]), str, lambda *words: told.append(words))
+        agreement.see(7, experience([row, [0.0, 0.0, -1.0, -1.0]]), lambda tokens: list(map(str, tokens)), event)
         return len(told)
 
     assert see(0.001) == 0  # rounding in float32 is no news

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
+from tether.runs.writer import Pieces
 from tether.types import Experience
 
 TOKENS_TOLD = 5
@@ -44,25 +45,23 @@ def worst_tokens(experience: Experience, count: int = TOKENS_TOLD) -> list[Apart
     return found
 
 
-Tell = Callable[[str, dict[str, object]], None]
-"""Given a sentence and the tokens it is about."""
-
-
 @dataclass
 class Agreement:
     """Remembers the worst gap of a run."""
 
     worst: float = 0.0
 
-    def see(self, experience: Experience, text_of: Callable[[int], str], tell: Tell) -> None:
-        """Tell of an iteration's worst tokens where one is worse than all before it, and worth hearing of."""
+    def see(self, step: int, experience: Experience, pieces: Pieces, event: Callable[..., None]) -> None:
+        """Record an iteration's worst tokens where one is worse than all before it, and worth hearing of."""
         found = worst_tokens(experience)
         if not found or not found[0].gap > max(self.worst, SMALLEST_TOLD):
             return
         first, self.worst = found[0], found[0].gap
-        told = [asdict(token) | {"text": text_of(token.token)} for token in found]
-        tell(
+        texts = ["".join(pieces([token.token])) for token in found]
+        event(
+            "agreement",
             f"sampler and trainer are {first.gap:.3g} nats apart, further than before: sample {first.row}, token "
-            f"{first.place} {text_of(first.token)!r}, sampler {first.sampler:.4g}, trainer {first.trainer:.4g}",
-            {"tokens": told},
+            f"{first.place} {texts[0]!r}, sampler {first.sampler:.4g}, trainer {first.trainer:.4g}",
+            step=step,
+            data={"tokens": [asdict(token) | {"text": text} for token, text in zip(found, texts, strict=True)]},
         )

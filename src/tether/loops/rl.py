@@ -167,6 +167,8 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
     metrics = measures.values() | made.dropped | part_metrics(scores)
     metrics |= {"kl_coef": coefficients.reference} if algorithm.needs_reference else {}
     metrics |= {"penalty_coef": coefficients.old} if coefficients.old else {}
+    counted = {"learned": made.batch.attention_mask, "sampled": made.batch.response_mask}
+    metrics |= {f"tokens/{name}": float(mask.sum()) for name, mask in counted.items()}
     metrics |= phases.metrics()
     controllers = controllers.after(
         kl_reference=metrics.get("kl_ref_k3"), kl_old=metrics.get("kl_old_after"), samples=len(made.batch)

@@ -16,8 +16,10 @@ from tether.audit.doctor import LiveDoctor
 from tether.audit.measures import step_measures
 from tether.config.recipes import Recipe, RLRecipe
 from tether.errors import ConfigError, StorageError, TetherError
-from tether.loops.agreement import Agreement, Tell
+from tether.loops.agreement import Agreement
 from tether.loops.faults import FaultRecorder
+from tether.loops.planned import FILE as PLAN
+from tether.loops.planned import RunPlan
 from tether.loops.rl import StepResult
 from tether.loops.training import Taken, Training
 from tether.loops.watchdog import Watchdog
@@ -51,12 +53,13 @@ class Session:
         training: Training,
         policy: LoadedModel,
         *,
+        planned: RunPlan,
         loaded: str,
         resumes: bool,
         notify: Callable[[str], None],
     ) -> None:
         self.recipe, self.folder, self.training, self.policy = recipe, folder, training, policy
-        self.notify = notify
+        self.notify, self.planned = notify, planned
         self.resumes = resumes
         self.done = 0  # steps taken
         self.taken = 0  # of them, in this sitting
@@ -177,11 +180,12 @@ class Session:
         taken.metrics.update(step_measures(stored))
         self.recorder.record(taken.step, taken.metrics, rollouts)
         self.sinks.record(taken.step, taken.metrics)
+        self.planned.measured.see(taken.metrics)
         self.done = taken.step + 1
         self.taken += 1
         self._examine(taken, stored)
         if taken.result is not None:
-            self.agreement.see(taken.result.experience, self._text_of, self._event_at(taken.step))
+            self.agreement.see(taken.step, taken.result.experience, self._pieces, self.recorder.event)
         if isinstance(self.recipe, RLRecipe) and self.recipe.evaluation.keep_best and self._is_best(taken.metrics):
             with self._storing("the best model so far"):
                 save_model(self.training.model, self.policy.tokenizer, self.folder.best_path)
@@ -198,12 +202,6 @@ class Session:
             text = f"{finding.title}: {finding.saw}"
             self.notify(f"Doctor: {text} ({finding.link})")
             self.recorder.event("finding", text, step=taken.step, data=finding.as_json())
-
-    def _text_of(self, token: int) -> str:
-        return "".join(self._pieces([token]))
-
-    def _event_at(self, step: int) -> Tell:
-        return lambda text, data: self.recorder.event("agreement", text, step=step, data=data)
 
     def _tell_doctor(self) -> None:
         """What was recorded before this sitting; what it finds in that, it has said."""
@@ -252,8 +250,10 @@ class Session:
         self.doing("the end")
         self.checkpoints.wait()
         report = self.training.finish()
+        self.planned.measured.finish()
         with self._storing("the trained model"):
             self.folder.write("report.json", report)
+            self.folder.write(PLAN, self.planned.as_json())
             if self.recipe.run.save:
                 save_model(self.training.model, self.policy.tokenizer, self.folder.model_path)
         self.recorder.event("done", f"all {self.done} steps are taken", step=self.done)
