@@ -40,6 +40,7 @@ class Pass:
     way: Way
     rank: int = 0  # of the adapters; 0 where weights themselves are trained
     recompute: bool = False
+    trains_head: bool = True  # whether the output layer is trained
 
     def kept(self, shape: Shape) -> int:
         """Bytes held from the forward pass until the backward pass comes by, the head's not counted."""
@@ -47,7 +48,8 @@ class Pass:
             return 0
         if self.recompute:
             return 2 * self.tokens * shape.hidden * self.width * self.layers
-        return (self.layers - 1) * self.layer(shape) + self.layer(shape, last=True)
+        angles = 2 * self.tokens * shape.head_dim * self.width
+        return angles + (self.layers - 1) * self.layer(shape) + self.layer(shape, last=True)
 
     def layer(self, shape: Shape, *, last: bool = False) -> int:
         """Bytes that one layer keeps."""
@@ -68,7 +70,7 @@ class Pass:
             return each, 2 * queries + (3 if last else 2) * hidden + gates + thin
         keys = 2 * (queries if shape.kv_heads < shape.heads else shape.keys)
         each = 2 * hidden + keys + 2 * queries + 2 * self.rank  # in the last layer, too, all tokens go into attention
-        return each, (queries + hidden if last else 0) + 2 * hidden + 4 * inner + thin + self.rank
+        return each, (2 * queries + hidden if last else 0) + 2 * hidden + 4 * inner + thin + self.rank
 
     def rerun(self, shape: Shape) -> int:
         """Bytes of the one layer that is being run again, where layers are."""
@@ -85,23 +87,27 @@ class Pass:
 
     # -- heads --------------------------------------------------------------------------------------------------------
 
+    def ends(self, shape: Shape) -> int:
+        """Bytes kept after the last layer: what is normed, and its norm where it is laid out among all tokens again."""
+        return 2 * self.wanted * shape.hidden * self.width
+
     def states(self, shape: Shape) -> int:
-        """Bytes kept after the last layer for the output layer: what is normed, what it reads, and what it found."""
-        return (2 + int(bool(self.rank))) * self.wanted * shape.hidden * self.width
+        """Bytes kept for the output layer: the states it reads and, where it is frozen, the slopes it found."""
+        return (1 if self.trains_head else 2) * self.wanted * shape.hidden * self.width
 
     def values(self, shape: Shape) -> int:
-        """The same for a value head, which reads in float32."""
-        return self.wanted * shape.hidden * (self.width + 4)
+        """Bytes kept for a value head, which reads states in float32."""
+        return 4 * self.wanted * shape.hidden
 
     def chunk(self, shape: Shape) -> int:
         """Bytes of the logits that are there at a time, without gradients."""
         rows = min(self.wanted, max(1, CHUNK[self.way] // shape.vocabulary))
         return rows * shape.vocabulary * (self.width if self.way == "fused" else 3 * 4)
 
-    def head(self, shape: Shape, *, trained: bool) -> int:
+    def head(self, shape: Shape) -> int:
         """Bytes of the output layer's backward pass; a trained one's gradient is summed over chunks in float32."""
         states = self.wanted * shape.hidden * self.width
-        if not trained:
+        if not self.trains_head:
             return states
         chunks = -(-self.wanted // max(1, CHUNK[self.way] // shape.vocabulary))
         each = self.width if chunks == 1 and self.way == "fused" else 4 + self.width

@@ -13,10 +13,12 @@ from tether.plan.shape import Shape
 from tether.plan.work import Work
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-BASE_BYTES = {"none": None, "8bit": 1.02, "4bit": 0.56}  # a quantised number, with its share of the scales
+BASE_BYTES = {"8bit": 1.02, "4bit": 0.56}  # a quantised number, with its share of the scales
 REMEMBERED = 2**29  # bytes of states that a shared trunk remembers at the most
 CUDA_LIBRARIES = 40 * 2**20  # bytes that the libraries of products take from torch
-ADAM_BYTES = {"32bit": 8.0, "8bit": 2.06}  # both moments of a parameter in float32, or by blocks of 8 bits
+EIGHT_BIT_MEANS = 2 * (1 + 4 / 256)  # bytes of two codes, and their share of the scales of a block
+MOST_SLOTS = {"cuda": 1024, "mps": 64, "cpu": 64}  # of a sampler that chooses for itself
+BUCKET = 2**26  # weights that the optimiser steps at a time, as in tether.learner.adamw
 
 
 @dataclass(frozen=True)
@@ -62,40 +64,52 @@ class Held:
     """How the recipe has numbers held."""
 
     width: int  # bytes of a weight that is not quantised
-    base: float  # bytes of a weight of a frozen base
+    base: float  # bytes of a number in the matrices of a frozen base
     masters: bool  # float32 copies of weights that are trained in half precision
-    moments: float  # bytes of the optimiser's state of one trained weight, the copy not included
+    eight_bit: bool  # the optimiser's running means
     way: Way
     checkpointing: bool
-    offload: bool  # frozen roles wait in host memory
+    offload: bool  # the reference waits in host memory
+    device: str
 
     @classmethod
     def of(cls, recipe: Recipe, shape: Shape, device: str) -> Held:
         """As the recipe says, on this kind of device."""
         width = BYTES[recipe.model.dtype]
-        optimizer: Any = recipe.optimizer
-        masters = getattr(optimizer, "masters", "none")
-        full = width == 4
-        wants = masters == "fp32" or (masters == "auto" and recipe.roles.mode != "adapters")
-        with_masters = not full and wants
-        state = ADAM_BYTES.get(str(getattr(optimizer, "state", "32bit")), 8.0)
-        moments = state if full or with_masters or state < 8.0 else 2.0 * width
-        quantised = BASE_BYTES.get(str(getattr(recipe.model, "quantize", "none")))
-        packed: Way = "fused" if device == "cuda" and not full else "plain"
+        half: Way = "fused" if device == "cuda" and shape.packed else "modules"
         return cls(
             width=width,
-            base=quantised or float(width),
-            masters=with_masters,
-            moments=moments,
-            way=packed if shape.packed else "modules",
-            checkpointing=bool(getattr(optimizer, "checkpointing", False)),
-            offload=bool(getattr(recipe.roles, "offload_frozen", False)),
+            base=BASE_BYTES.get(recipe.model.quantize, float(width)),
+            masters=width < 4 and recipe.optimizer.masters != "none",
+            eight_bit=recipe.optimizer.state == "8bit",
+            way=half if width < 4 else "plain" if shape.packed else "modules",
+            checkpointing=recipe.model.gradient_checkpointing,
+            offload=recipe.roles.offload_frozen and recipe.roles.mode == "separate",
+            device=device,
         )
+
+    @property
+    def moments(self) -> float:
+        """Bytes of both running means of one trained weight."""
+        if self.eight_bit:
+            return EIGHT_BIT_MEANS
+        return 8.0 if self.masters else 2.0 * self.width
 
     def trained(self, count: int) -> dict[str, int]:
         """Gradients and optimiser of so many weights."""
         copy = 4 if self.masters else 0
         return {"gradients": count * self.width, "optimizer": round(count * (self.moments + copy))}
+
+    def stepping(self, count: int, largest: int) -> int:
+        """Bytes that come and go while `count` weights are stepped: float32 copies of a bucket's weights and gradients.
+
+        A bucket holds whole weights, so the largest of them may be a bucket of its own.
+        """
+        if not self.masters and not self.eight_bit:
+            return 0
+        bucket = min(count, max(BUCKET, largest))
+        copies = (2 if self.width < 4 else 0) + (2 if self.eight_bit else 0)
+        return 4 * bucket * copies
 
 
 def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str) -> Memory:
@@ -111,8 +125,9 @@ def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str) -> Memory:
         room = _work_space(recipe, shape, work, held)
         phases["rollout"] = always + sum(role.cache for role in roles)
         always += room + _remembered(recipe, shape, work, held)
-    phases["evaluation"] = always + max(one.forward(shape), one.chunk(shape) if work.policy else 0)
-    phases["update"] = always + _update(recipe, shape, work, one, roles, several=micro_batches > 1)
+    streamed = shape.parameters * held.width if held.offload and work.reference else 0
+    phases["evaluation"] = always + streamed + max(one.forward(shape), one.chunk(shape) if work.policy else 0)
+    phases["update"] = always + _update(shape, work, held, one, roles, several=micro_batches > 1)
     return Memory(roles, phases, micro_rows, micro_batches)
 
 
@@ -127,10 +142,11 @@ def micro_pass(recipe: Recipe, shape: Shape, work: Work, held: Held, micro_rows:
         way=held.way,
         rank=recipe.roles.lora_rank if mode == "adapters" else 0,
         recompute=held.checkpointing,
+        trains_head=mode == "separate",
     )
 
 
-def _update(recipe: Recipe, shape: Shape, work: Work, one: Pass, roles: Sequence[RoleCost], *, several: bool) -> int:
+def _update(shape: Shape, work: Work, held: Held, one: Pass, roles: Sequence[RoleCost], *, several: bool) -> int:
     """The most that comes on top of weights and optimiser: activations, gradients, and what passes by.
 
     The critic's pass is made last, so its backward pass comes first, and the policy's head waits for it. The first
@@ -145,13 +161,14 @@ def _update(recipe: Recipe, shape: Shape, work: Work, one: Pass, roles: Sequence
     passing = one.passing(shape) + one.rerun(shape)
     moments = [before + kept + passing]
     if work.policy:
-        whole = recipe.roles.mode == "separate"
         made = before or (critic.gradients if critic is not None else 0)
-        moments.append(made + own + one.head(shape, trained=whole))
+        moments.append(made + own + one.head(shape))
         # The gradient of an output layer that is the embedding waits for the embedding's own.
-        waits = shape.embedding * one.width if whole and not shape.output else 0
+        waits = shape.embedding * one.width if one.trains_head and not shape.output else 0
         moments.append(made + own + waits + passing)
         moments.append(gradients + 2 * waits)
+    count = max((role.gradients // held.width for role in trained), default=0)
+    moments.append(gradients + held.stepping(count, shape.embedding if one.trains_head else 0))
     return max(moments)
 
 
@@ -163,7 +180,7 @@ def _roles(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> t
     shared = {"separate": None, "adapters": "adapters and a head", "top": "its top layers"}[recipe.roles.mode]
     for part in recipe.reward.parts:
         if part.kind == "model":
-            found.append(_reward(part, shape, shared, found, held))
+            found.append(_reward(part, shape, shared, found))
     cache = _cache(recipe, shape, work, held) + _work_space(recipe, shape, work, held)
     return tuple(replace(role, cache=cache) if role.role == "policy" else role for role in found)
 
@@ -234,8 +251,9 @@ def _tops(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> li
 
 def _kept(shape: Shape, work: Work, one: Pass) -> tuple[int, int]:
     """(the policy's activations, a separate critic's), each with what its head keeps."""
-    policy = one.kept(shape) + one.states(shape) + (one.values(shape) if work.critic == "head" else 0)
-    return policy, one.kept(shape) + one.values(shape)
+    trunk = one.kept(shape) + one.ends(shape)
+    policy = trunk + one.states(shape) + (one.values(shape) if work.critic == "head" else 0)
+    return policy, trunk + one.values(shape)
 
 
 def _value_head(shape: Shape) -> RoleCost:
@@ -243,24 +261,22 @@ def _value_head(shape: Shape) -> RoleCost:
     return RoleCost("critic", "a head on the policy's trunk", one, one, 2 * one)
 
 
-def _reward(part: Any, shape: Shape, shared: str | None, found: list[RoleCost], held: Held) -> RoleCost:
+def _reward(part: Any, shape: Shape, shared: str | None, found: list[RoleCost]) -> RoleCost:
     if part.shared and shared is not None:
         like = next(role for role in found if role.role == "policy")
         return RoleCost("reward", shared, like.weights)
-    if held.offload:
-        return RoleCost("reward", "a model, in host memory until its pass")
     return RoleCost("reward", "a model, frozen", shape.trunk * BYTES[part.dtype])
 
 
 def _cache(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
     """Keys and values of every slot."""
     room = -(-work.longest_row // 64) * 64
-    return 2 * shape.layers * slots_of(recipe, work) * shape.keys * room * held.width
+    return 2 * shape.layers * slots_of(recipe, work, held.device) * shape.keys * room * held.width
 
 
 def _work_space(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
     """What the sampler keeps beside its cache, also between its calls: a step's logits and states, draws to be made."""
-    slots = slots_of(recipe, work)
+    slots = slots_of(recipe, work, held.device)
     step = (shape.vocabulary + shape.inner + 2 * shape.hidden + 2 * shape.queries) * held.width
     parts = 4 * shape.hidden * max(8 * min(slots, 256), slots)
     return slots * (step + 24 * work.answer_tokens) + parts
@@ -273,7 +289,7 @@ def _remembered(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
     return min(REMEMBERED, round(work.rows * work.row_tokens) * shape.hidden * held.width)
 
 
-def slots_of(recipe: RLRecipe, work: Work) -> int:
-    """Answers that are sampled at once."""
+def slots_of(recipe: RLRecipe, work: Work, device: str) -> int:
+    """Answers that are sampled at once; what is sized from free memory is taken to find enough of it."""
     most = recipe.rollout.max_batch
-    return min(most, work.rows) if isinstance(most, int) else work.rows
+    return min(most if isinstance(most, int) else MOST_SLOTS[device], work.rows)

@@ -67,7 +67,7 @@ def seconds_of(recipe: Recipe, shape: Shape, work: Work, memory: Memory, machine
 def _rollout(recipe: RLRecipe, shape: Shape, work: Work, machine: Machine, held: Held) -> float:
     """Reading the prompts, then one step after another of all slots: weights and caches are read at each."""
     pace = PACES[machine.kind]
-    slots = slots_of(recipe, work)
+    slots = slots_of(recipe, work, machine.kind)
     reading = 2.0 * shape.products * work.prompts * work.prompt_tokens / (pace.share * machine.rate)
     weights = (shape.products + shape.vocabulary * shape.hidden) * held.width
     kept = slots * (work.prompt_tokens + work.answer_tokens / 2) * 2 * shape.layers * shape.keys * held.width
