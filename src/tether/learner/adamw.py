@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.adamw import adamw
 
 from tether.learner.quantize import SIGNED, UNSIGNED, Codes
 
@@ -67,7 +68,7 @@ class MixedAdamW(torch.optim.Optimizer):
         means = [_open(state, "exp_avg", weight) for state, weight in zip(states, weights, strict=True)]
         squares = [_open(state, "exp_avg_sq", weight) for state, weight in zip(states, weights, strict=True)]
         gradients: list[Tensor] = [p.grad.float() for p in parameters if p.grad is not None]
-        torch.optim.adamw.adamw(
+        adamw(
             weights, gradients, means, squares, [], [state["step"] for state in states],
             foreach=False, fused=group["fused"], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
             lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,

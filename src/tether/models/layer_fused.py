@@ -1,10 +1,9 @@
-"""The parts of a decoder layer over packed tokens for a CUDA device, with the names and meanings of `layer_plain.py`.
+"""Decoder layers over packed tokens for a CUDA device, forward and backward written out: no autograd in here.
 
-What only reads and writes is done by Triton kernels, each in one pass over its inputs. Products stay with the library,
-but the gradient of a weight is added to `.grad` by the product itself, the gradients of one input by several products
-likewise, and adapters are two thin products added in place. A layer keeps for its backward pass: what enters each of
-its two norms and what leaves it, queries, keys, values, what attention mixed, gates and ups. The gated product is made
-again.
+What only reads and writes is done by Triton kernels, each in one pass over its inputs; products stay with the library.
+The gradient of a weight is added to `.grad` by the product that makes it, and gradients of one input by several
+products likewise. A layer keeps for its backward pass what enters its two norms, queries, keys, values, what attention
+mixed, gates and ups; normed states and the gated product are made again, in one cheap pass each.
 
 Padding never exists: attention runs over rows laid end to end (torch's own flash attention, which groups query heads
 over a key head by itself).
@@ -12,345 +11,248 @@ over a key head by itself).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
-from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
-from tether.models import layer_plain
-from tether.models.layer_kernels import (
-    add_norm_backward_kernel,
-    add_norm_kernel,
-    gate_backward_kernel,
-    gate_kernel,
-    rotate_kernel,
-)
+from tether.models.flash import Attention
+from tether.models.fused_ops import add_norm, add_norm_backward, gate, gate_backward, rotate
+from tether.models.linear_parts import Gradients, Linear
 from tether.models.packing import Packing, Rows
-
-GATE_BLOCK = 4096  # numbers that one program of the gates' kernels reads
-NORM_PROGRAMS = 132 * 4  # programs of the norm's backward pass, each with a partial gradient of its weight
-
-
-def norm(module: Any, x: Tensor) -> Tensor:
-    """The module's RMS norm of x (N, H); what stands in a cut trunk where a norm was passes x on."""
-    return x if isinstance(module, nn.Identity) else _apply(_AddNorm, x, None, module.weight, module.variance_epsilon)[1]
-
-
-def head_norm(module: Any, x: Tensor) -> Tensor:
-    """The norm of each head of x (N, heads, D)."""
-    return norm(module, x.reshape(-1, x.shape[-1])).view(x.shape)
-
-
-def add_norm(module: Any, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
-    """`(x + change, its norm)`, (N, H) each."""
-    if isinstance(module, nn.Identity):
-        return layer_plain.add_norm(module, x, change)
-    return _apply(_AddNorm, x, change, module.weight, module.variance_epsilon)
-
-
-def linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """Each module's product with the same x (N, in): (N, out) each."""
-    parts = [_Part.of(module) for module in modules]
-    if any(part is None for part in parts):  # quantised, or wrapped by something that is not known
-        return layer_plain.linears(modules, x)
-    known = cast("list[_Part]", parts)
-    return list(_apply(_Linears, x, known, *(tensor for part in known for tensor in part.tensors())))
-
-
-def gated(mlp: Any, x: Tensor) -> Tensor:
-    """down(act(gate(x)) * up(x)): (N, H)."""
-    gate, up = linears((mlp.gate_proj, mlp.up_proj), x)
-    if not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
-        return linears((mlp.down_proj,), mlp.act_fn(gate) * up)[0]
-    down = mlp.down_proj
-    if type(down) is nn.Linear:
-        return _apply(_GatedDown, gate, up, down.weight, down.bias)
-    return linears((down,), _apply(_Gated, gate, up))[0]
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on x (N, heads, D): pairs (i, i + D/2) turned by the angles of cos and sin, (N, 1, D) each."""
-    return _apply(_Rotate, x, cos, sin)
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rows: Rows | None, scaling: float) -> Tensor:
-    """(n, heads * D) causal attention of the query tokens to their rows: of all N, or of the n that `rows` names.
-
-    Where the n tokens end their rows, causality counted from the ends of queries and keys is right as it is.
-    """
-    starts, most = packing.starts, packing.longest
-    scattered = rows is not None and rows.starts is None
-    if rows is not None and rows.starts is not None:
-        starts, most = rows.starts, rows.most
-    elif scattered:
-        assert rows is not None
-        query = query.new_zeros(len(packing.places), *query.shape[1:]).index_copy(0, rows.tokens, query)
-    mixed: Tensor = torch.ops.aten._flash_attention_forward(
-        query, key, value, starts, packing.starts, most, packing.longest, 0.0, True, False, scale=scaling
-    )[0]
-    mixed = mixed.flatten(1)
-    return take(mixed, rows) if scattered and rows is not None else mixed
-
-
-def take(x: Tensor, rows: Rows) -> Tensor:
-    """(n, ...) the tokens of x (N, ...) that `rows` names."""
-    return _apply(_Take, x, rows.tokens)
-
-
-def _apply(function: Any, *arguments: Any) -> Any:
-    return cast("Callable[..., Any]", function.apply)(*arguments)
-
-
-def add_gradient(weight: Tensor, grad: Tensor, x: Tensor) -> Tensor | None:
-    """The gradient grad^T x (out, in) of a weight: added to its `.grad` where that can be done, else returned.
-
-    grad is (N, out), x (N, in). What watches a weight's gradient has to see it pass: then it is returned.
-    """
-    if not weight.is_leaf or weight._backward_hooks or weight._post_accumulate_grad_hooks:
-        return grad.t() @ x
-    if weight.grad is None:
-        weight.grad = grad.t() @ x
-    else:
-        weight.grad.addmm_(grad.t(), x)
-    return None
 
 
 @dataclass(frozen=True)
-class _Part:
-    """A linear layer, with an adapter or without: y = x W^T + b + scaling (x A^T) B^T."""
+class Norm:
+    """An RMS norm: w x / sqrt(mean(x²) + ε)."""
 
-    weight: Tensor  # (out, in)
-    bias: Tensor | None
-    down: Tensor | None = None  # A (rank, in)
-    up: Tensor | None = None  # B (out, rank)
-    scaling: float = 1.0
+    weight: Tensor
+    epsilon: float
 
     @classmethod
-    def of(cls, module: nn.Module) -> _Part | None:
-        """None where the module may do more than this says."""
-        if type(module) is nn.Linear:
-            return cls(module.weight, module.bias)
-        if type(module) is not LoraLinear or type(module.base_layer) is not nn.Linear:
+    def of(cls, module: Any) -> Norm | None:
+        """None where there is no norm."""
+        return None if module is None else cls(module.weight, module.variance_epsilon)
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a decoder layer computes with; its tensors are the model's own."""
+
+    before_attention: Norm
+    before_mlp: Norm
+    query: Linear
+    key: Linear
+    value: Linear
+    output: Linear
+    gate: Linear
+    up: Linear
+    down: Linear
+    query_norm: Norm | None
+    key_norm: Norm | None
+    width: int  # of a head
+    scaling: float
+
+    @classmethod
+    def of(cls, layer: Any) -> Layer | None:
+        """None where one of its modules may do more than is known here."""
+        attention, mlp = layer.self_attn, layer.mlp
+        modules = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
+        found = [Linear.of(module) for module in (*modules, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
+        if any(part is None for part in found) or not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
             return None
-        layer: Any = module
-        active = list(layer.active_adapters)
-        plain = not layer.disable_adapters and not layer.merged and not layer.lora_variant
-        if not plain or len(active) != 1 or active[0] not in layer.lora_A:
-            return None
-        name = active[0]
-        down, up = layer.lora_A[name], layer.lora_B[name]
-        if not isinstance(layer.lora_dropout[name], nn.Identity) or up.bias is not None:
-            return None
-        return cls(layer.base_layer.weight, layer.base_layer.bias, down.weight, up.weight, float(layer.scaling[name]))
+        return cls(
+            cast(Norm, Norm.of(layer.input_layernorm)),
+            cast(Norm, Norm.of(layer.post_attention_layernorm)),
+            *cast("list[Linear]", found),
+            Norm.of(getattr(attention, "q_norm", None)),
+            Norm.of(getattr(attention, "k_norm", None)),
+            attention.head_dim,
+            attention.scaling,
+        )
 
-    def tensors(self) -> tuple[Tensor | None, ...]:
-        """What gradients may go to."""
-        return self.weight, self.bias, self.down, self.up
+    def trained(self) -> list[Tensor]:
+        """The tensors that a gradient goes to."""
+        norms = (self.before_attention, self.before_mlp, self.query_norm, self.key_norm)
+        parts = (self.query, self.key, self.value, self.output, self.gate, self.up, self.down)
+        tensors = [norm.weight for norm in norms if norm] + [tensor for part in parts for tensor in part.tensors()]
+        return [tensor for tensor in tensors if tensor.requires_grad]
 
 
-class _Linears(torch.autograd.Function):
-    """Several linear layers of one x. With dy = dL/dy of each:
+@dataclass(frozen=True)
+class Place:
+    """Where the tokens of a pass stand, and how much of it is kept."""
 
-    dx = sum of (dy W + s (dy B) A),  dW = dy^T x,  dA = s (dy B)^T x,  dB = s dy^T (x A^T).
+    packing: Packing
+    rows: Rows | None  # the tokens that go on after attention; None for all
+    angles: tuple[Tensor, Tensor]  # cos and sin, (N, D) each
+    asked: tuple[Tensor, Tensor]  # the same of the tokens that go on
+
+
+class Kept(NamedTuple):
+    """What the backward pass reads; thin products of adapters stand behind the products they belong to."""
+
+    added: Tensor  # (N, H) what entered the first norm
+    inverse: Tensor  # (N,) 1 / its root mean square
+    query: Tensor  # (n, heads, D) turned to their positions
+    key: Tensor  # (N, kv heads, D)
+    value: Tensor
+    raw_query: Tensor | None  # before the norms of the heads, where there are any
+    raw_key: Tensor | None
+    mixed: Tensor  # (n, heads * D) what attention gave
+    lse: Tensor  # its normalisers
+    again: Tensor  # (n, H) what entered the second norm
+    again_inverse: Tensor
+    gate: Tensor  # (n, I)
+    up: Tensor
+    thin: tuple[Tensor | None, ...]  # x A^T of query, key, value, output, gate, up, down
+
+
+def layers_of(trunk: Any) -> list[Layer] | None:
+    """The trunk's layers, or None where one of them is not known."""
+    found = [Layer.of(layer) for layer in trunk.layers]
+    return None if any(layer is None for layer in found) else cast("list[Layer]", found)
+
+
+def layer_forward(
+    layer: Layer, place: Place, hidden: Tensor, change: Tensor | None
+) -> tuple[Tensor, Kept]:
+    """`(what the block adds to kept.again, what its backward pass reads)` of hidden + change (N, H).
+
+    What a block adds is handed on apart, for the next norm to add it in the same pass.
     """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, parts: list[_Part], *tensors: Tensor | None) -> tuple[Tensor, ...]:
-        del tensors  # they are the parts' own, given apart so that autograd sees them
-        outputs: list[Tensor] = []
-        thin: list[Tensor | None] = []
-        for part in parts:
-            output = F.linear(x, part.weight, part.bias)
-            narrow = None
-            if part.down is not None and part.up is not None:
-                narrow = x @ part.down.t().to(x.dtype)
-                output.addmm_(narrow, part.up.t().to(x.dtype), alpha=part.scaling)
-            outputs.append(output)
-            thin.append(narrow)
-        ctx.save_for_backward(x, *thin)
-        ctx.parts = parts
-        return tuple(outputs)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        x, *thin = ctx.saved_tensors
-        grad_x: Tensor | None = None
-        found: list[Tensor | None] = []
-        for index, (part, grad, narrow) in enumerate(zip(ctx.parts, grads, thin, strict=True)):
-            wants = ctx.needs_input_grad[2 + 4 * index : 6 + 4 * index]
-            if ctx.needs_input_grad[0]:
-                grad_x = _accumulate(grad_x, grad, part.weight)
-            found.append(add_gradient(part.weight, grad, x) if wants[0] else None)
-            found.append(grad.sum(dim=0) if wants[1] else None)
-            if part.down is None or part.up is None:
-                found += [None, None]
-                continue
-            narrow_grad = (grad @ part.up.to(grad.dtype)).mul_(part.scaling)
-            if grad_x is not None:
-                grad_x.addmm_(narrow_grad, part.down.to(grad.dtype))
-            found.append((narrow_grad.t() @ x).to(part.down.dtype) if wants[2] else None)
-            found.append((grad.t() @ narrow).mul_(part.scaling).to(part.up.dtype) if wants[3] else None)
-        return (grad_x, None, *found)
+    rows, width = place.rows, layer.width
+    added, normed, inverse = add_norm(hidden, change, layer.before_attention.weight, layer.before_attention.epsilon)
+    asking, going_on = normed, added
+    if rows is not None:
+        asking, going_on = normed.index_select(0, rows.tokens), added.index_select(0, rows.tokens)
+    query, thin_query = layer.query(asking)
+    key, thin_key = layer.key(normed)
+    value, thin_value = layer.value(normed)
+    query, raw_query = _normed_heads(query.unflatten(-1, (-1, width)), layer.query_norm)
+    key, raw_key = _normed_heads(key.unflatten(-1, (-1, width)), layer.key_norm)
+    value = value.unflatten(-1, (-1, width))
+    rotate(query, key, place.asked, place.angles, 1.0)
+    mixed, lse = Attention.forward(query, key, value, place.packing, rows, layer.scaling)
+    output, thin_output = layer.output(mixed)
+    again, normed, again_inverse = add_norm(going_on, output, layer.before_mlp.weight, layer.before_mlp.epsilon)
+    opened, thin_gate = layer.gate(normed)
+    up, thin_up = layer.up(normed)
+    result, thin_down = layer.down(gate(opened, up))
+    thin = (thin_query, thin_key, thin_value, thin_output, thin_gate, thin_up, thin_down)
+    kept = Kept(
+        added, inverse, query, key, value, raw_query, raw_key, mixed, lse, again, again_inverse, opened, up, thin
+    )
+    return result, kept
 
 
-def _accumulate(total: Tensor | None, grad: Tensor, weight: Tensor) -> Tensor:
-    """total + grad W, in place where there is a total."""
-    return grad @ weight if total is None else total.addmm_(grad, weight)
+def _normed_heads(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
+    """`(x normed by head, x)`, or `(x, None)` where the model does not do so; x is (N, heads, D)."""
+    if norm is None:
+        return x, None
+    return add_norm(x.flatten(0, 1), None, norm.weight, norm.epsilon)[1].view(x.shape), x
 
 
-class _AddNorm(torch.autograd.Function):
-    """`(x + change, RMS norm of it)`; without a change the first is x itself, and carries no gradient of its own."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, change: Tensor | None, weight: Tensor, epsilon: float
-    ) -> tuple[Tensor | None, Tensor]:
-        rows, width = x.shape
-        x = x.contiguous()
-        change = None if change is None else change.contiguous()
-        added = x if change is None else torch.empty_like(x)
-        normed = torch.empty_like(x)
-        inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
-        if rows:
-            add_norm_kernel[(rows,)](
-                x, x if change is None else change, weight, added, normed, inverse, width, epsilon,
-                ADDS=change is not None, BLOCK=_power_of_two(width), num_warps=_warps(width),
-            )  # fmt: skip
-        ctx.save_for_backward(added, weight, inverse)
-        ctx.adds = change is not None
-        ctx.set_materialize_grads(False)
-        return (None if change is None else added), normed
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad_added: Tensor | None, grad_normed: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        added, weight, inverse = ctx.saved_tensors
-        if grad_normed is None:
-            return grad_added, grad_added if ctx.adds else None, None, None
-        rows, width = added.shape
-        grad_normed = grad_normed.contiguous()
-        passes = grad_added is not None
-        grad_added = grad_added.contiguous() if grad_added is not None else grad_normed
-        programs = min(rows, NORM_PROGRAMS)
-        wants_weight = ctx.needs_input_grad[2]
-        partial = torch.empty(programs if wants_weight else 0, width, dtype=torch.float32, device=added.device)
-        grad_x = torch.empty_like(added)
-        if rows:
-            add_norm_backward_kernel[(programs,)](
-                grad_normed, grad_added, added, weight, inverse, grad_x, partial, rows, width,
-                PASSES=passes, WEIGHTS=wants_weight, BLOCK=_power_of_two(width), num_warps=_warps(width),
-            )  # fmt: skip
-        grad_weight = partial.sum(dim=0).to(weight.dtype) if wants_weight else None
-        return grad_x, grad_x if ctx.adds else None, grad_weight, None
+def layer_backward(
+    layer: Layer,
+    place: Place,
+    kept: Kept,
+    grad_hidden: Tensor,
+    grad_change: Tensor,
+    gradients: Gradients,
+    *,
+    wants_input: bool,
+) -> Tensor | None:
+    """(N, H) the gradient of hidden, and of change alike; None where it is not wanted."""
+    grad_again = _mlp_backward(layer, kept, grad_hidden, grad_change, gradients)
+    return _attention_backward(layer, place, kept, grad_again, gradients, wants_input)
 
 
-class _Rotate(torch.autograd.Function):
-    """A rotation; backward turns the other way."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        cos, sin = cos.contiguous(), sin.contiguous()
-        ctx.save_for_backward(cos, sin)
-        return _turned(x, cos, sin, 1.0)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        cos, sin = ctx.saved_tensors
-        return _turned(grad, cos, sin, -1.0), None, None
-
-
-def _turned(x: Tensor, cos: Tensor, sin: Tensor, way: float) -> Tensor:
-    rows, heads, width = x.shape
-    if x.stride(2) != 1 or x.stride(1) != width:
-        x = x.contiguous()
-    turned = torch.empty(rows, heads, width, dtype=x.dtype, device=x.device)
-    if rows:
-        rotate_kernel[(rows,)](
-            x, cos, sin, turned, heads, way, x.stride(0),
-            HALF=width // 2, HALF_BLOCK=_power_of_two(width // 2), BLOCK=_power_of_two(heads), num_warps=4,
-        )  # fmt: skip
-    return turned
+def _mlp_backward(
+    layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, gradients: Gradients
+) -> Tensor:
+    """(n, H) the gradient of what entered the second norm."""
+    *_, thin_gate, thin_up, thin_down = kept.thin
+    grad_change = grad_change.contiguous()
+    narrow = layer.down.narrow(grad_change)
+    grad_product = layer.down.grad_input(None, grad_change, narrow)
+    product = torch.empty_like(kept.gate) if layer.down.learns() else None
+    grad_gate, grad_up = gate_backward(kept.gate, kept.up, grad_product, product)
+    if product is not None:
+        layer.down.learn(gradients, grad_change, narrow, product, thin_down)
+    del product, grad_product
+    norm = layer.before_mlp
+    normed = None
+    if layer.gate.learns() or layer.up.learns():
+        normed = add_norm(kept.again, None, norm.weight, norm.epsilon)[1]
+    grad_normed: Tensor | None = None
+    for part, grad, thin in ((layer.gate, grad_gate, thin_gate), (layer.up, grad_up, thin_up)):
+        narrow = part.narrow(grad)
+        grad_normed = part.grad_input(grad_normed, grad, narrow)
+        if normed is not None:
+            part.learn(gradients, grad, narrow, normed, thin)
+    assert grad_normed is not None
+    return norm_backward(norm, grad_normed, grad_hidden, kept.again, kept.again_inverse, gradients)
 
 
-class _Gated(torch.autograd.Function):
-    """silu(gate) * up."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        return _product(gate, up)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate, up = ctx.saved_tensors
-        return _gate_gradients(gate, up, grad.clone(), None)
-
-
-class _GatedDown(torch.autograd.Function):
-    """(silu(gate) * up) W^T + b; the product is made again in the backward pass rather than kept."""
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-        ctx.save_for_backward(gate, up)
-        ctx.weight = weight
-        return F.linear(_product(gate, up), weight, bias)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        gate, up = ctx.saved_tensors
-        wants_weight, wants_bias = ctx.needs_input_grad[2:]
-        product = torch.empty_like(gate) if wants_weight else None
-        grad_gate, grad_up = _gate_gradients(gate, up, grad @ ctx.weight, product)
-        grad_weight = None if product is None else add_gradient(ctx.weight, grad, product)
-        return grad_gate, grad_up, grad_weight, grad.sum(dim=0) if wants_bias else None
-
-
-def _product(gate: Tensor, up: Tensor) -> Tensor:
-    product = torch.empty_like(gate)
-    if gate.numel():
-        gate_kernel[(-(-gate.numel() // GATE_BLOCK),)](gate, up, product, gate.numel(), BLOCK=GATE_BLOCK, num_warps=8)
-    return product
+def _attention_backward(
+    layer: Layer, place: Place, kept: Kept, grad_again: Tensor, gradients: Gradients, wants_input: bool
+) -> Tensor | None:
+    """(N, H) the gradient of what entered the first norm; None where nobody wants it."""
+    thin_query, thin_key, thin_value, thin_output, *_ = kept.thin
+    rows, norm = place.rows, layer.before_attention
+    narrow = layer.output.narrow(grad_again)
+    grad_mixed = layer.output.grad_input(None, grad_again, narrow)
+    layer.output.learn(gradients, grad_again, narrow, kept.mixed, thin_output)
+    grad_query, grad_key, grad_value = Attention.backward(
+        grad_mixed, kept.query, kept.key, kept.value, kept.mixed, kept.lse, place.packing, rows, layer.scaling
+    )
+    rotate(grad_query, grad_key, place.asked, place.angles, -1.0)
+    grad_query = _heads_backward(grad_query, kept.raw_query, layer.query_norm, gradients).flatten(1)
+    grad_key = _heads_backward(grad_key, kept.raw_key, layer.key_norm, gradients).flatten(1)
+    wants = wants_input or norm.weight.requires_grad
+    learns = layer.query.learns() or layer.key.learns() or layer.value.learns()
+    normed = add_norm(kept.added, None, norm.weight, norm.epsilon)[1] if learns else None
+    asking = normed if normed is None or rows is None else normed.index_select(0, rows.tokens)
+    totals: list[Tensor | None] = [None, None]  # of all tokens, and of those that went on where they are fewer
+    for part, grad, x, thin, which in (
+        (layer.query, grad_query, asking, thin_query, 0 if rows is None else 1),
+        (layer.key, grad_key, normed, thin_key, 0),
+        (layer.value, grad_value.flatten(1), normed, thin_value, 0),
+    ):
+        narrow = part.narrow(grad)
+        if wants:
+            totals[which] = part.grad_input(totals[which], grad, narrow)
+        if x is not None:
+            part.learn(gradients, grad, narrow, x, thin)
+    grad_normed, of_asking = totals
+    if grad_normed is None:
+        return None
+    if rows is not None:
+        assert of_asking is not None
+        grad_normed.index_add_(0, rows.tokens, of_asking)
+        grad_again = torch.zeros_like(grad_normed).index_copy_(0, rows.tokens, grad_again)
+    return norm_backward(norm, grad_normed, grad_again, kept.added, kept.inverse, gradients)
 
 
-def _gate_gradients(gate: Tensor, up: Tensor, grad: Tensor, product: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`(d gate, d up)`; `grad` is overwritten, and `product`, where there is one, filled."""
-    grad_up = torch.empty_like(up)
-    if gate.numel():
-        gate_backward_kernel[(-(-gate.numel() // GATE_BLOCK),)](
-            gate, up, grad, gate if product is None else product, grad_up, gate.numel(),
-            AGAIN=product is not None, BLOCK=GATE_BLOCK, num_warps=8,
-        )  # fmt: skip
-    return grad, grad_up
+def norm_backward(
+    norm: Norm, grad_normed: Tensor, past: Tensor | None, added: Tensor, inverse: Tensor, gradients: Gradients
+) -> Tensor:
+    """The gradient of what entered a norm, `past` being what comes by the way past it."""
+    grad, grad_weight = add_norm_backward(
+        grad_normed, past, added, norm.weight, inverse, norm.weight.requires_grad
+    )
+    if grad_weight is not None:
+        gradients.add(norm.weight, grad_weight)
+    return grad
 
 
-class _Take(torch.autograd.Function):
-    """x[places], each place at most once."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, places: Tensor) -> Tensor:
-        ctx.save_for_backward(places)
-        ctx.shape = x.shape
-        return x.index_select(0, places)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.saved_tensors[0], grad), None
-
-
-def _power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()
-
-
-def _warps(width: int) -> int:
-    """Warps for a row of so many numbers."""
-    return max(1, min(16, _power_of_two(width) // 512))
+def _heads_backward(grad: Tensor, raw: Tensor | None, norm: Norm | None, gradients: Gradients) -> Tensor:
+    """The gradient of heads (N, heads, D) before their norm."""
+    if norm is None or raw is None:
+        return grad
+    flat = raw.flatten(0, 1)
+    inverse = add_norm(flat, None, norm.weight, norm.epsilon)[2]
+    return norm_backward(norm, grad.flatten(0, 1), None, flat, inverse, gradients).view(grad.shape)

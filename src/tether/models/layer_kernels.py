@@ -57,21 +57,32 @@ def add_norm_backward_kernel(
 
 
 @triton.jit
-def rotate_kernel(x, cos, sin, turned, heads, way, stride, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
-    """One token's heads: pairs (i, i + D/2) turned by the token's angles, forward or (way = -1) back."""
-    row = tl.program_id(0).to(tl.int64)
+def turn_heads(x, cos, sin, row, heads, way, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
+    """One token's heads in place: pairs (i, i + D/2) turned by the token's angles, forward or (way = -1) back."""
     head, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
-    real = (head < heads) & (column < HALF)
     known = column < HALF
-    source = row * stride + head * (2 * HALF) + column
-    target = row * heads * (2 * HALF) + head * (2 * HALF) + column
-    first = tl.load(x + source, mask=real, other=0.0).to(tl.float32)
-    second = tl.load(x + source + HALF, mask=real, other=0.0).to(tl.float32)
+    real = (head < heads) & known
+    places = x + (row * heads + head) * (2 * HALF) + column
+    first = tl.load(places, mask=real, other=0.0).to(tl.float32)
+    second = tl.load(places + HALF, mask=real, other=0.0).to(tl.float32)
     angle = row * (2 * HALF) + column  # both halves of the table are alike
     cosine = tl.load(cos + angle, mask=known, other=0.0).to(tl.float32)
     sine = tl.load(sin + angle, mask=known, other=0.0).to(tl.float32) * way
-    tl.store(turned + target, (first * cosine - second * sine).to(turned.dtype.element_ty), mask=real)
-    tl.store(turned + target + HALF, (second * cosine + first * sine).to(turned.dtype.element_ty), mask=real)
+    tl.store(places, (first * cosine - second * sine).to(x.dtype.element_ty), mask=real)
+    tl.store(places + HALF, (second * cosine + first * sine).to(x.dtype.element_ty), mask=real)
+
+
+@triton.jit
+def rotate_kernel(
+    query, key, cos, sin, query_heads, key_heads, way,
+    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One token's queries (program 0 of the second axis) or keys (program 1) turned in place."""
+    row = tl.program_id(0).to(tl.int64)
+    if tl.program_id(1) == 0:
+        turn_heads(query, cos, sin, row, query_heads, way, HALF, HALF_BLOCK, QUERY_BLOCK)
+    else:
+        turn_heads(key, cos, sin, row, key_heads, way, HALF, HALF_BLOCK, KEY_BLOCK)
 
 
 @triton.jit
@@ -87,7 +98,10 @@ def gate_kernel(gate, up, product, count, BLOCK: tl.constexpr):
 
 @triton.jit
 def gate_backward_kernel(gate, up, grad, product, grad_up, count, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """d gate (in place of `grad`) and d up of product = silu(gate) up; with AGAIN, the product itself once more."""
+    """d gate (in place of `grad`) and d up of product = silu(gate) up; with AGAIN, the product itself once more.
+
+    `product` and `grad_up` may be `gate` and `up` themselves.
+    """
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     real = places < count
     numbers = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)

@@ -98,8 +98,11 @@ class ActorCritic(nn.Module):
         return outputs.logprobs.detach(), values, None if final_values is None else final_values.detach()
 
     def forget_ahead(self) -> None:
-        """Let a kept pass go: its memory is wanted."""
+        """Let a kept pass go, and graphs of passes: their memory is wanted."""
         self._ahead = None
+        for module in self.modules():
+            if isinstance(module, Trunk):
+                module.release()
 
     def _pass(self, batch: Sequences) -> tuple[TokenOutputs, Tensor | None]:
         """What `forward` gives, and the value after each row's last token."""

@@ -7,7 +7,7 @@ where the roles have them in common. No role is switched on or off, so nothing d
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tether.errors import ConfigError
 from tether.models.families import departure
 from tether.models.forward import hidden_states
-from tether.models.packed import packed_states, parts_for
+from tether.models.packed import captured_pass, packed_states, way_for
 from tether.types import Sequences
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -37,6 +37,11 @@ class Trunk(nn.Module):
         super().__init__()
         self.model = model
         self.fast = Fast(model)
+
+    def release(self) -> None:
+        """Let go of the memory that is held for passes to come."""
+        if self.fast.captured is not None:
+            self.fast.captured.release()
 
     def recompute(self) -> None:
         """From now on run each layer again in the backward pass, and keep only what enters it until then."""
@@ -64,22 +69,25 @@ class Fast:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.recompute = False
-        self.parts = parts_for(model) if departure(model, PROBE_LENGTH) is None else None
-        self.tried = self.parts is not None
-        if self.tried:
+        self.captured: Any = None  # graphs of the pass, where it may hold some
+        self.way = way_for(model) if departure(model, PROBE_LENGTH) is None else None
+        self.tried = False
+        if self.way is not None:
             probe = probe_batch(model)
             with torch.no_grad():
-                ours = packed_states(model, probe, parts=self.parts)[probe.attention_mask]
-                theirs = hidden_states(model, probe)[probe.attention_mask]
-            tolerance = 1e-3 if model.dtype in (torch.float32, torch.float64) else 0.1
-            self.tried = torch.allclose(ours, theirs, atol=tolerance, rtol=tolerance)
+                ours, theirs = packed_states(model, probe, way=self.way), hidden_states(model, probe)
+            tolerance = 1e-3 if self.way == "plain" else 0.1
+            real = probe.attention_mask
+            self.captured = captured_pass() if self.way == "fused" else None
+            self.tried = ours is not None and torch.allclose(ours[real], theirs[real], atol=tolerance, rtol=tolerance)
 
     def states(self, model: PreTrainedModel, batch: Sequences, lower: Tensor | None, wanted: Tensor | None) -> Tensor:
         """(B, T, H) by the faster way where it is right for this batch, else by the model's own modules."""
-        if self.tried and departure(model, batch.tokens.shape[1]) is None:
-            recompute = self.recompute and torch.is_grad_enabled()
-            return packed_states(model, batch, lower, wanted, parts=self.parts, recompute=recompute)
-        return hidden_states(model, batch, lower, recompute=self.recompute and torch.is_grad_enabled())
+        recompute = self.recompute and torch.is_grad_enabled()
+        found = None
+        if self.tried and self.way is not None and departure(model, batch.tokens.shape[1]) is None:
+            found = packed_states(model, batch, lower, wanted, way=self.way, recompute=recompute, captured=self.captured)
+        return found if found is not None else hidden_states(model, batch, lower, recompute=recompute)
 
 
 def layers_between(trunk: PreTrainedModel, start: int, stop: int | None) -> PreTrainedModel:

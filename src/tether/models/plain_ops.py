@@ -1,13 +1,12 @@
-"""The parts of a decoder layer over packed tokens, in plain torch: what a CPU runs, and what the kernels are tested by.
+"""Norms, rotary positions and attention over packed tokens in plain torch, with autograd: what a CPU runs.
 
-`layer_fused.py` has the same names and meanings for a CUDA device. Norms and rotary positions have backward passes
-written out: on a CPU, where memory bounds them, that halves what autograd reads and writes. They have no second
-derivative.
+Norms and rotary positions have backward passes written out: where memory bounds them, that halves what autograd reads
+and writes. They have no second derivative.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -20,27 +19,6 @@ from tether.models.packing import Packing, Rows
 def norm(module: Any, x: Tensor) -> Tensor:
     """The module's RMS norm of x (N, H); what stands in a cut trunk where a norm was passes x on."""
     return x if isinstance(module, nn.Identity) else _apply(_RMSNorm, x, module.weight, module.variance_epsilon)
-
-
-def head_norm(module: nn.Module, x: Tensor) -> Tensor:
-    """The norm of each head of x (N, heads, D)."""
-    return module(x)
-
-
-def add_norm(module: Any, x: Tensor, change: Tensor) -> tuple[Tensor, Tensor]:
-    """`(x + change, its norm)`, (N, H) each."""
-    added = x + change
-    return added, norm(module, added)
-
-
-def linears(modules: Sequence[nn.Module], x: Tensor) -> list[Tensor]:
-    """Each module's product with the same x (N, in): (N, out) each."""
-    return [module(x) for module in modules]
-
-
-def gated(mlp: Any, x: Tensor) -> Tensor:
-    """down(act(gate(x)) * up(x)): (N, H)."""
-    return mlp.down_proj(mlp.act_fn(mlp.gate_proj(x)) * mlp.up_proj(x))
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -66,11 +44,6 @@ def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rows: Ro
         )
     )
     return mixed if rows is None else mixed.index_select(0, rows.tokens)
-
-
-def take(x: Tensor, rows: Rows) -> Tensor:
-    """(n, ...) the tokens of x (N, ...) that `rows` names."""
-    return x[rows.tokens]
 
 
 def _apply(function: Any, *arguments: Any) -> Tensor:
