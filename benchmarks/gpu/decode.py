@@ -1,11 +1,13 @@
 """Decoding on a GPU: tokens per second of the native engine's decoder, random weights in the shape of real models.
 
-    python benchmarks/gpu/decode.py [--shapes 135m 1b] [--slots 256] [--prompt 128] [--new 128] [--tail] [--json]
+    python benchmarks/gpu/decode.py [--shapes 135m 1b] [--slots 256] [--prompt 128] [--new 128] [--tail] [--steps]
+                                    [--rank 16] [--top-k 50] [--top-p 0.9] [--json]
 
-The whole distribution is sampled at temperature 1, with log-probs. `decode` counts from when all prompts are read;
-`call` counts the reading of the prompts too. With `--tail`, about one token id in 128 ends an answer, at most 1024
-tokens are drawn, and there are four times as many answers as slots: the rate is per token of an answer, so idle slots
-and the reading of prompts in between count against it.
+Every token is sampled with its log-prob. `decode` counts from when the first prompts are read; `call` counts their
+reading too. With `--tail` about one token id in 128 ends an answer and at most 1024 tokens are drawn, as in a rollout:
+1,024 answers to as many prompts in 1,024 slots that empty, and a queue of 4,096 answers, four to each of 1,024 prompts.
+The rate is per token of an answer, so idle slots, small steps and the reading of prompts in between count against it.
+`--steps` times a step for each number of slots, at a length of 192 tokens.
 """
 
 from __future__ import annotations
@@ -18,8 +20,9 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tether.models.lora import inject_lora, lora_config
 from tether.protocols import Sampling
-from tether.rollout.gpu.batch import GpuBatch
+from tether.rollout.gpu.batch import SIZES, GpuBatch
 from tether.rollout.gpu.decoder import GpuDecoder
 
 SHAPES: dict[str, dict[str, int]] = {
@@ -33,10 +36,12 @@ SHAPES: dict[str, dict[str, int]] = {
     },
 }  # fmt: skip
 VOCABULARY = 49152
+TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+LONGEST, ENDING = 1024, set(range(0, VOCABULARY, 128))  # of the long tail: the most that is drawn, and what ends it
 
 
-def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
-    """A Llama of that shape with random weights."""
+def random_model(shape: str, device: str, dtype: torch.dtype, rank: int = 0) -> Any:
+    """A Llama of that shape with random weights, and adapters of that rank on every linear layer of a block."""
     make: Any = LlamaConfig
     config = make(
         vocab_size=VOCABULARY, head_dim=64, max_position_embeddings=8192, tie_word_embeddings=True, **SHAPES[shape]
@@ -44,20 +49,27 @@ def random_model(shape: str, device: str, dtype: torch.dtype) -> Any:
     torch.manual_seed(0)
     with torch.device(device):
         model: Any = LlamaForCausalLM(config)
-    return model.to(dtype).eval()
+    model = model.to(dtype).eval()
+    if rank:
+        for parameter in inject_lora(model, lora_config(rank, rank, TARGETS), seed=0):
+            parameter.data.normal_(std=0.02)
+        model.to(device)
+    return model
 
 
-def gap(model: Any, decoder: GpuDecoder, tokens: int) -> dict[str, float]:
-    """How far the log-probs of a few sampled answers are from the model's own forward pass."""
+def gap(model: Any, decoder: GpuDecoder, tokens: int, samples: int = 64, new: int = 64) -> dict[str, float]:
+    """How far the log-probs of sampled answers to a long and a short prompt are from the model's own forward pass."""
     prompts = {0: torch.randint(0, VOCABULARY, (tokens,)).tolist(), 1: torch.randint(0, VOCABULARY, (7,)).tolist()}
-    uniforms = 1.0 - torch.rand(4, 64, dtype=torch.float64)
-    drawn = GpuBatch(decoder, 4, prompts, [0, 0, 1, 1], uniforms, Sampling(64), set()).run()
+    uniforms = 1.0 - torch.rand(2 * samples, new, dtype=torch.float64)
+    groups = [0] * samples + [1] * samples
+    drawn = GpuBatch(decoder, 2 * samples, prompts, groups, uniforms, Sampling(new), set()).run()
     gaps = []
-    for group, answer in zip((0, 0, 1, 1), drawn, strict=True):
-        ids = torch.tensor([[*prompts[group], *answer.tokens.tolist()]], device=decoder.device)
-        logits = model(input_ids=ids, use_cache=False).logits[0, -65:-1].float()
-        own = logits.log_softmax(-1).gather(1, ids[0, -64:, None])[:, 0].cpu()
-        gaps.append((own - answer.behavior).abs())
+    for group, first in ((0, 0), (1, samples)):
+        answers = drawn[first : first + samples]
+        ids = torch.tensor([[*prompts[group], *answer.tokens.tolist()] for answer in answers], device=decoder.device)
+        logits = model(input_ids=ids, use_cache=False).logits[:, -new - 1 : -1].float()
+        own = logits.log_softmax(-1).gather(2, ids[:, -new:, None])[..., 0].cpu()
+        gaps.append((own - torch.stack([answer.behavior for answer in answers])).abs())
     every = torch.cat(gaps)
     return {"mean": float(every.mean()), "max": float(every.max())}
 
@@ -65,17 +77,18 @@ def gap(model: Any, decoder: GpuDecoder, tokens: int) -> dict[str, float]:
 class Run:
     """One model, its decoder, and requests to it."""
 
-    def __init__(self, model: Any, slots: int, prompt: int, new: int) -> None:
-        self.slots, self.prompt, self.new = slots, prompt, new
-        self.decoder = GpuDecoder(model, slots, prompt + new, new)
+    def __init__(self, model: Any, slots: int, prompt: int, sampling: Sampling) -> None:
+        self.slots, self.prompt, self.sampling = slots, prompt, sampling
+        self.decoder = GpuDecoder(model, slots, prompt + sampling.max_new_tokens, sampling.max_new_tokens)
 
-    def once(self, answers: int, stops: set[int]) -> tuple[GpuBatch, int, float, float]:
+    def once(self, answers: int, samples: int, stops: set[int]) -> tuple[GpuBatch, int, float, float]:
         """The batch, tokens drawn, seconds from when the first prompts were read, and seconds in all."""
-        prompts = {i: torch.randint(0, VOCABULARY, (self.prompt,)).tolist() for i in range(answers)}
-        uniforms = 1.0 - torch.rand(answers, self.new, dtype=torch.float64)
+        prompts = {i: torch.randint(0, VOCABULARY, (self.prompt,)).tolist() for i in range(answers // samples)}
+        groups = [group for group in prompts for _ in range(samples)]
+        uniforms = 1.0 - torch.rand(answers, self.sampling.max_new_tokens, dtype=torch.float64)
         torch.cuda.synchronize()
         began = time.perf_counter()
-        batch = GpuBatch(self.decoder, self.slots, prompts, list(prompts), uniforms, Sampling(self.new), stops)
+        batch = GpuBatch(self.decoder, self.slots, prompts, groups, uniforms, self.sampling, stops)
         batch.admit()
         torch.cuda.synchronize()
         read = time.perf_counter()
@@ -83,12 +96,18 @@ class Run:
         ended = time.perf_counter()
         return batch, sum(len(answer.tokens) for answer in drawn), ended - read, ended - began
 
-    def best(self, answers: int, stops: set[int], repeats: int) -> dict[str, Any]:
-        """The best of several requests, after one that compiles and captures."""
-        self.once(answers, stops)
-        runs = [self.once(answers, stops) for _ in range(repeats)]
-        batch, tokens, seconds, whole = min(runs, key=lambda run: run[2])
+    def best(self, answers: int, stops: set[int], repeats: int, samples: int = 1, warm: bool = False) -> dict[str, Any]:
+        """The best of several requests, after one that compiles and captures where that is still to be done."""
+        before = torch.cuda.memory_reserved() + torch.cuda.mem_get_info()[0]
+        if not warm:
+            self.once(answers, samples, stops)
+        graphs = before - torch.cuda.memory_reserved() - torch.cuda.mem_get_info()[0]  # taken by others than torch
+        runs = [self.once(answers, samples, stops) for _ in range(repeats)]
+        batch, tokens, seconds, whole = min(runs, key=lambda run: run[2] / run[1])
+        decoder = self.decoder
         return {
+            "answers": answers,
+            "slots": self.slots,
             "tokens": tokens,
             "decode_tokens_per_second": round(tokens / seconds),
             "call_tokens_per_second": round(tokens / whole),
@@ -96,8 +115,70 @@ class Run:
             "steps": batch.steps,
             "live_share": round(tokens / batch.slot_steps, 3),
             "seconds": [round(run[2], 4) for run in runs],
-            "peak_gib": round(torch.cuda.max_memory_allocated() / 2**30, 2),
+            "captures": decoder.captures,
+            "capture_seconds": round(decoder.capture_seconds, 2),
+            "cache_gib": round(decoder.cache.memory.size / 2**30, 2),
+            "graphs_gib": round(graphs / 2**30, 2),
+            "peak_gib_of_torch": round(torch.cuda.max_memory_allocated() / 2**30, 2),
         }
+
+    def steps(self, repeats: int = 30) -> dict[int, float]:
+        """Milliseconds of one step for each number of slots, all live at 192 tokens."""
+        state, found = self.decoder.state, {}
+        self.decoder.sample_by(self.sampling, set())
+        for n in [size for size in SIZES if size <= self.slots]:
+            self.decoder.advance(n, self.sampling, 1)
+            times = []
+            for _ in range(3):
+                state.columns.fill_(192)
+                state.drawn.zero_()
+                state.limits.fill_(1 << 30)
+                state.live.fill_(True)
+                torch.cuda.synchronize()
+                began = time.perf_counter()
+                self.decoder.advance(n, self.sampling, repeats)
+                torch.cuda.synchronize()
+                times.append((time.perf_counter() - began) / repeats * 1e3)
+            found[n] = round(min(times), 3)
+        return found
+
+    def handed_back(self) -> dict[str, float]:
+        """Milliseconds to hand the cache's memory back, and to take and clear it again."""
+        memory, times = self.decoder.cache.memory, []
+        for act in (memory.hand_back, memory.take, self.decoder.cache.clear):
+            torch.cuda.synchronize()
+            began = time.perf_counter()
+            act()
+            torch.cuda.synchronize()
+            times.append(round((time.perf_counter() - began) * 1e3, 2))
+        return dict(zip(("hand_back", "take", "clear"), times, strict=True))
+
+
+def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Everything asked for, for one shape."""
+    torch.cuda.reset_peak_memory_stats()
+    model = random_model(shape, "cuda", torch.bfloat16, options.rank)
+    settings = {"top_k": options.top_k, "top_p": options.top_p}
+    run = Run(model, options.slots, options.prompt, Sampling(options.new, **settings))
+    found = run.best(options.slots, set(), options.repeats)
+    if not options.top_k and options.top_p == 1.0:
+        found["gap"] = gap(model, run.decoder, options.prompt)
+    print(shape, json.dumps(found), flush=True)
+    del run
+    if options.tail or options.steps:
+        most = 1024
+        tail = Run(model, most, options.prompt, Sampling(LONGEST, **settings))
+        if options.steps:
+            found["steps"] = tail.steps()
+            print(shape, "milliseconds a step by slots", json.dumps(found["steps"]), flush=True)
+        for name, answers, samples in (("tail", most, 1), ("queue", 4 * most, 4)) if options.tail else ():
+            found[name] = tail.best(answers, ENDING, options.repeats, samples, warm=name == "queue")
+            share = found[name]["decode_tokens_per_second"] / found["decode_tokens_per_second"]
+            found[name]["share_of_full_rate"] = round(share, 3)
+            print(shape, name, json.dumps(found[name]), flush=True)
+        found["memory_milliseconds"] = tail.handed_back()
+        print(shape, "cache memory, milliseconds", json.dumps(found["memory_milliseconds"]), flush=True)
+    return found
 
 
 def main() -> None:
@@ -109,22 +190,16 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tail", action="store_true")
+    parser.add_argument("--steps", action="store_true")
+    parser.add_argument("--rank", type=int, default=0)
+    parser.add_argument("--top-k", type=int, default=0)
+    parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
     with torch.inference_mode():
         for shape in options.shapes:
-            torch.cuda.reset_peak_memory_stats()
-            model = random_model(shape, "cuda", torch.bfloat16)
-            run = Run(model, options.slots, options.prompt, options.new)
-            results[shape] = run.best(options.slots, set(), options.repeats)
-            results[shape]["gap"] = gap(model, run.decoder, options.prompt)
-            print(shape, json.dumps(results[shape]), flush=True)
-            if options.tail:
-                tail = Run(model, options.slots, options.prompt, 1024)
-                results[shape]["tail"] = tail.best(4 * options.slots, set(range(0, VOCABULARY, 128)), options.repeats)
-                print(shape, "long tail", json.dumps(results[shape]["tail"]), flush=True)
-            del run, model
+            results[shape] = measure(shape, options)
             torch.cuda.empty_cache()
     if options.json:
         print(json.dumps(results))

@@ -11,14 +11,19 @@ import torch
 import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft.tuners.lora import LoraLayer
 
 from tether.models.load import LoadedModel
 from tether.models.lora import inject_lora, lora_config
 from tether.protocols import Sampling
 from tether.rollout import supported
 from tether.rollout.gpu.batch import LOOK, GpuBatch, bucket
-from tether.rollout.gpu.decoder import GpuDecoder, slots_that_fit
+from tether.rollout.gpu.decoder import GpuDecoder
+from tether.rollout.gpu.keeper import DecoderKeeper
+from tether.rollout.gpu.layers import Trunk
+from tether.rollout.gpu.memory import Lasting, slots_that_fit
 from tether.rollout.gpu.prefill import PREFILL_TOKENS
+from tether.rollout.gpu.state import slot_bytes
 from tether.rollout.native import LogitsNotFinite, NativeEngine
 from tether.types import Prompt
 
@@ -44,7 +49,8 @@ def gpu_engine(loaded: LoadedModel, **given: Any) -> NativeEngine:
 
 def build(kind: str) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SHAPE)).double().eval()
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**SHAPE)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(0.3 * torch.randn_like(parameter))
@@ -73,21 +79,57 @@ def test_the_samples_are_those_of_the_cpu_decoder(
         assert torch.allclose(one.untruncated_logprobs, other.untruncated_logprobs, atol=1e-5)
 
 
-def test_a_decoder_kept_from_an_earlier_call_gives_what_a_new_one_gives(
-    exact: LoadedModel, prompts: list[Prompt], assert_same_rollouts
+class Returned(Lasting):
+    """Memory that can be handed back, as a GPU's can: what it holds is then lost, but not its address."""
+
+    def take(self) -> None:
+        self.mapped = True
+
+    def hand_back(self) -> None:
+        self.mapped = False
+        self.bytes.fill_(255)  # NaN in every float
+
+
+def test_a_decoder_is_kept_between_calls_and_its_memory_is_not(
+    exact: LoadedModel, prompts: list[Prompt], assert_same_rollouts, monkeypatch: pytest.MonkeyPatch
 ):
+    monkeypatch.setattr("tether.rollout.gpu.state.cache_memory", Returned)
     engine = gpu_engine(exact, max_batch=8)
     engine.generate(prompts, Sampling(20, temperature=0.3), samples_per_prompt=4, seed=9)
-    kept = engine._gpu
+    kept = engine.gpu.decoder
+    assert kept is not None and not kept.cache.memory.mapped and kept.cache.keys.isnan().all()
     again = engine.generate(prompts[2:5], Sampling(9, stop_token_ids=OFTEN), samples_per_prompt=3, seed=1)
-    assert engine._gpu is kept
+    assert engine.gpu.decoder is kept and engine.gpu.made == 1
     fresh = gpu_engine(exact).generate(prompts[2:5], Sampling(9, stop_token_ids=OFTEN), samples_per_prompt=3, seed=1)
     assert_same_rollouts(again, fresh)
-    engine.release()
-    assert engine._gpu is None
+    engine.generate(prompts, Sampling(90), samples_per_prompt=1, seed=1)
+    assert engine.gpu.made == 2, "longer answers need a longer cache"
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+def test_memory_that_cannot_be_handed_back_goes_with_the_decoder(exact: LoadedModel, prompts: list[Prompt]):
+    engine = gpu_engine(exact, max_batch=8)
+    engine.generate(prompts, Sampling(3), samples_per_prompt=1, seed=9)
+    assert engine.gpu.decoder is None and engine.gpu.cache_bytes > 0
+
+
+def test_a_cache_that_finds_too_little_memory_has_fewer_slots(monkeypatch: pytest.MonkeyPatch):
+    def scarce(size: int, device: torch.device) -> Lasting:
+        if size > 3 * slot_bytes(Trunk(model, 1), 128):
+            raise torch.cuda.OutOfMemoryError("none is free")
+        return Returned(size, device)
+
+    model = build("Llama")
+    monkeypatch.setattr("tether.rollout.gpu.state.cache_memory", scarce)
+    keeper = DecoderKeeper()
+    decoder = keeper.ready(model, 16, 20, 4)
+    assert decoder.slots == 2 and decoder.length == 128
+    assert keeper.ready(model, 16, 20, 4) is decoder, "asking again finds no more"
+    keeper.release()
+    monkeypatch.setattr("tether.rollout.gpu.keeper.free_memory", lambda _: slot_bytes(Trunk(model, 1), 128))
+    assert keeper.ready(model, 16, 20, 4).slots == 1, "what is free now does not hold two"
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3"])
 @torch.inference_mode()
 def test_the_logits_are_the_models_own(kind: str):
     model = build(kind)
@@ -178,14 +220,23 @@ def test_logits_that_are_not_finite_are_named(exact: LoadedModel, prompts: list[
 def test_a_decoder_serves_the_same_parameters_and_no_others():
     model = build("Llama")
     decoder = GpuDecoder(model, 4, 32, 8)
-    assert decoder.serves(4, 32, 8) and not decoder.serves(5, 32, 8)
-    assert not decoder.serves(4, 33, 8) and not decoder.serves(4, 32, 9)
+    assert decoder.serves(32, 8) and not decoder.serves(33, 8) and not decoder.serves(32, 9)
     with torch.no_grad():
         model.lm_head.weight.mul_(2.0)
-    assert decoder.serves(4, 32, 8), "an update in place"
+    assert decoder.serves(32, 8), "an update in place"
     model.lm_head.weight.data = model.lm_head.weight.data.clone()
-    assert not decoder.serves(4, 32, 8)
-    assert GpuDecoder(model, 4, 32, 8, at_limit=True).serves(100, 32, 8), "more would not fit"
+    assert not decoder.serves(32, 8)
+
+
+def test_a_decoder_does_not_serve_once_adapters_are_turned_off():
+    model = build("Llama")
+    inject_lora(model, lora_config(4, 8.0, ["q_proj"]), seed=0)
+    decoder = GpuDecoder(model, 4, 32, 8)
+    assert decoder.serves(32, 8)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.enable_adapters(False)
+    assert not decoder.serves(32, 8)
 
 
 @torch.inference_mode()
@@ -201,14 +252,16 @@ def test_an_idle_slot_keeps_what_it_had():
 
 
 def test_slots_are_as_many_as_the_free_memory_holds():
-    model = build("Llama")  # 2 layers x 2 heads x 8 wide x (key, value) x 8 bytes = 512 bytes a token
-    assert slots_that_fit(model, 100, length=10, free=5120 * 10) == 8, "four fifths of the free memory"
-    assert slots_that_fit(model, 5, length=10, free=5120 * 10) == 5
-    assert slots_that_fit(model, 100, length=10, free=0) == 1
+    each = slot_bytes(Trunk(build("Llama"), 1), 10)
+    assert each == 5120, "2 layers x 2 heads x 8 wide x (key, value) x 8 bytes = 512 bytes a token"
+    assert slots_that_fit(100, each, free=5120 * 10) == 8, "four fifths of the free memory"
+    assert slots_that_fit(5, each, free=5120 * 10) == 5
+    assert slots_that_fit(100, each, free=0) == 1
 
 
 @pytest.mark.parametrize(
-    "count, slots, size", [(1, 256, 8), (9, 256, 16), (17, 256, 32), (33, 256, 64), (250, 256, 256), (3, 5, 5)]
+    "count, slots, size",
+    [(1, 256, 8), (9, 256, 16), (17, 256, 32), (33, 256, 64), (250, 256, 256), (3, 5, 5), (1025, 2000, 1280)],
 )
 def test_steps_are_captured_for_few_sizes(count: int, slots: int, size: int):
     assert bucket(count, slots) == size

@@ -37,7 +37,9 @@ STOPS = tuple(range(0, 1500, 20))
 
 def build(kind: str = "Llama", dtype: torch.dtype = torch.float32) -> LoadedModel:
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SHAPE))
+    gemma = {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 24} if "Gemma" in kind else {}
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**SHAPE, **gemma)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config)
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -61,7 +63,7 @@ def gap(loaded: LoadedModel, rollouts: list[Rollout], temperature: float = 1.0) 
     return worst
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3"])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-4), (torch.bfloat16, 0.15)], ids=["float32", "bfloat16"])
 def test_logprobs_are_those_of_the_models_own_forward_pass(kind: str, dtype: torch.dtype, limit: float):
     loaded = build(kind, dtype)
@@ -74,8 +76,13 @@ def test_logprobs_are_those_of_the_models_own_forward_pass(kind: str, dtype: tor
 
 @pytest.mark.parametrize(
     "sampling",
-    [Sampling(12, stop_token_ids=STOPS), Sampling(12, top_k=20, top_p=0.9), Sampling(12, temperature=0.0)],
-    ids=["whole", "truncated", "greedy"],
+    [
+        Sampling(12, stop_token_ids=STOPS),
+        Sampling(12, top_k=20, top_p=0.9),
+        Sampling(12, temperature=0.7, top_p=0.5),
+        Sampling(12, temperature=0.0),
+    ],
+    ids=["whole", "truncated", "nucleus", "greedy"],
 )
 def test_the_same_tokens_come_out_as_on_the_general_way(sampling: Sampling):
     loaded = build()
@@ -94,28 +101,59 @@ def test_captured_steps_survive_updates_in_place_and_are_made_again_for_new_para
     engine = NativeEngine(loaded, max_batch=8)
     given = {"samples_per_prompt": 2, "seed": 0}
     engine.generate(PROMPTS, Sampling(10), **given)
-    decoder = engine._gpu
-    assert decoder is not None
+    decoder = engine.gpu.decoder
+    assert decoder is not None and not decoder.cache.memory.mapped, "the cache's memory is handed back"
     captures = decoder.captures
+    other = torch.full((64 << 20,), 7.0, device="cuda")  # somebody else has the memory meanwhile
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.mul_(1.1)
     assert gap(loaded, engine.generate(PROMPTS, Sampling(10), **given)) < 2e-4
-    assert engine._gpu is decoder and decoder.captures == captures
+    assert engine.gpu.decoder is decoder and decoder.captures == captures
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.data = parameter.data * 0.9
     assert gap(loaded, engine.generate(PROMPTS, Sampling(10), **given)) < 2e-4
-    assert engine._gpu is not decoder
+    assert engine.gpu.decoder is not decoder
+    assert bool((other == 7.0).all())
 
 
-def test_adapters_are_applied():
+def test_the_cache_takes_its_share_of_what_is_free_and_no_more():
     loaded = build()
-    parameters = inject_lora(loaded.model, lora_config(4, 8.0, ["q_proj", "down_proj", "gate_proj"]), seed=0)
-    loaded.model.to("cuda")
+    engine = NativeEngine(loaded)
+    free = torch.cuda.mem_get_info()[0]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tether.rollout.gpu.keeper.free_memory", lambda _: 3 << 20)  # a slot takes 256 KiB
+        rollouts = engine.generate(PROMPTS, Sampling(10), samples_per_prompt=20, seed=0)
+        assert engine.gpu.decoder is not None and engine.gpu.decoder.slots == 9
+    assert gap(loaded, rollouts) < 2e-4
+    assert free - torch.cuda.mem_get_info()[0] < 256 << 20
+
+
+def test_answers_of_many_lengths_in_many_slots():
+    loaded = build()
+    rollouts = NativeEngine(loaded).generate(
+        PROMPTS, Sampling(60, stop_token_ids=STOPS), samples_per_prompt=150, seed=0
+    )
+    few = NativeEngine(loaded, max_batch=30).generate(
+        PROMPTS, Sampling(60, stop_token_ids=STOPS), samples_per_prompt=150, seed=0
+    )
+    assert gap(loaded, rollouts) < 5e-4
+    same = [torch.equal(a.token_ids, b.token_ids) for a, b in zip(rollouts, few, strict=True)]
+    assert sum(same) >= 595, "only a uniform within rounding of a boundary may fall otherwise"
+
+
+TARGETS = ["q_proj down_proj gate_proj", "v_proj k_proj o_proj up_proj", "q_proj k_proj v_proj gate_proj up_proj"]
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_adapters_are_applied(targets: str):
+    loaded = build()
+    parameters = inject_lora(loaded.model, lora_config(24, 48.0, targets.split()), seed=0)
+    loaded.model.cuda()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     with torch.no_grad():
         for parameter in parameters:
-            parameter.normal_(std=0.1)
+            parameter.normal_(std=0.05)
     engine = NativeEngine(loaded, max_batch=8)
     assert not engine.notices
     assert gap(loaded, engine.generate(PROMPTS, Sampling(10), samples_per_prompt=2, seed=0)) < 5e-4

@@ -23,10 +23,12 @@ if "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("Triton was imported before it could be told to interpret", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 
+from tether.models.lora import inject_lora, lora_config
 from tether.protocols import Sampling
 from tether.rollout.gpu import fused, reference
 from tether.rollout.gpu.batch import GpuBatch
 from tether.rollout.gpu.decoder import GpuDecoder
+from tether.rollout.sampling import truncate
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 1100,  # two blocks of ids, the second not full
@@ -38,24 +40,108 @@ SHAPE: dict[str, Any] = {
     "head_dim": 32,
     "max_position_embeddings": 256,
 }
+GEMMA: dict[str, Any] = {
+    "num_hidden_layers": 2,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 30,
+    "query_pre_attn_scalar": 24,
+}
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3"])  # plain, with biases, with norms of the heads
-@torch.inference_mode()
-def test_the_kernels_draw_what_their_plain_twins_draw(kind: str):
+def build(kind: str, **more: Any) -> Any:
     torch.manual_seed(0)
-    model = getattr(transformers, f"{kind}ForCausalLM")(getattr(transformers, f"{kind}Config")(**SHAPE)).eval()
-    for parameter in model.parameters():
-        parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
+    shape = {**SHAPE, **(GEMMA if "Gemma" in kind else {}), **more}
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**shape)
+    model = getattr(transformers, f"{kind}ForCausalLM")(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(3.0) if parameter.dim() > 1 else parameter.add_(0.2 * torch.randn_like(parameter))
+    return model
+
+
+@torch.inference_mode()
+def assert_twins_agree(model: Any, sampling: Sampling) -> None:
     prompts = {0: [5, 6, 7], 1: torch.randint(0, 1100, (90,)).tolist(), 2: [9]}
     uniforms = 1.0 - torch.rand(4, 3, dtype=torch.float64)
     found = []
     for kernels in (reference, fused):
         decoder = GpuDecoder(model, 4, 128, 3, kernels=kernels)  # few slots: attention is split over the columns
-        found.append(GpuBatch(decoder, 4, prompts, [0, 0, 1, 2], uniforms, Sampling(3, temperature=0.8), {11}).run())
+        found.append(GpuBatch(decoder, 4, prompts, [0, 0, 1, 2], uniforms, sampling, {11}).run())
     for plain, fast in zip(*found, strict=True):
         assert plain.tokens.tolist() == fast.tokens.tolist()
         assert torch.allclose(plain.behavior, fast.behavior, atol=1e-4)
+        assert torch.allclose(plain.untruncated, fast.untruncated, atol=1e-4)
+
+
+# plain, with biases, with norms of the heads, with caps, windows and norms after each part, with two rotary tables
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3"])
+def test_the_kernels_draw_what_their_plain_twins_draw(kind: str):
+    model = build(kind)
+    assert_no_twin_is_used(model, lambda: assert_twins_agree(model, Sampling(3, temperature=0.8)))
+
+
+@pytest.mark.parametrize("targets", ["q_proj v_proj", "k_proj o_proj up_proj", "gate_proj down_proj", "all"])
+def test_adapters_are_added_by_the_kernels(targets: str):
+    model = build("Llama")
+    names = "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj" if targets == "all" else targets
+    with torch.no_grad():
+        for parameter in inject_lora(model, lora_config(20, 30.0, names.split()), seed=0):
+            parameter.normal_(std=0.1)
+    assert_no_twin_is_used(model, lambda: assert_twins_agree(model, Sampling(3)))
+
+
+def assert_no_twin_is_used(model: Any, check: Any) -> None:
+    """The fused kernels cover this model themselves."""
+    layers = GpuDecoder(model, 1, 4, 1).trunk.layers
+    assert all(layer.fused_attention and layer.fused_gates for layer in layers)
+    assert all(layer.output.fused and layer.down.fused for layer in layers)
+    check()
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        Sampling(3, top_k=5),
+        Sampling(3, top_p=0.6),
+        Sampling(3, temperature=1.7, top_k=40, top_p=0.8),
+        Sampling(3, temperature=0.0),
+        Sampling(3, top_k=1),
+        Sampling(3, top_p=1e-9),
+    ],
+    ids=str,
+)
+def test_truncated_draws_are_those_of_the_plain_twin(sampling: Sampling):
+    assert_twins_agree(build("Llama"), sampling)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("top_k, top_p", [(3, 1.0), (0, 0.7), (4, 0.6), (0, 0.999), (2000, 0.2)])
+@torch.inference_mode()
+def test_the_ids_that_are_kept_are_those_of_the_definition(dtype: torch.dtype, top_k: int, top_p: float):
+    decoder = GpuDecoder(build("Llama", num_hidden_layers=1), 8, 8, 1, kernels=fused)
+    work, state = decoder.work, decoder.state
+    work.logits = (3.0 * torch.randn(8, 1100)).round(decimals=0 if top_k else 2).to(dtype)  # with ties
+    decoder.sample_by(Sampling(1, top_k=top_k, top_p=top_p, temperature=0.7), set())
+    state.live.fill_(True)
+    fused.draw(work, 8, state, Sampling(1, top_k=top_k, top_p=top_p, temperature=0.7))
+    whole = (work.logits.float() / 0.7).log_softmax(-1)
+    expected = truncate(whole, top_k=top_k, top_p=top_p)
+    orders = order(work.logits.float(), 16 if dtype == torch.bfloat16 else 0)
+    assert torch.equal(orders >= work.thresholds[:8, None], expected > -torch.inf)
+    drawn = state.answers[:, :1]
+    assert torch.allclose(state.behavior[:, :1], expected.gather(1, drawn), atol=1e-5)
+    assert torch.allclose(state.untruncated[:, :1], whole.gather(1, drawn), atol=1e-5)
+
+
+@torch.inference_mode()
+def test_parts_that_are_rounded_to_the_models_type_are_summed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tether.rollout.gpu.fused.ROUNDED", 0)
+    assert_twins_agree(build("Llama", intermediate_size=512), Sampling(3))  # 8 blocks: a sum in four parts
+
+
+def order(logits: torch.Tensor, shift: int) -> torch.Tensor:
+    bits = logits.view(torch.int32)
+    return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> shift
 
 
 @pytest.mark.parametrize(

@@ -55,7 +55,10 @@ class RolloutSettings(Settings):
     top_p: float = Field(default=1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass.")
     top_k: Count = Field(default=0, description="Keep this many likeliest tokens; 0 keeps all.")
     stop_token_ids: tuple[int, ...] = Field(default=(), description="Tokens that end an answer, beside the end token.")
-    max_batch: Positive = Field(default=64, description="Answers decoded at once.")
+    max_batch: Positive | Literal["auto"] = Field(
+        default="auto",
+        description="Answers decoded at once; auto is 64, and on a GPU what its free memory holds, up to 1024.",
+    )
     engine: Literal["auto", "general"] = Field(
         default="auto", description="auto takes the decoder written for the model where there is one; general never."
     )

@@ -80,7 +80,7 @@ def evaluate(options: argparse.Namespace, console: Console) -> Report:
     evaluations: list[Evaluation] = []
     for name, model in zip(names, models, strict=True):
         console.print(f"[dim]{name}: sampling {len(question.prompts)} x {options.samples} answers[/dim]")
-        given = {"samples_per_prompt": options.samples, "seed": options.seed, "max_batch": options.max_batch}
+        given = {"samples_per_prompt": options.samples, "seed": options.seed, "max_batch": options.max_batch or "auto"}
         evaluations.append(
             evaluate_model(model, question.prompts, sampling=sampling, name=name, rewards=rewards, **given)
         )

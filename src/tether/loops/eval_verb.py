@@ -52,7 +52,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     held = parser.add_argument_group("how models are held")
     held.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="precision (float32)")
     held.add_argument("--device", default="auto", help="auto picks CUDA, then MPS, then CPU")
-    held.add_argument("--max-batch", type=count, default=64, metavar="N", help="answers decoded at once (64)")
+    held.add_argument("--max-batch", type=count, metavar="N", help="answers decoded at once (64; on a GPU what fits)")
 
 
 def run(options: argparse.Namespace) -> int:

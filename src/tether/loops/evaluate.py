@@ -14,6 +14,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -77,7 +78,7 @@ def evaluate_model(
     rewards: Mapping[str, RewardFn] | None = None,
     samples_per_prompt: int = 1,
     seed: int = 0,
-    max_batch: int = 64,
+    max_batch: int | Literal["auto"] = "auto",
 ) -> Evaluation:
     """Sample answers and measure them. The same seed and prompts give two models the same random draws."""
     engine = NativeEngine(loaded, max_batch=max_batch)

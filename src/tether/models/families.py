@@ -1,29 +1,77 @@
-"""Which models the purpose-written passes are right for: Llama and its relatives, looked at part by part."""
+"""Which models the purpose-written passes are right for, and the facts in which those families differ.
+
+Llama, Mistral, Qwen2 and Qwen3 share one block. Gemma 2 and 3 have a norm after attention and after the MLP too, norms
+that multiply by 1 + w, caps on scores and logits, and layers that see a window only. The engine decodes them all; the
+trainer's pass over packed tokens is for the first four.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
-from torch import nn
-from transformers import LlamaModel, MistralModel, Qwen2Model, Qwen3Model
+import torch
+from torch import Tensor, nn
+from transformers import Gemma2Model, Gemma3TextModel, LlamaModel, MistralModel, Qwen2Model, Qwen3Model
 
 TRUNKS = (LlamaModel, MistralModel, Qwen2Model, Qwen3Model)
+GEMMAS = (Gemma2Model, Gemma3TextModel)
 ROTARY = ("default", "linear", "llama3", "yarn")  # the kinds whose angles depend on the position alone
 
 
+@dataclass(frozen=True)
+class LayerFacts:
+    """What a layer's attention does beyond softmax(q · k * scaling) v over all tokens before."""
+
+    window: int | None  # how many tokens a token sees, itself counted; None: all before it
+    cap: float | None  # a score s becomes cap * tanh(s / cap)
+    rotary: str | None  # which of the trunk's tables of positions, where it has several
+    scaling: float
+
+
+@dataclass(frozen=True)
+class Norm:
+    """y = x * (offset + weight) / sqrt(mean x² + ε), the weight being the module's own."""
+
+    weight: Tensor
+    epsilon: float
+    offset: float
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        """From a model's norm module: Gemma's multiply by 1 + w, and name their ε otherwise."""
+        gemma = type(module).__name__.startswith("Gemma")
+        return cls(
+            module.weight.detach(), module.eps if gemma else module.variance_epsilon, offset=1.0 if gemma else 0.0
+        )
+
+
 def departure(trunk: Any, length: int, around: nn.Module | None = None) -> str | None:
-    """How a trunk, or sequences of `length` tokens in it, depart from what the passes compute; None where they do not.
+    """How a trunk, or sequences of `length` tokens in it, depart from what the packed pass computes; None where not.
 
     Looks at the model as it is now and computes nothing. `around` is the whole model where that is run too.
     """
-    if type(trunk) not in TRUNKS:
-        return f"{type(trunk).__name__} is not one of {', '.join(kind.__name__ for kind in TRUNKS)}"
-    if trunk.rotary_emb.rope_type not in ROTARY:
-        return f"rotary positions of type {trunk.rotary_emb.rope_type!r} depend on the length"
     window = getattr(trunk.config, "sliding_window", None)
-    if window is not None and length > window:
+    if type(trunk) in TRUNKS and window is not None and length > window:
         return f"sequences of {length} tokens exceed the attention window of {window}"
+    return _departure(trunk, TRUNKS, around)
+
+
+def decoding_departure(trunk: Any, around: nn.Module) -> str | None:
+    """The same for the decoders, which know windows and the Gemma families too."""
+    if getattr(trunk.config, "use_bidirectional_attention", False):
+        return "its tokens attend to later ones"
+    return _departure(trunk, (*TRUNKS, *GEMMAS), around)
+
+
+def _departure(trunk: Any, known: tuple[type, ...], around: nn.Module | None) -> str | None:
+    if type(trunk) not in known:
+        return f"{type(trunk).__name__} is not one of {', '.join(kind.__name__ for kind in known)}"
+    kinds = trunk.rotary_emb.rope_type
+    for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+        if kind not in ROTARY:
+            return f"rotary positions of type {kind!r} depend on the length"
     return changed_module(trunk if around is None else around)
 
 
@@ -37,3 +85,52 @@ def changed_module(model: nn.Module) -> str | None:
         if "forward" in vars(module):
             return f"{name or 'the model'} has a forward pass of its own"
     return None
+
+
+def layer_facts(trunk: Any) -> list[LayerFacts]:
+    """The facts of each layer."""
+    found = []
+    for layer in trunk.layers:
+        attention = layer.self_attn
+        # Mistral's window is every layer's; the others say it layer by layer
+        mistral = isinstance(trunk, MistralModel)
+        window = trunk.config.sliding_window if mistral else getattr(attention, "sliding_window", None)
+        cap = attention.attn_logit_softcapping if isinstance(trunk, Gemma2Model) else None
+        several = isinstance(trunk.rotary_emb.rope_type, dict)
+        found.append(LayerFacts(window, cap, attention.layer_type if several else None, attention.scaling))
+    return found
+
+
+def block_norms(layer: Any) -> tuple[Norm, Norm | None, Norm, Norm | None]:
+    """A block's norms before attention, after it, before the MLP and after it; those after are Gemma's."""
+    first, second = Norm.of(layer.input_layernorm), Norm.of(layer.post_attention_layernorm)
+    if not hasattr(layer, "pre_feedforward_layernorm"):
+        return first, None, second, None
+    return first, second, Norm.of(layer.pre_feedforward_layernorm), Norm.of(layer.post_feedforward_layernorm)
+
+
+def head_norms(attention: Any) -> tuple[Norm, Norm] | None:
+    """The norms of queries and keys by head, in the families that have them."""
+    return (Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if hasattr(attention, "q_norm") else None
+
+
+def rotary_tables(trunk: Any, length: int, dtype: torch.dtype) -> dict[str | None, tuple[Tensor, Tensor]]:
+    """cos and sin, (length, D) each, of positions 0 to length - 1, for each table that the layers name."""
+    device = trunk.embed_tokens.weight.device
+    like, positions = torch.empty(0, dtype=dtype, device=device), torch.arange(length, device=device)[None]
+    tables = {}
+    for kind in {facts.rotary for facts in layer_facts(trunk)}:
+        cos, sin = trunk.rotary_emb(like, positions) if kind is None else trunk.rotary_emb(like, positions, kind)
+        tables[kind] = cos[0], sin[0]
+    return tables
+
+
+def embedding_scale(trunk: Any) -> float:
+    """What the embeddings are multiplied by, beside what the embedding module itself does; rounded as the model does.
+
+    Some releases of transformers scale Gemma 2's embeddings in the trunk, others in the module.
+    """
+    module = trunk.embed_tokens
+    if not isinstance(trunk, GEMMAS) or hasattr(module, "embed_scale"):
+        return 1.0
+    return float(torch.tensor(trunk.config.hidden_size**0.5, dtype=module.weight.dtype))

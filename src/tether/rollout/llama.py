@@ -1,4 +1,4 @@
-"""The mathematics of decoding for Llama and its relatives: Mistral, Qwen2 and Qwen3.
+"""The mathematics of decoding for Llama and its relatives: Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3.
 
 Activations are kept feature-major, (features, N) for N tokens, so that a linear layer is `weight @ x` on the weight as
 the model holds it. For few tokens this is the layout in which a CPU's matrix product runs at its best: measured with 32
@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.activations import SiLUActivation
 
+from tether.models import families
+from tether.rollout.attention import Decode, Prefill, capped
 from tether.rollout.slots import SlotCache
 
 FEW = 64  # tokens up to which a matrix product is bound by reading the weight
@@ -76,9 +78,10 @@ class Projection:
 class Norm:
     """RMS norm over the second to last dimension."""
 
-    def __init__(self, module: Any) -> None:
-        self.weight: Tensor = module.weight.detach().unsqueeze(-1)  # (features, 1)
-        self.epsilon: float = module.variance_epsilon
+    def __init__(self, facts: families.Norm) -> None:
+        weight = facts.weight if facts.offset == 0.0 else facts.weight + facts.offset
+        self.weight: Tensor = weight.unsqueeze(-1)  # (features, 1)
+        self.epsilon = facts.epsilon
 
     def __call__(self, x: Tensor) -> Tensor:
         """x (..., features, N) · weight / sqrt(mean over features of x² + ε)."""
@@ -89,16 +92,30 @@ class Norm:
 class Layer:
     """One block's modules."""
 
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Any, facts: families.LayerFacts) -> None:
         attention, mlp = block.self_attn, block.mlp
-        self.before_attention, self.before_mlp = Norm(block.input_layernorm), Norm(block.post_attention_layernorm)
+        self.facts = facts
+        first, after_attention, second, after_mlp = families.block_norms(block)
+        self.before_attention, self.before_mlp = Norm(first), Norm(second)
+        self.after_attention = Norm(after_attention) if after_attention else None
+        self.after_mlp = Norm(after_mlp) if after_mlp else None
         self.query, self.key = Projection(attention.q_proj), Projection(attention.k_proj)
         self.value, self.output = Projection(attention.v_proj), Projection(attention.o_proj)
-        self.query_norm = Norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-        self.key_norm = Norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+        norms = families.head_norms(attention)
+        self.query_norm, self.key_norm = (None, None) if norms is None else map(Norm, norms)
         self.gate, self.up = Projection(mlp.gate_proj), Projection(mlp.up_proj)
         self.down, self.activation = Projection(mlp.down_proj), mlp.act_fn
         self.is_silu = isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+
+
+def add_output(hidden: Tensor, projection: Projection, x: Tensor, norm: Norm | None) -> None:
+    """hidden (H, N) += the projection of x (in, N), normed first where the family does so."""
+    if norm is None:
+        projection.added_to(hidden, x)
+    else:
+        out = torch.empty_like(hidden)
+        projection.into(out, x)
+        hidden.add_(norm(out))
 
 
 class LlamaDecoder:
@@ -112,10 +129,12 @@ class LlamaDecoder:
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.inner: int = config.intermediate_size
-        self.scaling: float = attention.scaling
         self.embedding: nn.Module = trunk.embed_tokens
-        self.layers = [Layer(block) for block in trunk.layers]
-        self.norm, self.head = Norm(trunk.norm), Projection(model.lm_head)
+        self.embedding_scale = families.embedding_scale(trunk)
+        facts = families.layer_facts(trunk)
+        self.layers = [Layer(block, own) for block, own in zip(trunk.layers, facts, strict=True)]
+        self.norm, self.head = Norm(families.Norm.of(trunk.norm)), Projection(model.lm_head)
+        self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.vocabulary: int = model.lm_head.weight.shape[0]
         self.device: torch.device = model.lm_head.weight.device
         dtype: torch.dtype = model.lm_head.weight.dtype
@@ -125,31 +144,34 @@ class LlamaDecoder:
         self.traced = traced
         if traced is not None:
             self.cache.keep_states(config.hidden_size)
-        positions = torch.arange(length, device=self.device)[None]
-        cos, sin = trunk.rotary_emb(torch.empty(0, dtype=dtype, device=self.device), positions)
-        self.cos, self.sin = cos[0].t().contiguous(), sin[0].t().contiguous()  # (D, length)
+        tables = families.rotary_tables(trunk, length, dtype)
+        self.angles = {  # cos and sin, (D, length) each
+            kind: (cos.t().contiguous(), sin.t().contiguous()) for kind, (cos, sin) in tables.items()
+        }
 
     def prefill(self, prompts: list[list[int]], slots: list[int]) -> None:
         """Read `prompts[i]` into slot `slots[i]`. No logits: the pass ends at the last layer's keys and values."""
         lengths = [len(ids) for ids in prompts]
         tokens = torch.tensor([id for ids in prompts for id in ids], device=self.device)
         columns = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-        self._trunk(tokens, columns, Prefill(self.cache, slots, lengths, self.scaling))
+        self._trunk(tokens, columns, Prefill(self.cache, slots, lengths))
 
     def step(self, tokens: Tensor, columns: Tensor, length: int) -> Tensor:
         """(V, n) logits after one more token in each of the slots 0 to n - 1: `tokens` (n,) at `columns` (n,).
 
         `length` is the longest slot's, this token counted.
         """
-        hidden = self._trunk(tokens, columns, Decode(self.cache, columns, length, self.scaling))
+        hidden = self._trunk(tokens, columns, Decode(self.cache, columns, length))
         logits = hidden.new_empty(self.vocabulary, len(tokens))
         self.head.into(logits, self.norm(hidden))
-        return logits
+        return logits if self.logit_cap is None else capped(logits, self.logit_cap)
 
     def _trunk(self, tokens: Tensor, columns: Tensor, attend: Prefill | Decode) -> Tensor:
         """(H, N) hidden states before the last norm; of no meaning after a prefill, which stops early."""
         hidden = self.embedding(tokens).t().contiguous()
-        cos, sin = self.cos[:, columns], self.sin[:, columns]  # (D, N)
+        if self.embedding_scale != 1.0:
+            hidden.mul_(self.embedding_scale)
+        angles = {kind: (cos[:, columns], sin[:, columns]) for kind, (cos, sin) in self.angles.items()}  # (D, N)
         features = (self.heads + 2 * self.kv_heads) * self.head_dim
         qkv = hidden.new_empty(features, len(tokens))
         gates = hidden.new_empty(2 * self.inner, len(tokens))
@@ -157,17 +179,17 @@ class LlamaDecoder:
             if index == self.traced:
                 assert self.cache.states is not None
                 self.cache.states.index_put_((attend.slots, columns), hidden.t())
-            query, key, value = self._project(layer, layer.before_attention(hidden), qkv, cos, sin)
+            query, key, value = self._project(layer, layer.before_attention(hidden), qkv, *angles[layer.facts.rotary])
             attend.store(index, key, value)
             if attend.reads_only and index + 1 == len(self.layers):
                 break
-            layer.output.added_to(hidden, attend(index, query))
+            add_output(hidden, layer.output, attend(index, query, layer.facts), layer.after_attention)
             normed = layer.before_mlp(hidden)
             gate, up = gates[: self.inner], gates[self.inner :]
             layer.gate.into(gate, normed)
             layer.up.into(up, normed)
             gate = F.silu(gate, inplace=True) if layer.is_silu else layer.activation(gate)
-            layer.down.added_to(hidden, gate.mul_(up))
+            add_output(hidden, layer.down, gate.mul_(up), layer.after_mlp)
         return hidden
 
     def _project(self, layer: Layer, x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -192,75 +214,3 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     turned[:, :half].addcmul_(x[:, half:], sin[:half], value=-1.0)
     turned[:, half:].addcmul_(x[:, :half], sin[half:])
     return turned
-
-
-class Prefill:
-    """Causal attention of whole prompts among themselves, padded on the right, where causality hides the padding."""
-
-    reads_only = True
-
-    def __init__(self, cache: SlotCache, slots: list[int], lengths: list[int], scaling: float) -> None:
-        """Tokens come prompt after prompt; prompt i has `lengths[i]` of them and goes into `slots[i]`."""
-        self.cache, self.places, self.scaling = cache, slots, scaling
-        self.slots = torch.tensor(slots).repeat_interleave(torch.tensor(lengths)).to(cache.keys.device)  # by token
-        self.shape = (len(lengths), max(lengths))
-        self.real: Tensor | None = None  # (prompts, longest) bool, where there is padding
-        if min(lengths) < max(lengths):
-            ends = torch.tensor(lengths, device=cache.keys.device)
-            self.real = torch.arange(max(lengths), device=ends.device) < ends[:, None]
-        self.key = self.value = torch.empty(0)  # (prompts, K, longest, D)
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Take key and value, (N, K, D) each, into the cache."""
-        self.key, self.value = self._padded(key), self._padded(value)
-        self.cache.write_prompts(layer, self.places, self.key, self.value)
-
-    def __call__(self, layer: int, query: Tensor) -> Tensor:  # noqa: ARG002
-        """(heads * D, N) for query (N, heads, D) and the keys and values stored last."""
-        mixed = F.scaled_dot_product_attention(
-            self._padded(query), self.key, self.value, is_causal=True, scale=self.scaling, enable_gqa=True
-        ).transpose(1, 2)
-        return (mixed.flatten(0, 1) if self.real is None else mixed[self.real]).flatten(1).t().contiguous()
-
-    def _padded(self, x: Tensor) -> Tensor:
-        """(prompts, heads, longest, D) of x (N, heads, D), zeros where a prompt has ended."""
-        if self.real is None:
-            return x.contiguous().view(*self.shape, *x.shape[1:]).transpose(1, 2)
-        padded = x.new_zeros(*self.shape, *x.shape[1:])
-        padded[self.real] = x
-        return padded.transpose(1, 2)
-
-
-class Decode:
-    """Attention of one new token in each of the slots 0 to n - 1 to all that its slot holds.
-
-    The query heads that share a key head are rows of one small product, so keys and values are never repeated.
-    """
-
-    reads_only = False
-
-    def __init__(self, cache: SlotCache, columns: Tensor, length: int, scaling: float) -> None:
-        """The new tokens stand at `columns` (n,), and the longest slot has `length` tokens with them."""
-        self.cache, self.columns, self.length, self.scaling = cache, columns, length, scaling
-        self.slots = torch.arange(len(columns), device=columns.device)
-        hidden = torch.arange(length, device=columns.device) > columns[:, None]  # (n, length), past each slot's end
-        self.mask: Tensor | None = None  # (n * K, 1, length)
-        if hidden.any():
-            mask = cache.keys.new_zeros(hidden.shape).masked_fill_(hidden, -torch.inf)
-            self.mask = mask.repeat_interleave(cache.keys.shape[2], dim=0).unsqueeze(1)
-
-    def store(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Take key and value, (n, K, D) each, into the cache."""
-        self.cache.write(layer, self.slots, self.columns, key, value)
-
-    def __call__(self, layer: int, query: Tensor) -> Tensor:
-        """(heads * D, n) for query (n, heads, D)."""
-        count, heads, width = query.shape
-        keys, values = self.cache.read(layer, count, self.length)
-        groups = query.reshape(len(keys), -1, width)  # (n * K, heads / K, D)
-        if self.mask is None:
-            scores = torch.baddbmm(keys.new_empty(1, 1, 1), groups, keys, beta=0.0, alpha=self.scaling)
-        else:
-            scores = torch.baddbmm(self.mask, groups, keys, alpha=self.scaling)
-        mixed = torch.bmm(scores.softmax(dim=-1), values)
-        return mixed.view(count, heads * width).t().contiguous()

@@ -1,11 +1,11 @@
 """Sampling from any Hugging Face causal language model in process: no weights are copied, no server is needed.
 
-Llama, Mistral, Qwen2 and Qwen3 have decoders of their own (`llama.py` on a CPU, `gpu/` on a CUDA device), which work on
-the model's parameters and keep `max_batch` slots busy: a sequence that ends makes room for the next one. The decoder is
-compared with the model's own forward pass when the engine is made. Every other model takes the general way, which asks
-nothing but a cache: a call is cut into chunks of at most `max_batch` sequences, longest prompts first, each prompt is
-read once and its cache rows are repeated for its samples, and sequences that end leave the batch, so that they cost
-nothing more.
+Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 have decoders of their own (`llama.py` on a CPU, `gpu/` on a CUDA
+device), which work on the model's parameters and keep up to `max_batch` slots busy: a sequence that ends makes room for
+the next one. The decoder is compared with the model's own forward pass when the engine is made. Every other model takes
+the general way, which asks nothing but a cache: a call is cut into chunks of at most `max_batch` sequences, longest
+prompts first, each prompt is read once and its cache rows are repeated for its samples, and sequences that end leave
+the batch, so that they cost nothing more.
 
 The result depends on the seed, the prompt's id and the sample's index. Batching changes logits only by rounding, and
 each draw uses a uniform of its own, so the same tokens come out whoever shares the batch, unless a uniform falls within
@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Literal, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -33,11 +33,13 @@ from tether.rollout.assemble import assemble_rollout, check_request
 from tether.rollout.continuous import ContinuousBatch
 from tether.rollout.forward import CachedBatch
 from tether.rollout.gpu.batch import GpuBatch
-from tether.rollout.gpu.decoder import GpuDecoder, free_memory, slots_that_fit
+from tether.rollout.gpu.keeper import MOST_SLOTS, DecoderKeeper
 from tether.rollout.llama import LlamaDecoder
 from tether.rollout.sampling import Draw, check_sampling, draw, draw_columns, sample_uniforms
 from tether.rollout.supported import disagreement, plain_model, unsupported
 from tether.types import Prompt, Rollout
+
+BATCH = 64  # answers decoded at once where nothing else is said
 
 
 class LogitsNotFinite(Diverged, FloatingPointError):  # noqa: N818 (the run's state, not a fault)
@@ -78,6 +80,9 @@ class NativeEngine:
     `states_for` is told what one layer was given for each token, where the fast decoder runs, since that was computed
     anyway; the last token of an answer is stepped on for it alone.
 
+    `max_batch` is how many answers are decoded at once, at most. "auto" is 64, and with the GPU's own decoder up to
+    1024, as many as the free memory holds.
+
     `notices` says in one sentence why the general way is taken, where it is. `completion` is the text of the answer
     without special tokens. `policy_version` is stamped on every rollout; the loop sets it. On the general way, a cache
     whose rows cannot be selected keeps its finished sequences to the end of the chunk: the result is the same and only
@@ -88,27 +93,33 @@ class NativeEngine:
         self,
         loaded: LoadedModel,
         *,
-        max_batch: int = 64,
+        max_batch: int | Literal["auto"] = "auto",
         states_for: StateKeeper | None = None,
         general: bool = False,
     ) -> None:
-        if max_batch < 1:
-            raise ConfigError(f"max_batch is {max_batch}: it must be at least 1")
+        if isinstance(max_batch, int) and max_batch < 1:
+            raise ConfigError(f"max_batch is {max_batch}: it must be at least 1, or auto")
         self.loaded = loaded
         self.max_batch = max_batch
         self.policy_version = 0
         self.states_for = states_for
         self.notices: tuple[str, ...] = ()
-        self._gpu: GpuDecoder | None = None  # kept between calls: its captured steps read the parameters in place
-        self._distrusted = "rollout.engine asks for it" if general else unsupported(loaded.model, 0)
+        self.gpu = DecoderKeeper()  # its captured steps read the parameters in place, and are kept between calls
+        self._distrusted = "rollout.engine asks for it" if general else unsupported(loaded.model)
         if self._distrusted is None:
             with _eval_mode(loaded.model):
                 self._distrusted = disagreement(loaded.model)
         self._notice(self._distrusted)
 
     def release(self) -> None:
-        """Hand back the device memory that is kept between calls; the next call takes it again."""
-        self._gpu = None
+        """Hand back the device memory of the cache, as every call does at its end; the next one takes it again."""
+        self.gpu.release()
+
+    def _at_once(self, fast: bool) -> int:
+        """How many answers are decoded at once, at most: those asked for, or what suits the device."""
+        if isinstance(self.max_batch, int):
+            return self.max_batch
+        return MOST_SLOTS if fast and self.loaded.model.device.type == "cuda" else BATCH
 
     def _notice(self, reason: str | None) -> None:
         if reason and not self.notices:
@@ -130,10 +141,9 @@ class NativeEngine:
         work.sort(key=lambda item: -len(item.prompt_ids))  # stable: samples of one prompt stay side by side
         rollouts: list[Rollout] = []
         with _eval_mode(self.loaded.model):
-            length = max(map(len, encoded)) + sampling.max_new_tokens
-            reason = self._distrusted or unsupported(self.loaded.model, length)
+            reason = self._distrusted or unsupported(self.loaded.model)
             self._notice(reason)
-            size = self.max_batch if reason else len(work)
+            size = self._at_once(fast=False) if reason else len(work)
             for start in range(0, len(work), size):
                 fast = self._decode_gpu if self.loaded.model.device.type == "cuda" else self._decode_slots
                 decode = self._decode if reason else fast
@@ -188,7 +198,7 @@ class NativeEngine:
     @torch.inference_mode()
     def _decode_slots(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
         """As `_decode`, for any number of sequences, by the decoder that is written for the model."""
-        slots = min(self.max_batch, len(work))
+        slots = min(self._at_once(fast=True), len(work))
         length = max(len(item.prompt_ids) for item in work) + sampling.max_new_tokens
         keeper = self.states_for
         decoder = LlamaDecoder(plain_model(self.loaded.model), slots, length, keeper.depth if keeper else None)
@@ -211,18 +221,15 @@ class NativeEngine:
     @torch.inference_mode()
     def _decode_gpu(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
         """As `_decode_slots`, on a CUDA device. No states are kept for `states_for`."""
-        slots = min(self.max_batch, len(work))
+        slots = min(self._at_once(fast=True), len(work))
         length = max(len(item.prompt_ids) for item in work) + sampling.max_new_tokens
-        model = plain_model(self.loaded.model)
-        if self._gpu is None or not self._gpu.serves(slots, length, sampling.max_new_tokens):
+        prompts, groups = {item.group: item.prompt_ids for item in work}, [item.group for item in work]
+        try:
+            decoder = self.gpu.ready(plain_model(self.loaded.model), slots, length, sampling.max_new_tokens)
+            slots = min(slots, decoder.slots)
+            answers = GpuBatch(decoder, slots, prompts, groups, uniforms, sampling, stops).run()
+        finally:
             self.release()
-            length = -(-length // 64) * 64
-            fit = slots_that_fit(model, slots, length, free_memory(self.loaded.model.device))
-            self._gpu = GpuDecoder(model, fit, length, sampling.max_new_tokens, at_limit=fit < slots)
-        slots = min(slots, self._gpu.slots)
-        prompts = {item.group: item.prompt_ids for item in work}
-        groups = [item.group for item in work]
-        answers = GpuBatch(self._gpu, slots, prompts, groups, uniforms, sampling, stops).run()
         for row, answer in enumerate(answers):
             _check_finite([int(answer.tokens[-1])], [row], work, len(answer.tokens) - 1)
         return answers

@@ -6,13 +6,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import LlamaForCausalLM, MistralForCausalLM, PreTrainedModel, Qwen2ForCausalLM, Qwen3ForCausalLM
+from transformers import (
+    Gemma2ForCausalLM,
+    Gemma3ForCausalLM,
+    LlamaForCausalLM,
+    MistralForCausalLM,
+    PreTrainedModel,
+    Qwen2ForCausalLM,
+    Qwen3ForCausalLM,
+)
 
-from tether.models.families import departure
+from tether.models.families import decoding_departure
 from tether.rollout.gpu.decoder import GpuDecoder
 from tether.rollout.llama import LlamaDecoder
 
-KINDS = (LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM)
+KINDS = (
+    *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
+    *(Gemma2ForCausalLM, Gemma3ForCausalLM),
+)
 TRIAL = ((1, 2, 0), (3, 1, 0, 2, 1))  # token ids that every model has
 TOLERANCE = 1e-3  # of the largest logit
 HALF_TOLERANCE = 0.05  # with weights of 16 bits
@@ -24,8 +35,8 @@ def plain_model(model: PreTrainedModel) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
 
 
-def unsupported(model: PreTrainedModel, length: int) -> str | None:
-    """Why sequences of `length` tokens cannot be decoded by `LlamaDecoder` or `GpuDecoder`, or None where they can be.
+def unsupported(model: PreTrainedModel) -> str | None:
+    """Why a model cannot be decoded by `LlamaDecoder` or `GpuDecoder`, or None where it can be.
 
     Looks at the model as it is now and computes nothing.
     """
@@ -43,7 +54,7 @@ def unsupported(model: PreTrainedModel, length: int) -> str | None:
         return f"the weights are {', '.join(sorted(map(str, dtypes)))} and not {wanted}"
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         return "the adapter puts tokens of its own before the prompt"
-    return departure(base.model, length, around=model)
+    return decoding_departure(base.model, around=model)
 
 
 @torch.inference_mode()
@@ -82,5 +93,6 @@ def _gpu_trial(model: PreTrainedModel) -> Tensor:
     decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
     decoder.state.tokens.copy_(torch.tensor([ids[-1] for ids in TRIAL]))
     decoder.state.columns.copy_(torch.tensor([len(ids) - 1 for ids in TRIAL]))
+    decoder.state.live.fill_(True)
     decoder.logits(len(TRIAL))
     return decoder.work.logits[: len(TRIAL)]

@@ -2,7 +2,8 @@
 
 A sequence enters with its prompt but for the last token in the cache, and that token is the first one it is stepped on,
 so every draw comes out of the same kind of step and samples of one prompt enter by a copy. The host launches a few
-steps at a time and then looks which slots have ended; a slot that ended in between stood idle until then.
+steps, asks which slots have ended by then, launches a few more, and only then reads the answer: the device is never
+idle, and a slot that ended stands idle for two such rounds at most.
 """
 
 from __future__ import annotations
@@ -16,34 +17,53 @@ from torch import Tensor
 
 from tether.protocols import Sampling
 from tether.rollout.gpu.decoder import GpuDecoder
+from tether.rollout.gpu.state import on_device
 from tether.rollout.sampling import Draw
 
-LOOK = 8  # steps between two looks at the slots
-BUCKETS = (8, 16)  # numbers of slots that a step is captured for; then multiples of 32
+LOOK = 4  # steps between two looks at the slots
+REFILL = 16  # new sequences enter once one in so many slots is free
+SIZES = (8, 16, 32, 64, 96, 128, 192, 256, 320, 384, 448, 512, 640, 768, 896, 1024)
 
 
 def bucket(count: int, slots: int) -> int:
     """How many slots a step runs over, for `count` that are in use: few sizes, so that few steps are captured."""
-    size = next((size for size in BUCKETS if count <= size), -(-count // 32) * 32)
+    size = next((size for size in SIZES if count <= size), -(-count // 256) * 256)
     return min(size, slots)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Slot:
-    """The sequence in a slot, whose prompt it continues, and after how many of the batch's steps it entered."""
+    """A running sequence, whose prompt it continues, where it stands, and the batch's steps before it entered."""
 
     sequence: int
     group: int
+    place: int
     entered: int
+    gone: bool = False
+
+
+@dataclass(frozen=True)
+class _Look:
+    """Which slots were live after some steps, and who stood in them; to be read once the device has come so far."""
+
+    slots: list[_Slot | None]
+    live: Tensor
+    ready: torch.cuda.Event | None
+
+    def ended(self) -> list[_Slot]:
+        """Those whose end this look is the first to show."""
+        if self.ready is not None:
+            self.ready.synchronize()
+        live = self.live.tolist()
+        return [slot for place, slot in enumerate(self.slots) if slot and not slot.gone and not live[place]]
 
 
 class GpuBatch:
     """Runs sequences through a decoder, at most `slots` at a time.
 
     `groups[i]` is the group of sequence i, `prompts[g]` the token ids that all sequences of group g continue,
-    `uniforms[i]` (room,) what sequence i draws by, and `stops` the tokens that end one. New sequences enter once an
-    eighth of the slots is free. When none wait, live slots are moved together as soon as a step over fewer slots holds
-    them all.
+    `uniforms[i]` (room,) what sequence i draws by, and `stops` the tokens that end one. When none wait, live slots are
+    moved together as soon as a step over fewer slots holds them all.
     """
 
     def __init__(
@@ -61,105 +81,111 @@ class GpuBatch:
         self.uniforms = uniforms.to(decoder.device)  # (sequences, room)
         self.waiting = deque(enumerate(groups))
         self.places: list[_Slot | None] = [None] * slots
+        self.looks: deque[_Look] = deque()
         self.ended: list[tuple[list[int], tuple[Tensor, ...]]] = []  # sequences, and copies of what their slots held
         self.steps = 0
         self.slot_steps = 0  # slots stepped, live or idle, over all steps
         self.tokens_read = 0
-        state = decoder.state
-        known = [id for id in stops if 0 <= id < len(state.stops)]
-        state.stops.zero_()
-        state.stops[torch.tensor(known, dtype=torch.int64, device=decoder.device)] = True
-        state.temperature.fill_(sampling.temperature or 1.0)
-        state.live.zero_()
+        decoder.sample_by(sampling, stops)
 
     def run(self) -> list[Draw]:
         """What each sequence drew, on the CPU; a token of -1 ends a sequence whose logits gave no distribution."""
         while self.waiting or any(self.places):
             self.admit()
             self._compact()
-            used = max(place for place, slot in enumerate(self.places) if slot) + 1
-            n = bucket(used, self.slots)
-            oldest = min(slot.entered for slot in self.places if slot)
-            steps = min(LOOK, self.room - (self.steps - oldest))
-            self.decoder.advance(n, self.sampling, steps)
-            self.steps += steps
-            self.slot_steps += steps * n
-            self._leave()
+            went_on = self._advance()
+            if len(self.looks) > went_on:  # the newest look waits while the device still has steps to do
+                self._leave(self.looks.popleft().ended())
         return self._answers()
 
     def admit(self) -> None:
         """Let waiting sequences into free slots, once there are enough of those to read prompts several at a time."""
         free = [place for place, slot in enumerate(self.places) if slot is None]
-        if len(free) < min(len(self.waiting), max(1, self.slots // 8)) or not self.waiting:
+        if len(free) < min(len(self.waiting), max(1, self.slots // REFILL)) or not self.waiting:
             return
-        holders = {slot.group: place for place, slot in enumerate(self.places) if slot}
+        holders = {slot.group: slot.place for slot in self.places if slot}
         unread: list[tuple[int, int]] = []  # (group, slot) of the prompts to be read
-        copies: dict[int, list[tuple[int, int]]] = {}  # by the prompt's length, (source, target)
-        entered: list[int] = []
+        copies: list[list[int]] = []  # (source, target, length)
+        entered: list[_Slot] = []
         for place in free[: len(self.waiting)]:
             sequence, group = self.waiting.popleft()
-            ids = self.prompts[group]
+            length = len(self.prompts[group]) - 1
             if group in holders:
-                copies.setdefault(len(ids) - 1, []).append((holders[group], place))
-            elif len(ids) > 1:
+                copies.append([holders[group], place, length])
+            elif length:
                 unread.append((group, place))
             holders.setdefault(group, place)
-            self.places[place] = _Slot(sequence, group, self.steps)
-            entered.append(place)
+            slot = self.places[place] = _Slot(sequence, group, place, self.steps)
+            entered.append(slot)
         if unread:
             self.decoder.prefill([self.prompts[group][:-1] for group, _ in unread], [place for _, place in unread])
             self.tokens_read += sum(len(self.prompts[group]) - 1 for group, _ in unread)
-        for length, pairs in copies.items():
-            self.decoder.cache.copy([source for source, _ in pairs], [target for _, target in pairs], length)
+        if copies:
+            source, target, length = on_device(copies, self.decoder.device).t().contiguous()
+            longest = max(length for _, _, length in copies)
+            self.decoder.kernels.copy_slots(self.decoder.cache, source, target, length, longest)
         self._enter(entered)
 
-    def _enter(self, places: list[int]) -> None:
-        """Make the sequences now standing at `places` live."""
-        slots = [slot for slot in map(self.places.__getitem__, places) if slot]
+    def _enter(self, slots: list[_Slot]) -> None:
+        """Make sequences that have just been given their slots live."""
         prompts = [self.prompts[slot.group] for slot in slots]
         rows = [
-            places,
+            [slot.place for slot in slots],
             [slot.sequence for slot in slots],
             [ids[-1] for ids in prompts],
             [len(ids) - 1 for ids in prompts],
         ]
-        place, sequence, token, column = torch.tensor(rows).to(self.decoder.device)
+        place, sequence, token, column = on_device(rows, self.decoder.device)
         state = self.decoder.state
         state.tokens[place], state.columns[place] = token, column
-        state.drawn[place], state.limits[place] = 0, self.room
+        state.drawn.index_fill_(0, place, 0)
+        state.limits.index_fill_(0, place, self.room)
         state.uniforms[place, : self.room] = self.uniforms[sequence].to(state.uniforms.dtype)
-        state.live[place] = True
+        state.live.index_fill_(0, place, True)
 
     def _compact(self) -> None:
         """Move live slots together where that makes a step cheaper."""
-        used = [place for place, slot in enumerate(self.places) if slot]
-        if self.waiting or not used or bucket(len(used), self.slots) >= bucket(used[-1] + 1, self.slots):
+        used = [slot for slot in self.places if slot]
+        if self.waiting or not used or bucket(len(used), self.slots) >= bucket(used[-1].place + 1, self.slots):
             return
         holes = [place for place, slot in enumerate(self.places[: len(used)]) if slot is None]
         movers = used[-len(holes) :]
-        length = 0
-        for source, target in zip(movers, holes, strict=True):
-            slot = self.places[source]
-            assert slot is not None
-            length = max(length, len(self.prompts[slot.group]) - 1 + self.steps - slot.entered)
-            self.places[target], self.places[source] = slot, None
-        self.decoder.cache.copy(movers, holes, length)
-        self.decoder.state.move(movers, holes)
+        device, state = self.decoder.device, self.decoder.state
+        source, target = on_device([[slot.place for slot in movers], holes], device)
+        longest = max(len(self.prompts[slot.group]) - 1 + self.steps - slot.entered for slot in movers)
+        longest = min(longest, self.decoder.length)
+        self.decoder.kernels.copy_slots(self.decoder.cache, source, target, state.columns[source], longest)
+        state.move(source, target)
+        for slot, hole in zip(movers, holes, strict=True):
+            self.places[slot.place], self.places[hole] = None, slot
+            slot.place = hole
 
-    def _leave(self) -> None:
-        """Look which slots have ended, and take what they drew."""
-        live = self.decoder.state.live.tolist()  # waits for the steps
-        ended = [place for place, slot in enumerate(self.places) if slot and not live[place]]
+    def _advance(self) -> bool:
+        """Launch the next steps and ask who is live after them; False where every sequence has had all its steps."""
+        left = max((self.room - (self.steps - slot.entered) for slot in self.places if slot), default=0)
+        if left <= 0:
+            return False
+        n = bucket(max(slot.place for slot in self.places if slot) + 1, self.slots)
+        steps = min(LOOK, left)
+        self.decoder.advance(n, self.sampling, steps)
+        self.steps += steps
+        self.slot_steps += steps * n
+        live, ready = self.decoder.state.live, None
+        if live.is_cuda:
+            live, ready = live.to("cpu", non_blocking=True), torch.cuda.Event()
+            ready.record()
+        self.looks.append(_Look(list(self.places), live if ready else live.clone(), ready))
+        return True
+
+    def _leave(self, ended: list[_Slot]) -> None:
+        """Take what ended slots drew, and free them."""
         if not ended:
             return
-        state, rows = self.decoder.state, torch.tensor(ended, device=self.decoder.device)
-        tables = (state.drawn[rows], state.answers[rows, : self.room], state.behavior[rows, : self.room])
-        self.ended.append(
-            ([slot.sequence for slot in map(self.places.__getitem__, ended) if slot],
-             (*tables, state.untruncated[rows, : self.room]))
-        )  # fmt: skip
-        for place in ended:
-            self.places[place] = None
+        state, rows = self.decoder.state, on_device([slot.place for slot in ended], self.decoder.device)
+        tables = (state.drawn[rows], *(table[rows, : self.room] for table in (state.answers, state.behavior)))
+        self.ended.append(([slot.sequence for slot in ended], (*tables, state.untruncated[rows, : self.room])))
+        for slot in ended:
+            self.places[slot.place], slot.gone = None, True
 
     def _answers(self) -> list[Draw]:
         owners = [sequence for sequences, _ in self.ended for sequence in sequences]

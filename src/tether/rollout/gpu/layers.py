@@ -2,68 +2,145 @@
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, cast
 
 import torch
+from peft.tuners.lora import Linear as LoraLinear
+from peft.tuners.lora import LoraLayer
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
+from transformers.activations import GELUTanh, SiLUActivation
+
+from tether.models.families import (
+    LayerFacts,
+    Norm,
+    block_norms,
+    embedding_scale,
+    head_norms,
+    layer_facts,
+    rotary_tables,
+)
+
+MOST_RANK = 64  # of an adapter that the kernels compute
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """A low-rank addition: y += scaling * up · (down · x)."""
+
+    down: Tensor  # (rank, in)
+    up: Tensor  # (out, rank)
+    scaling: float
+
+
+class Linear:
+    """A linear layer: its module, and where the kernels may compute it, what they read of it.
+
+    That is a weight, a bias and at most one adapter of small rank. Any other module is called as it is.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.module = module
+        self.adapter: Adapter | None = None
+        base: Any = module
+        self.fused = True
+        if type(module) is LoraLinear:
+            base = cast(Any, module).get_base_layer()
+            names = [name for name in module.active_adapters if name in module.lora_A]
+            if module.disable_adapters:
+                self.fused = not module.merged  # else the call takes the adapters out of the weight first
+            elif names and not module.merged:
+                self.adapter = small_adapter(module, names)
+                self.fused = self.adapter is not None
+        self.fused = self.fused and type(base) is nn.Linear and base.weight.is_contiguous()
+        self.weight: Tensor = base.weight.detach() if self.fused else torch.empty(0)
+        self.bias: Tensor | None = base.bias.detach() if self.fused and base.bias is not None else None
+
+    def __call__(self, x: Tensor) -> Tensor:
+        """The module's output."""
+        return self.module(x)
+
+
+def small_adapter(module: Any, names: list[str]) -> Adapter | None:
+    """The module's adapter, where it is one, of the plain kind, and of small rank."""
+    if len(names) > 1 or names[0] in module.lora_variant or module.lora_bias.get(names[0]):
+        return None
+    down, up = module.lora_A[names[0]].weight.detach(), module.lora_B[names[0]].weight.detach()
+    dropout = module.lora_dropout[names[0]]
+    if dropout.training and not isinstance(dropout, nn.Identity):
+        return None
+    if len(down) > MOST_RANK or not (down.is_contiguous() and up.is_contiguous()):
+        return None
+    return Adapter(down, up, module.scaling[names[0]])
+
+
+def one_rank(*parts: Linear) -> bool:
+    """Whether the adapters among some linear layers can be computed together: of one rank and one type."""
+    return len({(len(part.adapter.down), part.adapter.up.dtype) for part in parts if part.adapter}) <= 1
 
 
 class Layer:
-    """One block's modules and norm weights, and which of its parts the fused kernels may compute.
+    """One block's modules and norms, and which of its parts the fused kernels may compute."""
 
-    A module that is not a plain `nn.Linear` (an adapter) is called as it is, by the plain way.
-    """
-
-    def __init__(self, block: Any) -> None:
+    def __init__(self, block: Any, facts: LayerFacts) -> None:
         attention, mlp = block.self_attn, block.mlp
-        self.before_attention: Tensor = block.input_layernorm.weight.detach()
-        self.before_mlp: Tensor = block.post_attention_layernorm.weight.detach()
-        self.epsilon: float = block.input_layernorm.variance_epsilon
-        self.query, self.key, self.value = attention.q_proj, attention.k_proj, attention.v_proj
-        self.output: nn.Module = attention.o_proj
-        self.query_norm: Tensor | None = attention.q_norm.weight.detach() if hasattr(attention, "q_norm") else None
-        self.key_norm: Tensor | None = attention.k_norm.weight.detach() if hasattr(attention, "k_norm") else None
+        self.facts = facts
+        self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = block_norms(block)
+        self.query, self.key, self.value = (
+            Linear(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        self.output = Linear(attention.o_proj)
+        self.head_norms = head_norms(attention)
         self.head_dim: int = attention.head_dim
-        self.gate, self.up, self.down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+        self.gate, self.up, self.down = Linear(mlp.gate_proj), Linear(mlp.up_proj), Linear(mlp.down_proj)
         self.activation: Any = mlp.act_fn
-        is_silu = isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
-        self.fused_attention = all(map(is_plain, (self.query, self.key, self.value)))
-        self.fused_gates = is_silu and all(is_plain(part) and part.bias is None for part in (self.gate, self.up))
-
-
-def is_plain(module: nn.Module) -> bool:
-    """Whether a module is a linear layer whose weight lies as the kernels read it."""
-    return type(module) is nn.Linear and module.weight.is_contiguous()
+        self.is_silu = isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
+        self.is_gelu = isinstance(mlp.act_fn, GELUTanh)
+        heads = (self.query, self.key, self.value)
+        biases = {part.bias is None for part in heads}
+        self.fused_attention = all(part.fused for part in heads) and len(biases) == 1 and one_rank(*heads)
+        gates = (self.gate, self.up)
+        self.fused_gates = (self.is_silu or self.is_gelu) and one_rank(*gates)
+        self.fused_gates = self.fused_gates and all(part.fused and part.bias is None for part in gates)
 
 
 class Trunk:
-    """A model's layers, embedding, last norm and output layer, and its table of rotary positions."""
+    """A model's layers, embedding, last norm and output layer, and its tables of rotary positions."""
 
     def __init__(self, model: Any, length: int) -> None:
-        """`length` is how many positions the table has."""
+        """`length` is how many positions the tables have."""
         trunk, config = model.model, model.config
-        self.layers = [Layer(block) for block in trunk.layers]
+        facts = layer_facts(trunk)
+        self.layers = [Layer(block, own) for block, own in zip(trunk.layers, facts, strict=True)]
         self.embedding: nn.Module = trunk.embed_tokens
-        self.norm: Tensor = trunk.norm.weight.detach()
-        self.epsilon: float = trunk.norm.variance_epsilon
+        self.embedding_scale = embedding_scale(trunk)
+        self.norm = Norm.of(trunk.norm)
         self.head: Any = model.lm_head
-        attention = trunk.layers[0].self_attn
-        self.head_dim: int = attention.head_dim
+        self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
+        self.head_dim: int = trunk.layers[0].self_attn.head_dim
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.hidden: int = config.hidden_size
         self.inner: int = config.intermediate_size
-        self.scaling: float = attention.scaling
         weight: Tensor = model.lm_head.weight
         self.vocabulary, self.device, self.dtype = weight.shape[0], weight.device, weight.dtype
-        positions = torch.arange(length, device=self.device)[None]
-        cos, sin = trunk.rotary_emb(torch.empty(0, dtype=self.dtype, device=self.device), positions)
         half = self.head_dim // 2  # the second half of each row repeats the first
-        self.cos: Tensor = cos[0, :, :half].contiguous()  # (length, D / 2)
-        self.sin: Tensor = sin[0, :, :half].contiguous()
+        self.angles: dict[str | None, tuple[Tensor, Tensor]] = {  # cos and sin, (length, D / 2) each
+            kind: (cos[:, :half].contiguous(), sin[:, :half].contiguous())
+            for kind, (cos, sin) in rotary_tables(trunk, length, self.dtype).items()
+        }
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """(..., H) the first layer's inputs."""
+        found = self.embedding(tokens)
+        return found if self.embedding_scale == 1.0 else found * self.embedding_scale
 
 
-def storages(model: nn.Module) -> tuple[int, ...]:
-    """Where the model's parameters lie: while this stays the same, so does everything a captured step reads."""
-    return tuple(parameter.data_ptr() for parameter in model.parameters())
+def fingerprint(model: nn.Module) -> tuple[object, ...]:
+    """Where the model's parameters lie and which adapters act: while this stays, so does all that a step reads."""
+    acting = [
+        (tuple(module.active_adapters), module.disable_adapters, tuple(module.merged_adapters), *module.scaling.items())
+        for module in model.modules()
+        if isinstance(module, LoraLayer)
+    ]
+    return tuple(parameter.data_ptr() for parameter in model.parameters()), *acting

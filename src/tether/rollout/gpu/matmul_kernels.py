@@ -13,18 +13,28 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+# EARLY: 0 where kernels start one after the other. Else a kernel may start while the one before it ends: at 1 it lets
+# the next one start after its own product, at 2 at once: with few rows, the next weights are asked for meanwhile.
+# A step is one graph, and graphs run one after the other: what the step before left may be read without waiting.
+
+
+@triton.jit
+def begin(EARLY: tl.constexpr):
+    if EARLY == 2:
+        tl.extra.cuda.gdc_launch_dependents()
+
 
 @triton.jit
 def wait_for_inputs(EARLY: tl.constexpr):
-    # Where a kernel may start while the one before it ends, this is where that one's results are needed. Every kernel
-    # waits, so that what it writes is read by none of those before it.
-    if EARLY:
+    # Where the results of the kernel before are needed. Every kernel waits, so that what it writes is read by none of
+    # those before it.
+    if EARLY > 0:
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
 def let_next_start(EARLY: tl.constexpr):
-    if EARLY:
+    if EARLY == 1:
         tl.extra.cuda.gdc_launch_dependents()
 
 
@@ -49,12 +59,67 @@ def product(x, weight, row, feature, inside, span: tl.constexpr, BM: tl.constexp
 
 
 @triton.jit
+def thin_kernel(
+    x, first, second, third, first_scale, second_scale, third_scale, out, stride_part,
+    K: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr,
+    BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # out[part] (rows, 3, MOST) = scale * x (rows, K) · downᵀ over the part's share of K, for up to three adapters
+    begin(EARLY)
+    which, part = tl.program_id(1), tl.program_id(2)
+    row, inside, rank = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, PADDED)
+    if which == 0:
+        down = first
+        scale = first_scale
+    elif which == 1:
+        down = second
+        scale = second_scale
+    else:
+        down = third
+        scale = third_scale
+    start = part * (K // SPLIT)
+    x_at = x + row[:, None] * K + start + inside[None, :]
+    down_at = down + rank[None, :] * K + start + inside[:, None]
+    valid = rank[None, :] < RANK
+    wait_for_inputs(EARLY)
+    total = tl.zeros((BM, PADDED), tl.float32)
+    for _ in range(0, K // SPLIT, BK):
+        a = tl.load(x_at)
+        total = tl.dot(a, tl.load(down_at, mask=valid, other=0.0).to(a.dtype), total, input_precision="ieee")
+        x_at += BK
+        down_at += BK
+    let_next_start(EARLY)
+    at = out + part * stride_part + (row[:, None] * 3 + which) * MOST + rank[None, :]
+    tl.store(at, total * scale)
+
+
+@triton.jit
+def adapted(
+    total, thin, up, which, has, row, feature, stride_part, like,
+    N: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr, SPLIT: tl.constexpr,
+):  # fmt: skip
+    # total (BM, BN) + thin · upᵀ for the adapter `which`, whose inner states `thin_kernel` has left in SPLIT parts;
+    # nothing where `has` is false
+    rank = tl.arange(0, PADDED)
+    at = thin + (row[:, None] * 3 + which) * MOST + rank[None, :]
+    inner = tl.zeros((row.shape[0], PADDED), tl.float32)
+    for part in tl.static_range(SPLIT):
+        inner += tl.load(at + part * stride_part, mask=(rank[None, :] < RANK) & has, other=0.0)
+    valid = (feature[None, :] < N) & (rank[:, None] < RANK) & has
+    weight = tl.load(up + feature[None, :] * RANK + rank[:, None], mask=valid, other=0.0)
+    dtype = like.dtype.element_ty
+    return tl.dot(inner.to(dtype), weight.to(dtype), total, input_precision="ieee")
+
+
+@triton.jit
 def linear_kernel(
-    x, weight, weight_at, bias, out, rows, stride_part,
+    x, weight, weight_at, bias, out, rows, stride_part, thin, up, stride_thin,
     N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLIT: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    SPLIT: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr, THIN: tl.constexpr,
+    EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     # out[part] (rows, N) = x (rows, K) · weightᵀ over the part's share of K; the bias goes with part 0
+    begin(EARLY)
     part = tl.program_id(2)
     span: tl.constexpr = K // SPLIT
     first_row, first_feature = tl.program_id(0) * BM, tl.program_id(1) * BN
@@ -67,16 +132,23 @@ def linear_kernel(
     if HAS_BIAS:
         added = tl.load(bias + feature, mask=feature < N, other=0.0).to(tl.float32)
         total += tl.where(part == 0, added, 0.0)[None, :]
+    if RANK > 0:
+        total = adapted(
+            total, thin, up, 0, part == 0, row, feature, stride_thin, weight_at, N, RANK, PADDED, MOST, THIN
+        )  # fmt: skip
     at = out + part * stride_part + row[:, None] * N + feature[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (feature[None, :] < N))
 
 
 @triton.jit
 def gated_kernel(
-    x, gate, up, gate_at, up_at, out, rows, N: tl.constexpr, K: tl.constexpr,
+    x, gate, up, gate_at, up_at, out, rows, thin, gate_up, up_up, stride_thin, N: tl.constexpr, K: tl.constexpr,
+    GELU: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr,
+    RANK: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr, THIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    # out (rows, N) = silu(x · gateᵀ) * (x · upᵀ)
+    # out (rows, N) = act(x · gateᵀ) * (x · upᵀ), act being SiLU, or GELU by its tanh formula
+    begin(EARLY)
     first_row, first_feature = tl.program_id(0) * BM, tl.program_id(1) * BN
     if AHEAD > 0 and tl.program_id(0) == 0:
         fetch_ahead(gate_at, first_feature * K, K, BN, AHEAD)
@@ -88,8 +160,17 @@ def gated_kernel(
         gates = tl.dot(a, gate.load([first_feature, k]).T, gates, input_precision="ieee")
         ups = tl.dot(a, up.load([first_feature, k]).T, ups, input_precision="ieee")
     let_next_start(EARLY)
-    mixed = gates * tl.sigmoid(gates) * ups
     row, feature = first_row + tl.arange(0, BM), first_feature + tl.arange(0, BN)
+    if HAS_GATE:
+        gates = adapted(
+            gates, thin, gate_up, 0, HAS_GATE, row, feature, stride_thin, gate_at, N, RANK, PADDED, MOST, THIN
+        )  # fmt: skip
+    if HAS_UP:
+        ups = adapted(ups, thin, up_up, 1, HAS_UP, row, feature, stride_thin, up_at, N, RANK, PADDED, MOST, THIN)
+    if GELU:  # g (1 + tanh u) / 2 = g sigmoid(2 u)
+        mixed = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)) * ups
+    else:
+        mixed = gates * tl.sigmoid(gates) * ups
     at = out + row[:, None] * N + feature[None, :]
     tl.store(at, mixed.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (feature[None, :] < N))
 
@@ -97,12 +178,15 @@ def gated_kernel(
 @triton.jit
 def project_kernel(
     x, query, key, value, query_bias, key_bias, value_bias, query_norm, key_norm,
-    cos, sin, columns, out, keys, values, rows, length, epsilon,
+    cos, sin, columns, out, keys, values, rows, length, epsilon, thin, query_up, key_up, value_up, stride_thin,
     K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_NORM: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
+    HAS_NORM: tl.constexpr, OFFSET: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr,
+    MOST: tl.constexpr, THIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     # One head of queries, keys or values for BM rows. Queries go to out (rows, HEADS · D); keys and values to
-    # (slots, KV, length, D), at each row's column.
+    # (slots, KV, length, D), at each row's column. ADAPTED has a bit for each of the three that has an adapter.
+    begin(EARLY)
     HALF: tl.constexpr = D // 2
     head = tl.program_id(1)
     first_row = tl.program_id(0) * BM
@@ -119,10 +203,15 @@ def project_kernel(
     if AHEAD > 0 and tl.program_id(0) == 0:
         fetch_ahead(weight, 0, K, D, AHEAD)
     wait_for_inputs(EARLY)
-    weight_at = weight + feature[None, :] * K + tl.arange(0, BK)[:, None]
+    inside = tl.arange(0, BK)[:, None]
+    weight_at = weight + feature[None, :] * K + inside
     total = tl.zeros((BM, D), tl.float32)
     for k in range(0, K, BK):
-        total = tl.dot(x.load([first_row, k]), tl.load(weight_at), total, input_precision="ieee")
+        if K % BK == 0:
+            w = tl.load(weight_at)
+        else:
+            w = tl.load(weight_at, mask=k + inside < K, other=0.0)
+        total = tl.dot(x.load([first_row, k]), w, total, input_precision="ieee")
         weight_at += BK
     let_next_start(EARLY)
     if HAS_BIAS:
@@ -133,6 +222,20 @@ def project_kernel(
         else:
             bias = key_bias + (head - HEADS) * D
         total += tl.load(bias + feature).to(tl.float32)[None, :]
+    if RANK > 0:
+        if is_query:
+            up = query_up + head * D * RANK
+            which = 0
+        elif is_value:
+            up = value_up + (head - HEADS - KV) * D * RANK
+            which = 2
+        else:
+            up = key_up + (head - HEADS) * D * RANK
+            which = 1
+        has = ((ADAPTED >> which) & 1) == 1
+        total = adapted(
+            total, thin, up, which, has, row, feature, stride_thin, query, D, RANK, PADDED, MOST, THIN
+        )  # fmt: skip
     column = tl.load(columns + row, mask=row < rows, other=0)
     first, second = tl.split(tl.permute(tl.reshape(total, (BM, 2, HALF)), (0, 2, 1)))
     if head < HEADS + KV:
@@ -142,8 +245,8 @@ def project_kernel(
             else:
                 norm = key_norm
             scale = tl.rsqrt(tl.sum(total * total, 1) / D + epsilon)[:, None]
-            first = first * scale * tl.load(norm + half).to(tl.float32)[None, :]
-            second = second * scale * tl.load(norm + HALF + half).to(tl.float32)[None, :]
+            first = first * scale * (tl.load(norm + half).to(tl.float32) + OFFSET)[None, :]
+            second = second * scale * (tl.load(norm + HALF + half).to(tl.float32) + OFFSET)[None, :]
         angle = column[:, None] * HALF + half[None, :]
         c, s = tl.load(cos + angle).to(tl.float32), tl.load(sin + angle).to(tl.float32)
         first, second = first * c - second * s, second * c + first * s
@@ -161,23 +264,37 @@ def project_kernel(
 
 @triton.jit
 def add_norm_kernel(
-    hidden, parts, weight, out, stride_part, epsilon,
-    H: tl.constexpr, PARTS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    hidden, parts, after, weight, out, stride_part, after_epsilon, epsilon, tokens, table, embedding_scale,
+    H: tl.constexpr, PARTS: tl.constexpr, AFTER: tl.constexpr, OFFSET: tl.constexpr, EMBED: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # hidden += the sum of the parts, rounded as it is stored; out = its RMS norm. One program a row.
+    # hidden += the sum of the parts (normed first with AFTER), rounded as it is stored; out = its RMS norm. With EMBED
+    # hidden is the embedding of the row's token. Norms multiply by OFFSET + weight. One program a row.
+    begin(EARLY)
     row = tl.program_id(0)
     feature = tl.arange(0, BLOCK)
     valid = feature < H
     at = row * H + feature
-    scales = tl.load(weight + feature, mask=valid, other=0.0).to(tl.float32)
+    dtype = hidden.dtype.element_ty
+    scales = tl.load(weight + feature, mask=valid, other=0.0).to(tl.float32) + OFFSET
     wait_for_inputs(EARLY)
-    x = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
-    for part in tl.static_range(PARTS):
-        x += tl.load(parts + part * stride_part + at, mask=valid, other=0.0)
+    if EMBED:
+        token = tl.load(tokens + row)
+        x = tl.load(table + token * H + feature, mask=valid, other=0.0).to(tl.float32) * embedding_scale
+    else:
+        x = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
+        added = tl.zeros((BLOCK,), tl.float32)
+        for part in tl.static_range(PARTS):
+            added += tl.load(parts + part * stride_part + at, mask=valid, other=0.0).to(tl.float32)
+        if AFTER:
+            added = added.to(dtype).to(tl.float32)
+            size = tl.rsqrt(tl.sum(added * added, 0) / H + after_epsilon)
+            added = added * size * (tl.load(after + feature, mask=valid, other=0.0).to(tl.float32) + OFFSET)
+            added = added.to(dtype).to(tl.float32)
+        x += added
     let_next_start(EARLY)
-    rounded = x.to(hidden.dtype.element_ty)
-    if PARTS > 0:
-        tl.store(hidden + at, rounded, mask=valid)
+    rounded = x.to(dtype)
+    tl.store(hidden + at, rounded, mask=valid)
     x = rounded.to(tl.float32)
     scale = tl.rsqrt(tl.sum(x * x, 0) / H + epsilon)
     tl.store(out + at, (x * scale * scales).to(out.dtype.element_ty), mask=valid)

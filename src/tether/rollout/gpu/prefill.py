@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from tether.models.families import Norm
+from tether.rollout.attention import causal_attention
 from tether.rollout.gpu.layers import Trunk
 from tether.rollout.gpu.reference import normed_heads, rms_norm, rotate
-from tether.rollout.gpu.state import Cache
+from tether.rollout.gpu.state import Cache, on_device
 
 PREFILL_TOKENS = 16384  # read in one pass, padding counted, unless a single prompt is longer
 
@@ -28,15 +29,12 @@ def _read(trunk: Trunk, cache: Cache, prompts: list[list[int]], slots: list[int]
     What lies past a shorter prompt's end is overwritten before it is read, and causality hides it until then.
     """
     longest = max(map(len, prompts))
-    padded = torch.tensor([ids + [0] * (longest - len(ids)) for ids in prompts])
-    places = torch.tensor(slots)
-    if trunk.device.type == "cuda":
-        padded, places = padded.pin_memory(), places.pin_memory()
-    padded, places = padded.to(trunk.device, non_blocking=True), places.to(trunk.device, non_blocking=True)
-    cos, sin = trunk.cos[:longest, None], trunk.sin[:longest, None]  # (longest, 1, D / 2)
-    hidden: Tensor = trunk.embedding(padded)  # (prompts, longest, H)
+    padded = on_device([ids + [0] * (longest - len(ids)) for ids in prompts], trunk.device)
+    places = on_device(slots, trunk.device)
+    hidden = trunk.embed(padded)  # (prompts, longest, H)
     for index, layer in enumerate(trunk.layers):
-        normed = rms_norm_pass(hidden, layer.before_attention, layer.epsilon)
+        normed = norm_pass(hidden, layer.before_attention)
+        cos, sin = (table[:longest, None] for table in trunk.angles[layer.facts.rotary])  # (longest, 1, D / 2)
         query, key, value = (
             part(normed).unflatten(-1, (-1, trunk.head_dim)) for part in (layer.query, layer.key, layer.value)
         )
@@ -47,14 +45,16 @@ def _read(trunk: Trunk, cache: Cache, prompts: list[list[int]], slots: list[int]
         cache.values[index, places, :, :longest] = value
         if index + 1 == len(trunk.layers):
             return
-        mixed = F.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=trunk.scaling, enable_gqa=True
-        )  # fmt: skip
-        hidden = hidden + layer.output(mixed.transpose(1, 2).flatten(2))
-        normed = rms_norm_pass(hidden, layer.before_mlp, layer.epsilon)
-        hidden = hidden + layer.down(layer.activation(layer.gate(normed)) * layer.up(normed))
+        mixed = causal_attention(query, key, value, layer.facts)
+        hidden = hidden + norm_pass(layer.output(mixed.transpose(1, 2).flatten(2)), layer.after_attention)
+        normed = norm_pass(hidden, layer.before_mlp)
+        inner = layer.activation(layer.gate(normed)) * layer.up(normed)
+        hidden = hidden + norm_pass(layer.down(inner), layer.after_mlp)
 
 
-def rms_norm_pass(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """`rms_norm` for many tokens: torch's own kernel where there is one for the device."""
-    return F.rms_norm(x, (x.shape[-1],), weight, epsilon) if x.is_cuda else rms_norm(x, weight, epsilon)
+def norm_pass(x: Tensor, norm: Norm | None) -> Tensor:
+    """The norm of many tokens, or x where there is none; torch's own kernel where it has one for this."""
+    if norm is None:
+        return x
+    plain = x.is_cuda and norm.offset == 0.0
+    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.epsilon) if plain else rms_norm(x, norm)

@@ -9,23 +9,34 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from tether.models.families import Norm
 from tether.protocols import Sampling
-from tether.rollout.gpu.layers import Layer, Trunk
+from tether.rollout.attention import capped, out_of_window
+from tether.rollout.gpu.layers import Layer, Linear, Trunk
 from tether.rollout.gpu.state import Cache, SlotState, Workspace
 from tether.rollout.sampling import Draw, draw_columns
 
 
-def rms_norm(x: Tensor, weight: Tensor, epsilon: float) -> Tensor:
-    """x · weight / sqrt(mean x² + ε) over the last dimension, in float32 at least."""
+def rms_norm(x: Tensor, norm: Norm) -> Tensor:
+    """x · (offset + weight) / sqrt(mean x² + ε) over the last dimension, in float32 at least."""
     wide = x.float() if x.dtype.itemsize < 4 else x
-    return (wide * (wide.square().mean(dim=-1, keepdim=True) + epsilon).rsqrt() * weight).to(x.dtype)
+    scale = (wide.square().mean(dim=-1, keepdim=True) + norm.epsilon).rsqrt()
+    return (wide * scale * (norm.weight.to(wide.dtype) + norm.offset)).to(x.dtype)
 
 
-def add_norm(work: Workspace, n: int, parts: Tensor | None, weight: Tensor, epsilon: float) -> None:
-    """hidden += the sum of `parts` (P, n, H); normed = its RMS norm."""
-    if parts is not None:
-        work.hidden[:n].copy_(work.hidden[:n] + parts.sum(dim=0))
-    work.normed[:n].copy_(rms_norm(work.hidden[:n], weight, epsilon))
+def embed(work: Workspace, n: int, trunk: Trunk, state: SlotState, norm: Norm) -> None:
+    """hidden = the embeddings of the slots' next inputs; normed = their norm."""
+    work.hidden[:n].copy_(trunk.embed(state.tokens[:n]))
+    work.normed[:n].copy_(rms_norm(work.hidden[:n], norm))
+
+
+def add_norm(work: Workspace, n: int, parts: Tensor, after: Norm | None, norm: Norm) -> None:
+    """hidden += the sum of `parts` (P, n, H), normed first where `after` is a norm; normed = hidden's norm."""
+    added = parts.sum(dim=0)
+    if after is not None:
+        added = rms_norm(added.to(work.hidden.dtype), after)
+    work.hidden[:n].copy_(work.hidden[:n] + added)
+    work.normed[:n].copy_(rms_norm(work.hidden[:n], norm))
 
 
 def project(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotState, cache: Cache, index: int) -> None:
@@ -34,7 +45,7 @@ def project(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotStat
     query, key = (part(normed).unflatten(-1, (-1, layer.head_dim)) for part in (layer.query, layer.key))
     value = layer.value(normed).unflatten(-1, (-1, layer.head_dim))
     query, key = normed_heads(layer, query, key)
-    cos, sin = trunk.cos[columns][:, None], trunk.sin[columns][:, None]  # (n, 1, D / 2)
+    cos, sin = (table[columns][:, None] for table in trunk.angles[layer.facts.rotary])  # (n, 1, D / 2)
     work.query[:n].copy_(rotate(query, cos, sin).flatten(1))
     slots = torch.arange(n, device=columns.device)
     cache.keys[index].transpose(1, 2).index_put_((slots, columns), rotate(key, cos, sin))
@@ -43,9 +54,9 @@ def project(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotStat
 
 def normed_heads(layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys (..., heads, D) after the norms that some models have for them."""
-    if layer.query_norm is None or layer.key_norm is None:
+    if layer.head_norms is None:
         return query, key
-    return rms_norm(query, layer.query_norm, layer.epsilon), rms_norm(key, layer.key_norm, layer.epsilon)
+    return rms_norm(query, layer.head_norms[0]), rms_norm(key, layer.head_norms[1])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -54,13 +65,14 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def attend(work: Workspace, n: int, trunk: Trunk, state: SlotState, cache: Cache, index: int) -> None:
-    """mixed = attention of each slot's query to the columns 0 to `columns` of its own slot."""
+def attend(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotState, cache: Cache, index: int) -> None:
+    """mixed = attention of each slot's query to the columns of its own slot that it sees; of no meaning where idle."""
     keys, values = cache.keys[index, :n], cache.values[index, :n]  # (n, K, T, D)
     query = work.query[:n].view(n, trunk.kv_heads, -1, trunk.head_dim)  # heads that share a key head side by side
-    past = torch.arange(keys.shape[2], device=keys.device) > state.columns[:n, None]
-    scores = (query @ keys.transpose(2, 3)).float() * trunk.scaling
-    weights = scores.masked_fill(past[:, None, None], -torch.inf).softmax(dim=-1)
+    unseen = out_of_window(keys.shape[2], state.columns[:n], layer.facts.window)
+    scores = (query @ keys.transpose(2, 3)).float() * layer.facts.scaling
+    scores = scores if layer.facts.cap is None else capped(scores, layer.facts.cap)
+    weights = scores.masked_fill(unseen[:, None, None], -torch.inf).softmax(dim=-1)
     work.mixed[:n].copy_((weights.to(values.dtype) @ values).reshape(n, -1))
 
 
@@ -70,7 +82,7 @@ def gated(work: Workspace, n: int, layer: Layer) -> None:
     work.inner[:n].copy_(layer.activation(layer.gate(normed)) * layer.up(normed))
 
 
-def linear(work: Workspace, n: int, module: torch.nn.Module, x: Tensor) -> Tensor:  # noqa: ARG001
+def linear(work: Workspace, n: int, module: Linear, x: Tensor) -> Tensor:  # noqa: ARG001
     """(P, n, H) whose sum over P is the module's output for x (rows, in)."""
     return module(x[:n]).unsqueeze(0)
 
@@ -78,6 +90,8 @@ def linear(work: Workspace, n: int, module: torch.nn.Module, x: Tensor) -> Tenso
 def logits(work: Workspace, n: int, trunk: Trunk) -> None:
     """Logits of the normed states."""
     work.logits[:n].copy_(trunk.head(work.normed[:n]))
+    if trunk.logit_cap is not None:
+        capped(work.logits[:n], trunk.logit_cap)
 
 
 def draw(work: Workspace, n: int, state: SlotState, sampling: Sampling) -> None:
@@ -100,3 +114,13 @@ def advance(n: int, state: SlotState, place: Tensor, drawn: Draw) -> None:
     state.columns[:n] += live
     over = state.stops[tokens] | (drawn.tokens < 0) | (state.drawn[:n] >= state.limits[:n])
     state.live[:n] &= ~over
+
+
+def copy_slots(cache: Cache, sources: Tensor, targets: Tensor, lengths: Tensor, longest: int) -> None:  # noqa: ARG001
+    """Make the first `lengths[i]` columns of slot `targets[i]` those of `sources[i]`, in every layer.
+
+    None is longer than `longest`. No source may also be a target. Columns past a length, up to `longest`, may be copied
+    too: they are written anew before they are read.
+    """
+    for table in (cache.keys, cache.values) if longest else ():
+        table[:, targets, :, :longest] = table[:, sources, :, :longest]

@@ -1,4 +1,4 @@
-"""Triton kernels over slots: attention to the cache, and the draw of the next token."""
+"""Triton kernels over the slots' cache: attention to it, and copies within it."""
 
 # pyright: reportMissingImports=false, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # ruff: noqa: D103 (a kernel's comment stands inside it)
@@ -7,30 +7,52 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from tether.rollout.gpu.matmul_kernels import let_next_start, wait_for_inputs
+from tether.rollout.gpu.matmul_kernels import begin, let_next_start, wait_for_inputs
+
+
+@triton.jit
+def ask_for(table, start, end, D: tl.constexpr, BK: tl.constexpr):
+    # Asks for the lines of 128 bytes of BK columns of a slot, from `start` on and before `end`.
+    line: tl.constexpr = 128 // (table.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = 1 if line >= D else D // line
+    column = tl.minimum(start + tl.arange(0, BK), tl.maximum(end - 1, 0))
+    at = table + (column[:, None] * D + tl.arange(0, LINES)[None, :] * line)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
 
 
 @triton.jit
 def attend_kernel(
-    query, keys, values, columns, out, pieces, weights, length, rows, scale,
+    query, keys, values, columns, live, out, pieces, weights, length, rows, scale, cap,
     D: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, BK: tl.constexpr,
-    SPLITS: tl.constexpr, EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     # The GROUP query heads of one key head in one slot, over one piece of its columns: each key and value is read once.
-    # `scale` is in powers of 2. With one piece the result is stored; else the piece, its highest score and its sum are.
+    # `scale` gives scores in powers of 2, or in units of `cap`, itself in powers of 2. WINDOW is how many columns are
+    # seen, or 0 for all. With one piece the result is stored; else the piece, its highest score and its sum are. An
+    # idle slot reads its first column only, and its result means nothing.
+    # Of the kernel before, only the query and the newest key and value are needed: the columns were known when the
+    # step began, and the first keys and values are asked for while that kernel ends.
+    begin(EARLY)
     slot, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     group, feature = tl.arange(0, PADDED), tl.arange(0, D)
     valid = group[:, None] < GROUP
-    wait_for_inputs(EARLY)
-    end = tl.load(columns + slot) + 1
+    end = tl.where(tl.load(live + slot) != 0, tl.load(columns + slot), 0) + 1
     start = tl.zeros_like(end)
+    if WINDOW > 0:
+        start = tl.maximum(end - WINDOW, 0)
     if SPLITS > 1:
-        span = tl.cdiv(tl.cdiv(end, SPLITS), BK) * BK
-        start = split * span
+        span = tl.cdiv(tl.cdiv(end - start, SPLITS), BK) * BK
+        start += split * span
         end = tl.minimum(end, start + span)
     q_at = ((slot * KV + head) * GROUP + group)[:, None] * D + feature[None, :]
-    q = tl.load(query + q_at, mask=valid, other=0.0)
     base = (slot.to(tl.int64) * KV + head) * length * D
+    if EARLY > 0:
+        ask_for(keys + base, start, end, D, BK)
+        ask_for(values + base, start, end, D, BK)
+    wait_for_inputs(EARLY)
+    q = tl.load(query + q_at, mask=valid, other=0.0)
     highest = tl.full((PADDED,), -1e30, tl.float32)
     total = tl.zeros((PADDED,), tl.float32)
     mixed = tl.zeros((PADDED, D), tl.float32)
@@ -41,6 +63,8 @@ def attend_kernel(
         k = tl.load(keys + at, mask=inside, other=0.0)
         v = tl.load(values + at, mask=inside, other=0.0)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:  # tanh s = 2 sigmoid(2 s) - 1
+            scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
         scores = tl.where(column[None, :] < end, scores, -1e30)
         higher = tl.maximum(highest, tl.max(scores, 1))
         shrink = tl.exp2(highest - higher)
@@ -63,6 +87,7 @@ def combine_kernel(
     pieces, weights, out, rows, D: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
 ):
     # The pieces of one slot's head, each weighted by its sum at a common highest score.
+    begin(EARLY)
     slot, head = tl.program_id(0), tl.program_id(1)
     split, feature = tl.arange(0, SPLITS), tl.arange(0, D)
     wait_for_inputs(EARLY)
@@ -76,64 +101,18 @@ def combine_kernel(
 
 
 @triton.jit
-def block_sums_kernel(
-    logits, temperature, highest, sums, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
-    # For one slot and one block of ids: the highest z = logit / temperature, and the sum of exp(z - highest).
-    slot, block = tl.program_id(0), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
-    wait_for_inputs(EARLY)
-    at = logits + slot.to(tl.int64) * V + token
-    z = tl.load(at, mask=token < V, other=-float("inf")).to(tl.float32) / tl.load(temperature)
-    let_next_start(EARLY)
-    top = tl.max(z, 0)
-    centre = tl.where(top == -float("inf"), 0.0, top)  # so that a block of impossible ids sums to 0, not to NaN
-    tl.store(highest + slot * BLOCKS + block, top)
-    tl.store(sums + slot * BLOCKS + block, tl.sum(tl.exp(z - centre), 0))
-
-
-@triton.jit
-def draw_kernel(
-    logits, temperature, highest, sums, uniforms, room,
-    tokens, columns, drawn, limits, live, answers, behavior, untruncated, stops,
-    V: tl.constexpr, BLOCKS: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr,
+def copy_slots_kernel(
+    keys, values, sources, targets, lengths, slots, length,
+    KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    # One slot's token: the first id whose cumulative probability reaches the uniform that is due. The blocks' sums say
-    # which block that is in, and only that block is read again. Then the slot's next state; idle slots keep theirs.
-    slot = tl.program_id(0)
-    block, inside = tl.arange(0, PADDED), tl.arange(0, BLOCK)
-    wait_for_inputs(EARLY)
-    count = tl.load(drawn + slot)
-    alive = tl.load(live + slot) != 0
-    uniform = tl.load(uniforms + slot * room + tl.minimum(count, room - 1))
-    tops = tl.load(highest + slot * BLOCKS + block, mask=block < BLOCKS, other=-float("inf"))
-    top = tl.max(tops, 0)
-    heights = tl.load(sums + slot * BLOCKS + block, mask=block < BLOCKS, other=0.0) * tl.exp(tops - top)
-    shares = heights.to(tl.float64)
-    total = tl.sum(shares, 0)
-    target = uniform * total
-    place = tl.sum((tl.cumsum(shares, 0) < target).to(tl.int32), 0)
-    place = tl.minimum(place, BLOCKS - 1)
-    target -= tl.sum(tl.where(block < place, shares, 0.0), 0)
-    token = place * BLOCK + inside
-    at = logits + slot.to(tl.int64) * V + token
-    z = tl.load(at, mask=token < V, other=-float("inf")).to(tl.float32) / tl.load(temperature)
-    heights = tl.exp(z - top)
-    within = tl.sum((tl.cumsum(heights.to(tl.float64), 0) < target).to(tl.int32), 0)
-    # rounding may leave the block's own sum just short of the target: then it is the last id that can be drawn
-    within = tl.minimum(within, tl.max(tl.where(heights > 0.0, inside, 0), 0))
-    possible = tl.max(tl.where(inside == within, heights, 0.0), 0) > 0.0
-    within = tl.where(possible, within, tl.argmax(heights, 0).to(tl.int32))
-    chosen = tl.max(tl.where(inside == within, z, -float("inf")), 0)
-    logprob = ((chosen - top).to(tl.float64) - tl.log(total)).to(tl.float32)
-    finite = total == total  # NaN and +inf among the logits, or nothing but -inf, leave no number here
-    next_token = tl.where(finite, place * BLOCK + within, 0).to(tl.int64)
-    at = slot * room + tl.minimum(count, room - 1)
-    tl.store(answers + at, tl.where(finite, next_token, -1), mask=alive)
-    tl.store(behavior + at, logprob, mask=alive)
-    tl.store(untruncated + at, logprob, mask=alive)
-    over = (tl.load(stops + next_token) != 0) | (finite == 0) | (count + 1 >= tl.load(limits + slot))
-    tl.store(tokens + slot, next_token, mask=alive)
-    tl.store(columns + slot, tl.load(columns + slot) + 1, mask=alive)
-    tl.store(drawn + slot, count + 1, mask=alive)
-    tl.store(live + slot, (over == 0).to(tl.int8), mask=alive)
+    # One key head of one layer: BLOCK numbers of the first lengths[pair] columns of a slot, into another slot.
+    pair, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK
+    count = tl.load(lengths + pair).to(tl.int32) * D
+    if first < count:
+        layer = (head // KV).to(tl.int64) * slots
+        at = first + tl.arange(0, BLOCK)
+        inside = at < count
+        source = ((layer + tl.load(sources + pair)) * KV + head % KV) * length * D + at
+        target = ((layer + tl.load(targets + pair)) * KV + head % KV) * length * D + at
+        tl.store(keys + target, tl.load(keys + source, mask=inside), mask=inside)
+        tl.store(values + target, tl.load(values + source, mask=inside), mask=inside)

@@ -5,12 +5,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tether.rollout.gpu.layers import Trunk
+from tether.rollout.gpu.layers import MOST_RANK, Trunk
+from tether.rollout.gpu.memory import cache_memory
 
+PROCESSORS = 132  # of the device that tiles were chosen on
 PARTS = 8  # partial products that a linear layer's sum may come in
+PART_ROWS = 256  # slots up to which all of them may be used
 BLOCK = 1024  # ids of the vocabulary that are summed together before the search for a token
 SPLITS = 16  # pieces that a slot's cache may be read in
 ROWS = 128  # work space is padded to a multiple of this, so that a tile of rows is always inside
+
+
+def on_device(numbers: list[list[int]] | list[int], device: torch.device) -> Tensor:
+    """Host numbers as an int64 tensor on the device, without waiting for what runs there."""
+    table = torch.tensor(numbers, dtype=torch.int64)
+    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
 
 
 class Cache:
@@ -21,22 +30,22 @@ class Cache:
     """
 
     def __init__(self, trunk: Trunk, slots: int, length: int) -> None:
-        shape = (len(trunk.layers), slots, trunk.kv_heads, length, trunk.head_dim)
-        self.keys = torch.zeros(shape, dtype=trunk.dtype, device=trunk.device)
-        self.values = torch.zeros(shape, dtype=trunk.dtype, device=trunk.device)
+        shape = (2, len(trunk.layers), slots, trunk.kv_heads, length, trunk.head_dim)
+        size = slots * slot_bytes(trunk, length)
+        self.memory = cache_memory(size, trunk.device)
+        both = self.memory.tensor()[:size].view(trunk.dtype).view(shape)
+        self.keys, self.values = both[0], both[1]
+        self.clear()
 
-    def copy(self, sources: list[int], targets: list[int], length: int, at_once: int = 16) -> None:
-        """Make the first `length` columns of some slots those of others, in every layer.
+    def clear(self) -> None:
+        """Nothing but zeros: what lies past a slot's end is read by the plain kernels, with weight zero."""
+        self.keys.zero_()
+        self.values.zero_()
 
-        No source may also be a target.
-        """
-        if not length:
-            return
-        for start in range(0, len(sources), at_once):
-            source = torch.tensor(sources[start : start + at_once], device=self.keys.device)
-            target = torch.tensor(targets[start : start + at_once], device=self.keys.device)
-            for table in (self.keys, self.values):
-                table[:, target, :, :length] = table[:, source, :, :length]
+
+def slot_bytes(trunk: Trunk, length: int) -> int:
+    """What the cache of one slot takes."""
+    return 2 * len(trunk.layers) * trunk.kv_heads * length * trunk.head_dim * trunk.dtype.itemsize
 
 
 class SlotState:
@@ -59,11 +68,11 @@ class SlotState:
         self.untruncated = torch.zeros(slots, room, dtype=torch.float32, device=device)
         self.stops = torch.zeros(vocabulary, dtype=torch.bool, device=device)
         self.temperature = torch.ones(1, dtype=torch.float32, device=device)
+        self.top_k = torch.full((1,), vocabulary, dtype=torch.int32, device=device)
+        self.top_p = torch.ones(1, dtype=torch.float32, device=device)
 
-    def move(self, sources: list[int], targets: list[int]) -> None:
+    def move(self, source: Tensor, target: Tensor) -> None:
         """Slots change their places; the places they leave are idle."""
-        source = torch.tensor(sources, device=self.tokens.device)
-        target = torch.tensor(targets, device=self.tokens.device)
         columns = (self.tokens, self.columns, self.drawn, self.limits, self.live)
         for table in (*columns, self.uniforms, self.answers, self.behavior, self.untruncated):
             table[target] = table[source]
@@ -83,10 +92,16 @@ class Workspace:
         self.hidden, self.normed = empty(rows, trunk.hidden), empty(rows, trunk.hidden)
         self.query, self.mixed = empty(rows, features), empty(rows, features)
         self.inner = empty(rows, trunk.inner)
-        self.parts = empty(PARTS, rows, trunk.hidden, dtype=torch.float32)
+        self.parts = empty(max(PARTS * min(rows, PART_ROWS), rows), trunk.hidden, dtype=torch.float32)
+        # with many slots the parts of a sum are rounded as a linear layer's output would be: half as much to move
+        self.rounded_parts = self.parts.view(trunk.dtype).view(-1, trunk.hidden)
+        self.thin = empty(PARTS, rows, 3, MOST_RANK, dtype=torch.float32)  # adapters' inner states, in parts
         self.logits = empty(rows, trunk.vocabulary)
         blocks = -(-trunk.vocabulary // BLOCK)
         self.highest = empty(rows, blocks, dtype=torch.float32)  # by block of ids
         self.sums = empty(rows, blocks, dtype=torch.float32)
-        self.pieces = empty(SPLITS, rows, features, dtype=torch.float32)  # of attention, and their weights
-        self.weights = empty(SPLITS, rows, trunk.heads, 2, dtype=torch.float32)
+        self.kept = empty(rows, blocks, dtype=torch.float32)  # of the ids that top-k and top-p leave
+        self.thresholds = empty(rows, dtype=torch.int32)
+        pieces = max(SPLITS, 4 * PROCESSORS // trunk.kv_heads)
+        self.pieces = empty(pieces, features, dtype=torch.float32)  # of attention, and their weights
+        self.weights = empty(pieces, trunk.heads, 2, dtype=torch.float32)

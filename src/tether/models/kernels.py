@@ -1,0 +1,29 @@
+"""The one place where it is decided whose kernels run on a device, for the engine and the trainer alike.
+
+Each user names its own modules by kind: a decode step has `rollout/gpu/fused.py` and its plain twin `reference.py`.
+"""
+
+from __future__ import annotations
+
+import importlib
+from functools import cache
+from typing import Literal
+
+import torch
+
+Kind = Literal["triton", "torch"]
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported; torch for some platforms comes without it."""
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return False
+    return True
+
+
+def kernel_kind(device: torch.device, dtype: torch.dtype) -> Kind:
+    """Triton's kernels on a CUDA device that has them, but for float64, where exactness is wanted; else plain torch."""
+    return "triton" if device.type == "cuda" and dtype != torch.float64 and has_triton() else "torch"
