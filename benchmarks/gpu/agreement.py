@@ -1,7 +1,7 @@
 """How far the sampler's log-probs are from the trainer's, over many sampled tokens: mean, p99.9, max, and the KL.
 
     python benchmarks/gpu/agreement.py [--model smollm2-135m] [--tokens 1000000] [--device cuda] [--dtype bfloat16]
-        [--prompts 1024] [--new 128] [--json FILE]
+        [--prompts 1024] [--new 128] [--seconds N] [--json FILE]
 
 Default settings of PPO (temperature 1, the whole distribution), real weights, questions of `--task`. Every batch of
 answers is evaluated as training would before its first update; nothing is learned in between. The KL is the mean of
@@ -99,6 +99,7 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop with what there is after so many")
     parser.add_argument("--json")
     options = parser.parse_args()
     options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
@@ -106,7 +107,7 @@ def main() -> None:
     columns: list[tuple[Tensor, Tensor]] = []
     worst: list[tuple[ApartToken, str]] = []
     count, step, began = 0, 0, time.perf_counter()
-    while count < options.tokens:
+    while count < options.tokens and time.perf_counter() - began < options.seconds:
         batch = one_batch(parts, step)
         mask = batch.response_mask
         columns.append((batch.untruncated_logprobs[mask].float(), batch.old_logprobs[mask].float()))

@@ -202,10 +202,6 @@ def _demo(words: list[str]) -> int:
 
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model: PPO and its neighbours, SFT, a reward model", _train),
-    "plan": Verb(
-        "say what a run will cost in memory, steps and seconds",
-        _in_module("plan", "tether.plan.plan_verb", takes_flags=True),
-    ),
     "resume": Verb("go on with a run that was stopped or killed", _in_module("resume", "tether.loops.resume_verb")),
     "fork": Verb(
         "continue from a checkpoint with other settings",
@@ -214,6 +210,10 @@ VERBS: dict[str, Verb] = {
     "replay": Verb(
         "recompute a step's advantages under other settings",
         _in_module("replay", "tether.loops.replay_verb", takes_flags=True),
+    ),
+    "plan": Verb(
+        "say what a run will cost in memory, steps and seconds",
+        _in_module("plan", "tether.plan.plan_verb", takes_flags=True),
     ),
     "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
     "demo": Verb("the whole of RLHF on a real model, in minutes", _demo),

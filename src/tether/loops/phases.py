@@ -20,6 +20,7 @@ class Phases:
         self._device = device if device.type == "cuda" else None
         self._began = self._phase_began = 0.0
         self._name: str | None = None
+        self._beside = 0
         self._found: dict[str, float] = {}
 
     def begin(self, name: str) -> None:
@@ -31,13 +32,19 @@ class Phases:
         if self._device is not None:
             torch.cuda.reset_peak_memory_stats(self._device)
 
+    def hold_beside(self, size: int) -> None:
+        """Count bytes of the device that are held in the phase at hand, and that torch does not know of."""
+        self._beside = size
+
     def _end(self) -> None:
         now = time.perf_counter()
         if self._name is not None:
             self._found[f"seconds/{self._name}"] = now - self._phase_began
             if self._device is not None:
-                self._found[f"memory/{self._name}"] = torch.cuda.max_memory_allocated(self._device) / GIB
+                held = torch.cuda.max_memory_allocated(self._device) + self._beside
+                self._found[f"memory/{self._name}"] = held / GIB
         self._phase_began = now
+        self._beside = 0
 
     def metrics(self) -> dict[str, float]:
         """End the last phase; seconds and peak GiB of each, and what is still held (`memory/kept`)."""

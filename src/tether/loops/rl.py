@@ -139,6 +139,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
         samples_per_prompt=parts.samples_per_prompt,
         seed=derive_seed(parts.seed, "rollout", step),
     )
+    phases.hold_beside(getattr(parts.engine, "cache_bytes", 0))
     release_memory(parts.engine)
     begin("scores")
     scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)

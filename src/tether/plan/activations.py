@@ -1,21 +1,23 @@
 """What a forward pass leaves behind for its backward pass, counted from the code that makes it.
 
 For one token and one layer of width H, with Q features of queries, K of keys (and as many of values) and I inner ones,
-the pass over packed tokens keeps:
+the fused pass on a CUDA device (`layer_fused.py`) keeps
 
-    H      the layer's input, for its norm
-    H      the normed input, for the weights of queries, keys and values (or their adapters)
+    H      what enters the first norm
     Q      queries, turned
     2 K    keys and values, the keys turned
     Q      what attention mixed
-    H      the residual after attention, for the second norm
-    H      its norm, for gate and up
-    2 I    gate and up; their product as well where the layer after it has an adapter
+    H      what enters the second norm
+    2 I    gate and up
 
-and float32 sums of attention and norms. In plain torch (`layer_plain.py`) keys and values are repeated for every query
-head, and the activation of the gate and the product are kept too. A model's own
-modules also keep what their norms do in float32. In the last layer only tokens whose states are read go on after keys
-and values. Of layers that are run again in the backward pass only what enters them is kept: a residual and a change.
+and float32 sums of attention and norms; normed states and the gated product are made again. In plain torch
+(`plain_ops.py`) both normed states are kept as well, keys and values are repeated for every query head, and the gate's
+activation and the product are kept too. A model's own modules also keep what their norms do in float32. In the last
+layer only tokens whose states are read go on after keys and values. Of layers that are run again in the backward pass
+only what enters them is kept: a residual and a change.
+
+Where layers are small and all batches have one shape, the fused pass is held as CUDA graphs, and what it keeps stays
+where it is from then on, with the gradients (`captured_pass.py`).
 """
 
 from __future__ import annotations
@@ -23,10 +25,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from tether.ops.logprob_fused import CHUNK_ELEMENTS as FUSED_CHUNK
+from tether.ops.logprobs import CHUNK_ELEMENTS
 from tether.plan.shape import Shape
 
 Way = Literal["plain", "fused", "modules"]
-CHUNK = {"fused": 2**27, "plain": 2**23, "modules": 2**23}  # logits at a time, as in tether.ops
+CHUNK = {"fused": FUSED_CHUNK, "plain": CHUNK_ELEMENTS, "modules": CHUNK_ELEMENTS}  # logits at a time
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,7 @@ class Pass:
     rank: int = 0  # of the adapters; 0 where weights themselves are trained
     recompute: bool = False
     trains_head: bool = True  # whether the output layer is trained
+    captured: bool = False  # held as CUDA graphs
 
     def kept(self, shape: Shape) -> int:
         """Bytes held from the forward pass until the backward pass comes by, the head's not counted."""
@@ -63,14 +68,14 @@ class Pass:
     def _numbers(self, shape: Shape, last: bool) -> tuple[int, int]:
         """(numbers kept of every token, numbers kept of each that goes on after attention)."""
         inner, queries, hidden = shape.inner, shape.queries, shape.hidden
-        thin = 4 * self.rank  # of queries, output, gate and up; of keys and values 2 more, of down one
+        thin = 5 * self.rank  # of queries, output, gate, up and down; of keys and values 2 more for every token
         if self.way == "fused":
-            each = 2 * hidden + 2 * shape.keys + 2 * self.rank
-            gates = 3 * inner + self.rank if self.rank else 2 * inner
-            return each, 2 * queries + (3 if last else 2) * hidden + gates + thin
+            raw = (queries, shape.keys) if shape.head_norms else (0, 0)
+            each = hidden + 2 * shape.keys + raw[1] + 2 * self.rank
+            return each, 2 * queries + raw[0] + hidden + 2 * inner + thin
         keys = 2 * (queries if shape.kv_heads < shape.heads else shape.keys)
         each = 2 * hidden + keys + 2 * queries + 2 * self.rank  # in the last layer, too, all tokens go into attention
-        return each, (2 * queries + hidden if last else 0) + 2 * hidden + 4 * inner + thin + self.rank
+        return each, (2 * queries + hidden if last else 0) + 2 * hidden + 4 * inner + thin
 
     def rerun(self, shape: Shape) -> int:
         """Bytes of the one layer that is being run again, where layers are."""
@@ -79,7 +84,7 @@ class Pass:
     def passing(self, shape: Shape) -> int:
         """Bytes of the gradients at the widest place of a layer, its MLP: they come and go."""
         inner = 3 if self.way == "fused" else 4
-        return self.tokens * self.width * (inner * shape.inner + 3 * shape.hidden)
+        return self.tokens * self.width * (inner * shape.inner + 4 * shape.hidden)
 
     def forward(self, shape: Shape) -> int:
         """Bytes of a pass without gradients at its widest."""
@@ -92,12 +97,20 @@ class Pass:
         return 2 * self.wanted * shape.hidden * self.width
 
     def states(self, shape: Shape) -> int:
-        """Bytes kept for the output layer: the states it reads and, where it is frozen, the slopes it found."""
-        return (1 if self.trains_head else 2) * self.wanted * shape.hidden * self.width
+        """Bytes kept for the output layer: the states it reads and, where it is frozen, the slopes it found.
+
+        Logits of a single chunk wait for the backward pass on the fused way.
+        """
+        waits = self.chunk(shape) if self.trains_head and self.way == "fused" and self.chunks(shape) == 1 else 0
+        return (1 if self.trains_head else 2) * self.wanted * shape.hidden * self.width + waits
 
     def values(self, shape: Shape) -> int:
         """Bytes kept for a value head, which reads states in float32."""
         return 4 * self.wanted * shape.hidden
+
+    def chunks(self, shape: Shape) -> int:
+        """In how many parts logits are made."""
+        return -(-self.wanted // max(1, CHUNK[self.way] // shape.vocabulary))
 
     def chunk(self, shape: Shape) -> int:
         """Bytes of the logits that are there at a time, without gradients."""
@@ -107,8 +120,6 @@ class Pass:
     def head(self, shape: Shape) -> int:
         """Bytes of the output layer's backward pass; a trained one's gradient is summed over chunks in float32."""
         states = self.wanted * shape.hidden * self.width
-        if not self.trains_head:
+        if not self.trains_head or (self.way == "fused" and self.chunks(shape) == 1):
             return states
-        chunks = -(-self.wanted // max(1, CHUNK[self.way] // shape.vocabulary))
-        each = self.width if chunks == 1 and self.way == "fused" else 4 + self.width
-        return self.chunk(shape) + states + shape.vocabulary * shape.hidden * each
+        return self.chunk(shape) + states + shape.vocabulary * shape.hidden * (4 + self.width)

@@ -8,6 +8,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from tether.config.recipes import Recipe, RLRecipe
+from tether.learner.adamw import BUCKET
+from tether.learner.quantize import BLOCK
 from tether.plan.activations import Pass, Way
 from tether.plan.shape import Shape
 from tether.plan.work import Work
@@ -16,9 +18,9 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BASE_BYTES = {"8bit": 1.02, "4bit": 0.56}  # a quantised number, with its share of the scales
 REMEMBERED = 2**29  # bytes of states that a shared trunk remembers at the most
 CUDA_LIBRARIES = 40 * 2**20  # bytes that the libraries of products take from torch
-EIGHT_BIT_MEANS = 2 * (1 + 4 / 256)  # bytes of two codes, and their share of the scales of a block
+EIGHT_BIT_MEANS = 2 * (1 + 4 / BLOCK)  # bytes of two codes, and their share of the scales of a block
 MOST_SLOTS = {"cuda": 1024, "mps": 64, "cpu": 64}  # of a sampler that chooses for itself
-BUCKET = 2**26  # weights that the optimiser steps at a time, as in tether.learner.adamw
+SMALL = 4 * 10**11  # tokens x weights up to which a pass is held as graphs, as in tether.models.captured_pass
 
 
 @dataclass(frozen=True)
@@ -120,22 +122,26 @@ def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str) -> Memory:
     one = micro_pass(recipe, shape, work, held, micro_rows)
     roles = _roles(recipe, shape, work, held, one)
     always = sum(role.held for role in roles) + (CUDA_LIBRARIES if device == "cuda" else 0)
+    graphs = sum(role.gradients + one.kept(shape) for role in roles if role.activations) if one.captured else 0
     phases: dict[str, int] = {}
     if isinstance(recipe, RLRecipe):
         room = _work_space(recipe, shape, work, held)
-        phases["rollout"] = always + sum(role.cache for role in roles)
+        phases["rollout"] = always + graphs + sum(role.cache for role in roles)
         always += room + _remembered(recipe, shape, work, held)
     streamed = shape.parameters * held.width if held.offload and work.reference else 0
-    phases["evaluation"] = always + streamed + max(one.forward(shape), one.chunk(shape) if work.policy else 0)
-    phases["update"] = always + _update(shape, work, held, one, roles, several=micro_batches > 1)
+    phases["evaluation"] = always + graphs + streamed + max(one.forward(shape), one.chunk(shape) if work.policy else 0)
+    phases["update"] = always + _update(shape, work, held, one, roles, several=micro_batches > 1 or one.captured)
     return Memory(roles, phases, micro_rows, micro_batches)
 
 
 def micro_pass(recipe: Recipe, shape: Shape, work: Work, held: Held, micro_rows: int) -> Pass:
     """A trunk's pass over one micro-batch."""
     mode = recipe.roles.mode
+    tokens = min(round(micro_rows * work.row_tokens), micro_rows * work.longest_row)
+    weights = 2 * shape.hidden * (2 * shape.queries + 2 * shape.inner)
+    alike = work.row_tokens == work.longest_row  # rows of one length make micro-batches of one shape
     return Pass(
-        tokens=min(round(micro_rows * work.row_tokens), micro_rows * work.longest_row),
+        tokens=tokens,
         wanted=micro_rows * min(work.answer_tokens + 1, work.longest_row),
         layers=min(recipe.roles.top_layers, shape.layers) if mode == "top" else shape.layers,
         width=held.width,
@@ -143,6 +149,7 @@ def micro_pass(recipe: Recipe, shape: Shape, work: Work, held: Held, micro_rows:
         rank=recipe.roles.lora_rank if mode == "adapters" else 0,
         recompute=held.checkpointing,
         trains_head=mode == "separate",
+        captured=held.way == "fused" and alike and not held.checkpointing and tokens * weights <= SMALL,
     )
 
 
@@ -164,7 +171,7 @@ def _update(shape: Shape, work: Work, held: Held, one: Pass, roles: Sequence[Rol
         made = before or (critic.gradients if critic is not None else 0)
         moments.append(made + own + one.head(shape))
         # The gradient of an output layer that is the embedding waits for the embedding's own.
-        waits = shape.embedding * one.width if one.trains_head and not shape.output else 0
+        waits = shape.embedding * one.width if one.trains_head and not shape.output and one.chunks(shape) > 1 else 0
         moments.append(made + own + waits + passing)
         moments.append(gradients + 2 * waits)
     count = max((role.gradients // held.width for role in trained), default=0)
@@ -270,7 +277,8 @@ def _reward(part: Any, shape: Shape, shared: str | None, found: list[RoleCost]) 
 
 def _cache(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
     """Keys and values of every slot."""
-    room = -(-work.longest_row // 64) * 64
+    unit = 128 if held.device == "cuda" else 1
+    room = -(-work.longest_row // unit) * unit
     return 2 * shape.layers * slots_of(recipe, work, held.device) * shape.keys * room * held.width
 
 

@@ -39,6 +39,7 @@ class Shape:
     layer: int  # of one layer
     norm: int  # of what is left: the final norm
     linears: tuple[tuple[str, int, int], ...]
+    head_norms: bool  # whether queries and keys are normed by head
     packed: bool  # whether the pass over packed tokens is written for its kind
 
     @property
@@ -96,6 +97,9 @@ class Shape:
             layer=layer,
             norm=whole - embedding - layer * len(layers),
             linears=_matrices(layers[0]),
+            head_norms=any(
+                name.endswith(("q_norm.weight", "k_norm.weight")) for name, _ in layers[0].named_parameters()
+            ),
             packed=departure(trunk, PROBE_LENGTH) is None,
         )
 

@@ -111,6 +111,11 @@ class NativeEngine:
                 self._distrusted = disagreement(loaded.model)
         self._notice(self._distrusted)
 
+    @property
+    def cache_bytes(self) -> int:
+        """The most device memory that its cache has taken; torch's counters do not see it."""
+        return self.gpu.cache_bytes
+
     def release(self) -> None:
         """Hand back the device memory of the cache, as every call does at its end; the next one takes it again."""
         self.gpu.release()
