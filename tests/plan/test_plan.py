@@ -65,7 +65,7 @@ def test_an_architecture_that_is_laid_out_otherwise_is_counted_all_the_same():
     ("method", "flags", "steps", "why"),
     [
         ("ppo", ["--rollout.prompts_per_step=256"], 16, "256 rollouts, 4 epochs, minibatches of 64: 16 steps"),
-        ("ppo", ["--rollout.prompts_per_step=65", "--ppo.epochs=1"], 2, "65 rollouts, 1 epoch, minibatches of 64: 2 steps"),
+        ("rloo", ["--rollout.prompts_per_step=17"], 2, "68 rollouts, 1 epoch, minibatches of 64: 2 steps"),
         ("grpo", [], 1, "64 rollouts, 1 epoch, minibatches of 64: 1 step"),
         ("reinforce", [], 1, "64 rollouts, 1 epoch, minibatches of 64: 1 step"),
         ("trpo", [], 5, "64 rollouts: 1 trust-region step of the policy, then 4 epochs, minibatches of 64: 4 steps"),
@@ -127,7 +127,7 @@ def test_sizes_of_memory_are_read_as_people_write_them(text, size):
 
 @pytest.mark.parametrize("text", ["lots", "24XB", "-3GiB", ""])
 def test_a_size_that_is_none_is_refused(text):
-    with pytest.raises(ConfigError, match="24GiB|above 0"):
+    with pytest.raises(ConfigError, match=r"24GiB|above 0"):
         parse_memory(text)
 
 
