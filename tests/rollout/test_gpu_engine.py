@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft.tuners.lora import LoraLayer
 
-from tether.models.load import LoadedModel
+from tether.models.load import LoadedModel, describe
 from tether.models.lora import inject_lora, lora_config
+from tether.models.tiny import tiny_tokenizer
 from tether.protocols import Sampling
 from tether.rollout import supported
 from tether.rollout.gpu.batch import LOOK, GpuBatch, bucket
@@ -37,6 +38,9 @@ SHAPE: dict[str, Any] = {
     "num_key_value_heads": 2,
     "head_dim": 8,
     "max_position_embeddings": 128,
+    "eos_token_id": 257,
+    "pad_token_id": 256,
+    "bos_token_id": None,
 }
 
 
@@ -47,9 +51,9 @@ def gpu_engine(loaded: LoadedModel, **given: Any) -> NativeEngine:
     return engine
 
 
-def build(kind: str) -> Any:
+def build(kind: str, **more: Any) -> Any:
     torch.manual_seed(0)
-    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**SHAPE)
+    config = getattr(transformers, "Gemma3TextConfig" if kind == "Gemma3" else f"{kind}Config")(**SHAPE | more)
     model = getattr(transformers, f"{kind}ForCausalLM")(config).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
@@ -135,6 +139,31 @@ def test_the_logits_are_the_models_own(kind: str):
     model = build(kind)
     expected = torch.stack([model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in supported.TRIAL])
     assert torch.allclose(supported._gpu_trial(model), expected, atol=1e-5)
+
+
+NARROW: dict[str, dict[str, Any]] = {  # windows and caps that show, and layers that differ in them
+    "Mistral": {"sliding_window": 5},
+    "Qwen2": {"use_sliding_window": True, "sliding_window": 6, "max_window_layers": 1},
+    "Gemma2": {
+        "sliding_window": 5,
+        "query_pre_attn_scalar": 4,
+        "attn_logit_softcapping": 2.0,
+        "final_logit_softcapping": 5.0,
+    },
+    "Gemma3": {"sliding_window": 5, "layer_types": ["sliding_attention", "full_attention"]},
+}
+
+
+@pytest.mark.parametrize("kind", NARROW)
+def test_windows_caps_and_several_rotary_tables_are_the_models_own(
+    kind: str, prompts: list[Prompt], assert_matches_plain_forward
+):
+    loaded = describe(build(kind, **NARROW[kind]).float(), tiny_tokenizer())
+    engine = gpu_engine(loaded, max_batch=4)
+    sampling = Sampling(9, temperature=0.9, stop_token_ids=OFTEN)
+    rollouts = engine.generate(prompts, sampling, samples_per_prompt=2, seed=0)
+    assert engine.notices == ()
+    assert_matches_plain_forward(loaded.model, rollouts, sampling)
 
 
 @torch.inference_mode()
