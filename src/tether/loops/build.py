@@ -104,6 +104,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         with_reference=algorithm.needs_reference,
         seed=derive_seed(recipe.run.seed, "critic"),
         start_critic_from=sharing.load_scalar(Path(start), "critic") if start else None,
+        offload_frozen=recipe.roles.offload_frozen,
     )
     rollout = recipe.rollout
     return RLParts(
@@ -219,7 +220,8 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[
 
 def _dpo(recipe: DPORecipe, policy: LoadedModel) -> SupervisedParts[Any]:
     sharing = sharing_of(recipe, policy)
-    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0)
+    offload = recipe.roles.offload_frozen
+    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0, offload_frozen=offload)
     assert roles.reference is not None
     reference, settings = roles.reference, recipe.dpo
     learner = make_learner(recipe, roles.actor, policy)

@@ -20,8 +20,9 @@ from transformers.activations import SiLUActivation
 
 from tether.models.flash import Attention
 from tether.models.fused_ops import add_norm, add_norm_backward, gate, gate_backward, rotate
-from tether.models.linear_parts import Gradients, Linear
+from tether.models.linear_parts import Linear
 from tether.models.packing import Packing, Rows
+from tether.ops.deposit import Gradients
 
 
 @dataclass(frozen=True)
