@@ -11,11 +11,12 @@ from tether.config.parts import RolesSettings
 from tether.loops.build import build_rl, load_policy
 from tether.loops.rl import train_rl
 from tether.models.load import disable_dropout
-from tether.models.roles import Roles, onto
+from tether.models.roles import Roles, foresee, onto
 from tether.models.sharing import Separate, build_sharing
 from tether.models.tiny import tiny_model
 from tether.models.trunks import recompute_layers
 from tether.models.waiting import Waiting
+from tether.ops.aggregation import Aggregation
 from tether.types import Sequences
 
 
@@ -108,6 +109,26 @@ def test_a_batch_put_onto_a_device_is_the_batch():
     moved = onto(batch(), "meta")
     assert moved.tokens.device.type == "meta" and moved.tokens.shape == (3, 12)
     assert onto(batch(), "cpu").tokens.tolist() == batch().tokens.tolist()
+
+
+def test_what_is_foreseen_of_a_batch_is_what_would_be_found(monkeypatch):
+    """A copy stands for the batch on a device: its masks are never looked at, and the roles say the same."""
+    roles = Roles.build(Separate(tiny_model(seed=1)), critic="separate", with_reference=True, seed=0)
+    here = batch()
+    expected, moved = roles.evaluate(here), here.map_tensors(torch.clone)
+    foresee(moved, here)
+    aggregation = Aggregation()
+    size = aggregation.size(here.response_mask)
+    looked = []
+    nonzero = torch.Tensor.nonzero
+    monkeypatch.setattr(torch.Tensor, "nonzero", lambda x, *given: looked.append(x) or nonzero(x, *given))
+    found = roles.evaluate(moved)
+    assert aggregation.size(moved.response_mask) == size
+    assert not looked
+    for name in ("old_logprobs", "ref_logprobs", "values", "final_values"):
+        assert torch.equal(getattr(found, name), getattr(expected, name))
+    roles.evaluate(here.map_tensors(torch.clone))
+    assert looked  # of a batch of which nothing is known
 
 
 @pytest.mark.parametrize("flag", ["model.gradient_checkpointing=true", "roles.offload_frozen=true"])

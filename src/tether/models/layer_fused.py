@@ -117,9 +117,7 @@ def layers_of(trunk: Any) -> list[Layer] | None:
     return None if any(layer is None for layer in found) else cast("list[Layer]", found)
 
 
-def layer_forward(
-    layer: Layer, place: Place, hidden: Tensor, change: Tensor | None
-) -> tuple[Tensor, Kept]:
+def layer_forward(layer: Layer, place: Place, hidden: Tensor, change: Tensor | None) -> tuple[Tensor, Kept]:
     """`(what the block adds to kept.again, what its backward pass reads)` of hidden + change (N, H).
 
     What a block adds is handed on apart, for the next norm to add it in the same pass.
@@ -171,9 +169,7 @@ def layer_backward(
     return _attention_backward(layer, place, kept, grad_again, gradients, wants_input)
 
 
-def _mlp_backward(
-    layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, gradients: Gradients
-) -> Tensor:
+def _mlp_backward(layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, gradients: Gradients) -> Tensor:
     """(n, H) the gradient of what entered the second norm."""
     *_, thin_gate, thin_up, thin_down = kept.thin
     grad_change = grad_change.contiguous()
@@ -242,9 +238,7 @@ def norm_backward(
     norm: Norm, grad_normed: Tensor, past: Tensor | None, added: Tensor, inverse: Tensor, gradients: Gradients
 ) -> Tensor:
     """The gradient of what entered a norm, `past` being what comes by the way past it."""
-    grad, grad_weight = add_norm_backward(
-        grad_normed, past, added, norm.weight, inverse, norm.weight.requires_grad
-    )
+    grad, grad_weight = add_norm_backward(grad_normed, past, added, norm.weight, inverse, norm.weight.requires_grad)
     if grad_weight is not None:
         gradients.add(norm.weight, grad_weight)
     return grad

@@ -109,9 +109,7 @@ def _plain_layers(
     return plain.norm(trunk.norm, hidden)
 
 
-def _layer(
-    layer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None
-) -> Tensor:
+def _layer(layer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None) -> Tensor:
     """(N, H) after one block, or (n, H) of the tokens of `rows` alone."""
     attention, mlp = layer.self_attn, layer.mlp
     normed = plain.norm(layer.input_layernorm, hidden)

@@ -53,8 +53,14 @@ def onto(batch: BatchT, device: torch.device | str) -> BatchT:
     asked of the device before is done. So the answers are found here, while the batch is on the host.
     """
     moved = batch.to(device)
-    if moved.tokens.device == batch.tokens.device:
-        return moved
+    if moved.tokens.device != batch.tokens.device:
+        foresee(moved, batch)
+    return moved
+
+
+def foresee(moved: Sequences, batch: Sequences) -> None:
+    """Answer of `moved`, which is `batch` elsewhere, what will be asked of its masks."""
+    device = moved.tokens.device
     packing, wanted = packing_of(batch.attention_mask), states_read(batch)
     there = wanted.to(device, non_blocking=True)
     packing_of.know(moved.attention_mask, packing.to(device))
@@ -63,7 +69,6 @@ def onto(batch: BatchT, device: torch.device | str) -> BatchT:
     places_of.know(moved.response_mask, places_of(batch.response_mask).to(device, non_blocking=True))
     for count in (true_places, true_rows):
         count.know(moved.response_mask, count(batch.response_mask))
-    return moved
 
 
 @dataclass(frozen=True)

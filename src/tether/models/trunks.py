@@ -86,7 +86,9 @@ class Fast:
         recompute = self.recompute and torch.is_grad_enabled()
         found = None
         if self.tried and self.way is not None and departure(model, batch.tokens.shape[1]) is None:
-            found = packed_states(model, batch, lower, wanted, way=self.way, recompute=recompute, captured=self.captured)
+            found = packed_states(
+                model, batch, lower, wanted, way=self.way, recompute=recompute, captured=self.captured
+            )
         return found if found is not None else hidden_states(model, batch, lower, recompute=recompute)
 
 

@@ -32,6 +32,7 @@ class FusedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, factor: float, rows: int
     ) -> tuple[Tensor, Tensor]:
+        """`(logprobs, entropy)`, (N,) each."""
         logprobs, entropy, normaliser = torch.empty(3, len(targets), dtype=torch.float32, device=states.device)
         frozen = not any(ctx.needs_input_grad[1:3])
         mean_rows = torch.empty_like(states) if frozen and ctx.needs_input_grad[0] else None
@@ -50,6 +51,7 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """d logprob / dz = onehot - p,  d entropy / dz = -p (log p + entropy); then the chain rule through z."""
         if torch.is_grad_enabled():
             raise RuntimeError("chunked_logprobs has no second derivative: use log_distributions")
         states, weight, bias, targets, normaliser, entropy, mean_rows = ctx.saved_tensors
