@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import importlib.util
+
 import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tether.config.load import load_recipe
 from tether.config.parts import RolesSettings
+from tether.errors import ConfigError
 from tether.loops.build import build_rl, load_policy
 from tether.loops.rl import train_rl
-from tether.models.load import disable_dropout
+from tether.models.load import disable_dropout, quantization
 from tether.models.roles import Roles, foresee, onto
 from tether.models.sharing import Separate, build_sharing
 from tether.models.tiny import tiny_model
@@ -140,3 +143,22 @@ def test_a_run_with_it_is_the_run_without_it(flag: str):
         return [step.metrics[name] for step in steps for name in ("loss", "grad_norm/policy", "kl_ref_k3")]
 
     assert metrics([flag]) == metrics([])
+
+
+@pytest.mark.parametrize("bits", ["8bit", "4bit"])
+def test_fewer_bits_need_a_package_that_the_error_names(monkeypatch, bits: str):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: None)
+    with pytest.raises(ConfigError, match=rf"model.quantize is {bits}.*tether-rl\[quantize\]"):
+        quantization(bits, torch.bfloat16, torch.device("cuda"))
+
+
+def test_fewer_bits_need_a_device(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *_: object())
+    with pytest.raises(ConfigError, match="needs a CUDA device"):
+        quantization("4bit", torch.bfloat16, torch.device("cpu"))
+    assert quantization("none", torch.bfloat16, torch.device("cpu")) is None
+
+
+def test_weights_in_fewer_bits_are_not_trained():
+    with pytest.raises(ConfigError, match=r"roles\.mode adapters"):
+        load_policy(load_recipe("ppo", None, ["--model.quantize=4bit"]))

@@ -27,6 +27,7 @@ from tether.data.examples import (
     read_rankings,
 )
 from tether.data.texts import read_texts
+from tether.errors import ConfigError
 from tether.learner.batching import micro_batches
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.memory import within_memory
@@ -50,12 +51,18 @@ from tether.types import Measures, PairBatch
 def load_policy(recipe: Recipe) -> LoadedModel:
     """The recipe's model on its device."""
     settings = recipe.model
+    if settings.quantize != "none" and recipe.roles.mode != "adapters":
+        raise ConfigError(
+            f"model.quantize is {settings.quantize}, whose weights cannot be trained: use roles.mode adapters, or set "
+            "model.quantize none"
+        )
     return load_causal_lm(
         find_model(settings.path),
         dtype=settings.dtype,
         device=resolve_device(settings.device),
         seed=derive_seed(recipe.run.seed, "model"),
         attention=settings.attention,
+        quantize=settings.quantize,
     )
 
 

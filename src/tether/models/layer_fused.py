@@ -60,19 +60,22 @@ class Layer:
     def of(cls, layer: Any) -> Layer | None:
         """None where one of its modules may do more than is known here."""
         attention, mlp = layer.self_attn, layer.mlp
-        modules = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        found = [Linear.of(module) for module in (*modules, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-        if any(part is None for part in found) or not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
+        modules = {
+            "query": attention.q_proj,
+            "key": attention.k_proj,
+            "value": attention.v_proj,
+            "output": attention.o_proj,
+            "gate": mlp.gate_proj,
+            "up": mlp.up_proj,
+            "down": mlp.down_proj,
+        }
+        found = {name: Linear.of(module) for name, module in modules.items()}
+        if any(part is None for part in found.values()) or not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
             return None
-        return cls(
-            cast(Norm, Norm.of(layer.input_layernorm)),
-            cast(Norm, Norm.of(layer.post_attention_layernorm)),
-            *cast("list[Linear]", found),
-            Norm.of(getattr(attention, "q_norm", None)),
-            Norm.of(getattr(attention, "k_norm", None)),
-            attention.head_dim,
-            attention.scaling,
-        )
+        norms = {"before_attention": layer.input_layernorm, "before_mlp": layer.post_attention_layernorm}
+        norms |= {"query_norm": getattr(attention, "q_norm", None), "key_norm": getattr(attention, "k_norm", None)}
+        parts: dict[str, Any] = found | {name: Norm.of(module) for name, module in norms.items()}
+        return cls(**parts, width=attention.head_dim, scaling=attention.scaling)
 
     def trained(self) -> list[Tensor]:
         """The tensors that a gradient goes to."""

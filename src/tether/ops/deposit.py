@@ -9,7 +9,8 @@ from torch import Tensor
 
 def watched(tensor: Tensor) -> bool:
     """Whether a gradient has to pass through autograd: for a hook, or because the tensor is the result of others."""
-    return not tensor.is_leaf or bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+    hooks = tensor._backward_hooks, tensor._post_accumulate_grad_hooks  # pyright: ignore[reportPrivateUsage]
+    return not tensor.is_leaf or any(map(bool, hooks))
 
 
 class Gradients:

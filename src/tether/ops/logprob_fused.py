@@ -4,6 +4,7 @@ The products stay with the library and keep the states' type; each kernel reads 
 `chunked_logprobs` for what is computed. It can be gone back through once.
 """
 
+# pyright: reportIndexIssue=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 import importlib.util
