@@ -11,9 +11,9 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-from smollm_shape import NEVER, Numbers  # noqa: E402
+from smollm_shape import NEVER, Numbers
 
-from tether.models.load import LoadedModel  # noqa: E402
+from tether.models.load import LoadedModel
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib.util
 import os
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import numpy

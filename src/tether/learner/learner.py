@@ -26,6 +26,7 @@ from tether.learner.overflow import cannot_overflow
 from tether.learner.schedule import rate_factor
 from tether.learner.settings import LearnerSettings
 from tether.learner.state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
+from tether.models.roles import onto
 from tether.protocols import Objective, TrainedModel
 from tether.types import Measures, Sequences
 
@@ -79,7 +80,7 @@ class Learner:
     def _parts(self, batch: Sequences) -> Iterator[Part]:
         for rows in micro_batches(batch, self.micro_tokens):
             selected = batch.select(rows)
-            yield Part(selected.trimmed().to(self.device), rows, selected.span()[0])
+            yield Part(onto(selected.trimmed(), self.device), rows, selected.span()[0])
 
     @property
     def finite(self) -> bool:

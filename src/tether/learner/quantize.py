@@ -45,8 +45,10 @@ class Codes:
         share = blocks.abs() / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
         # log(0) is -inf, which the clamp takes to 0: the code of 0.
         step = torch.log(share).div_(math.log(self.ratio)).add_(self.steps).round_().clamp_(0, self.steps)
-        # What is nearer to 0 than to the smallest magnitude is 0.
-        step = torch.where(share < 0.5 * self.floor, torch.zeros_like(step), step.clamp_(min=1.0))
+        # A mean nearer to 0 than to the smallest magnitude is 0. A mean of squares divides: unless it is 0 it must
+        # not become 0, so it is rounded up, which makes a step shorter rather than endless.
+        nothing = share < 0.5 * self.floor if self.signed else share == 0.0
+        step = torch.where(nothing, torch.zeros_like(step), step.clamp_(min=1.0))
         if self.signed:
             step = torch.copysign(step, blocks)
         return step.view(-1)[: len(flat)].to(torch.int8 if self.signed else torch.uint8), scales

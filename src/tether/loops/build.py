@@ -27,6 +27,7 @@ from tether.data.examples import (
     read_rankings,
 )
 from tether.data.texts import read_texts
+from tether.errors import ConfigError
 from tether.learner.batching import micro_batches
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.memory import within_memory
@@ -50,12 +51,18 @@ from tether.types import Measures, PairBatch
 def load_policy(recipe: Recipe) -> LoadedModel:
     """The recipe's model on its device."""
     settings = recipe.model
+    if settings.quantize != "none" and recipe.roles.mode != "adapters":
+        raise ConfigError(
+            f"model.quantize is {settings.quantize}, whose weights cannot be trained: use roles.mode adapters, or set "
+            "model.quantize none"
+        )
     return load_causal_lm(
         find_model(settings.path),
         dtype=settings.dtype,
         device=resolve_device(settings.device),
         seed=derive_seed(recipe.run.seed, "model"),
         attention=settings.attention,
+        quantize=settings.quantize,
     )
 
 
@@ -104,6 +111,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         with_reference=algorithm.needs_reference,
         seed=derive_seed(recipe.run.seed, "critic"),
         start_critic_from=sharing.load_scalar(Path(start), "critic") if start else None,
+        offload_frozen=recipe.roles.offload_frozen,
     )
     rollout = recipe.rollout
     return RLParts(
@@ -224,7 +232,8 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[
 
 def _dpo(recipe: DPORecipe, policy: LoadedModel) -> SupervisedParts[Any]:
     sharing = sharing_of(recipe, policy)
-    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0)
+    offload = recipe.roles.offload_frozen
+    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0, offload_frozen=offload)
     assert roles.reference is not None
     reference, settings = roles.reference, recipe.dpo
     learner = make_learner(recipe, roles.actor, policy)

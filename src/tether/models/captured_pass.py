@@ -16,7 +16,7 @@ from torch import Tensor
 
 from tether.models import fused_pass
 from tether.models.fused_pass import Inputs, Layers, Trace
-from tether.models.linear_parts import Gradients, watched
+from tether.ops.deposit import Gradients, watched
 
 SMALL = 2 * 10**11  # tokens x weights of a layer below which the host is slower than the device
 PATIENCE = 4  # passes of another shape in a row until it takes the held one's place

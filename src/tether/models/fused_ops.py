@@ -49,9 +49,7 @@ def add_norm_backward(
     return grad, partial.sum(dim=0).to(weight.dtype) if learns else None
 
 
-def rotate(
-    query: Tensor, key: Tensor, asked: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], way: float
-) -> None:
+def rotate(query: Tensor, key: Tensor, asked: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], way: float) -> None:
     """Turn queries (n, heads, D) and keys (N, kv heads, D) in place: pairs (i, i + D/2) by their tokens' angles.
 
     `asked` and `angles` are cos and sin, (n, D) and (N, D) each; `way` is 1, or -1 to turn back.

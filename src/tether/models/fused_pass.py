@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from tether.models.fused_ops import add_norm
 from tether.models.layer_fused import Kept, Layer, Norm, Place, layer_backward, layer_forward, norm_backward
-from tether.models.linear_parts import Gradients
 from tether.models.packing import Packing, Rows
+from tether.ops.deposit import Gradients
 
 
 @dataclass(frozen=True)

@@ -20,8 +20,9 @@ from transformers.activations import SiLUActivation
 
 from tether.models.flash import Attention
 from tether.models.fused_ops import add_norm, add_norm_backward, gate, gate_backward, rotate
-from tether.models.linear_parts import Gradients, Linear
+from tether.models.linear_parts import Linear
 from tether.models.packing import Packing, Rows
+from tether.ops.deposit import Gradients
 
 
 @dataclass(frozen=True)
@@ -59,19 +60,22 @@ class Layer:
     def of(cls, layer: Any) -> Layer | None:
         """None where one of its modules may do more than is known here."""
         attention, mlp = layer.self_attn, layer.mlp
-        modules = (attention.q_proj, attention.k_proj, attention.v_proj, attention.o_proj)
-        found = [Linear.of(module) for module in (*modules, mlp.gate_proj, mlp.up_proj, mlp.down_proj)]
-        if any(part is None for part in found) or not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
+        modules = {
+            "query": attention.q_proj,
+            "key": attention.k_proj,
+            "value": attention.v_proj,
+            "output": attention.o_proj,
+            "gate": mlp.gate_proj,
+            "up": mlp.up_proj,
+            "down": mlp.down_proj,
+        }
+        found = {name: Linear.of(module) for name, module in modules.items()}
+        if any(part is None for part in found.values()) or not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
             return None
-        return cls(
-            cast(Norm, Norm.of(layer.input_layernorm)),
-            cast(Norm, Norm.of(layer.post_attention_layernorm)),
-            *cast("list[Linear]", found),
-            Norm.of(getattr(attention, "q_norm", None)),
-            Norm.of(getattr(attention, "k_norm", None)),
-            attention.head_dim,
-            attention.scaling,
-        )
+        norms = {"before_attention": layer.input_layernorm, "before_mlp": layer.post_attention_layernorm}
+        norms |= {"query_norm": getattr(attention, "q_norm", None), "key_norm": getattr(attention, "k_norm", None)}
+        parts: dict[str, Any] = found | {name: Norm.of(module) for name, module in norms.items()}
+        return cls(**parts, width=attention.head_dim, scaling=attention.scaling)
 
     def trained(self) -> list[Tensor]:
         """The tensors that a gradient goes to."""
@@ -116,9 +120,7 @@ def layers_of(trunk: Any) -> list[Layer] | None:
     return None if any(layer is None for layer in found) else cast("list[Layer]", found)
 
 
-def layer_forward(
-    layer: Layer, place: Place, hidden: Tensor, change: Tensor | None
-) -> tuple[Tensor, Kept]:
+def layer_forward(layer: Layer, place: Place, hidden: Tensor, change: Tensor | None) -> tuple[Tensor, Kept]:
     """`(what the block adds to kept.again, what its backward pass reads)` of hidden + change (N, H).
 
     What a block adds is handed on apart, for the next norm to add it in the same pass.
@@ -170,9 +172,7 @@ def layer_backward(
     return _attention_backward(layer, place, kept, grad_again, gradients, wants_input)
 
 
-def _mlp_backward(
-    layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, gradients: Gradients
-) -> Tensor:
+def _mlp_backward(layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, gradients: Gradients) -> Tensor:
     """(n, H) the gradient of what entered the second norm."""
     *_, thin_gate, thin_up, thin_down = kept.thin
     grad_change = grad_change.contiguous()
@@ -241,9 +241,7 @@ def norm_backward(
     norm: Norm, grad_normed: Tensor, past: Tensor | None, added: Tensor, inverse: Tensor, gradients: Gradients
 ) -> Tensor:
     """The gradient of what entered a norm, `past` being what comes by the way past it."""
-    grad, grad_weight = add_norm_backward(
-        grad_normed, past, added, norm.weight, inverse, norm.weight.requires_grad
-    )
+    grad, grad_weight = add_norm_backward(grad_normed, past, added, norm.weight, inverse, norm.weight.requires_grad)
     if grad_weight is not None:
         gradients.add(norm.weight, grad_weight)
     return grad

@@ -1,8 +1,7 @@
-"""Linear layers, with adapters or without, and where their gradients go."""
+"""Linear layers, with adapters or without, forward and backward: no autograd in here."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,40 +9,7 @@ from peft.tuners.lora import Linear as LoraLinear
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-
-class Gradients:
-    """Adds gradients to `.grad` at once; those that someone watches are handed back for autograd to deliver."""
-
-    def __init__(self, trained: Sequence[Tensor]) -> None:
-        self.trained = trained
-        self._handed: dict[int, Tensor] = {}
-
-    def add(self, tensor: Tensor, gradient: Tensor) -> None:
-        """A gradient as it is."""
-        if watched(tensor):
-            known = self._handed.get(id(tensor))
-            self._handed[id(tensor)] = gradient if known is None else known + gradient
-        elif tensor.grad is None:
-            tensor.grad = gradient.to(tensor.dtype)
-        else:
-            tensor.grad.add_(gradient)
-
-    def add_product(self, tensor: Tensor, left: Tensor, right: Tensor, factor: float = 1.0) -> None:
-        """factor * left^T right, where left is (N, out) and right (N, in)."""
-        if tensor.grad is None or watched(tensor) or tensor.dtype != left.dtype:
-            product = left.t() @ right
-            self.add(tensor, product if factor == 1.0 else product.mul_(factor))
-        else:
-            tensor.grad.addmm_(left.t(), right, alpha=factor)
-
-    def returned(self) -> list[Tensor | None]:
-        """For each trained tensor, what was not added."""
-        return [self._handed.get(id(tensor)) for tensor in self.trained] if self._handed else [None] * len(self.trained)
-
-
-def watched(tensor: Tensor) -> bool:
-    """Whether a gradient has to pass through autograd: for a hook, or because the tensor is the result of others."""
-    return not tensor.is_leaf or bool(tensor._backward_hooks) or bool(tensor._post_accumulate_grad_hooks)
+from tether.ops.deposit import Gradients
 
 
 @dataclass(frozen=True)

@@ -29,12 +29,14 @@ HALF = (torch.bfloat16, torch.float16)
 
 
 @remembered
-def _packing(mask: Tensor) -> Packing:
+def packing_of(mask: Tensor) -> Packing:
+    """Where the real tokens of an attention mask stand."""
     return Packing.of(mask)
 
 
 @remembered
-def _rows(wanted: Tensor, packing: Packing) -> Rows:
+def rows_of(wanted: Tensor, packing: Packing) -> Rows:
+    """Where the wanted tokens stand among those."""
     return packing.rows(wanted)
 
 
@@ -77,8 +79,8 @@ def packed_states(
     pass, and keeps nothing but its inputs until then. `captured` is where the fused way may hold graphs of its pass.
     None where the fused way does not know one of the layers.
     """
-    packing = _packing(batch.attention_mask)
-    rows = None if wanted is None else _rows(wanted, packing)
+    packing = packing_of(batch.attention_mask)
+    rows = None if wanted is None else rows_of(wanted, packing)
     hidden = packing.pack(embeddings) if embeddings is not None else trunk.embed_tokens(packing.pack(batch.tokens))
     cos, sin = trunk.rotary_emb(hidden, packing.positions[None])
     if way == "plain":
@@ -107,9 +109,7 @@ def _plain_layers(
     return plain.norm(trunk.norm, hidden)
 
 
-def _layer(
-    layer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None
-) -> Tensor:
+def _layer(layer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None) -> Tensor:
     """(N, H) after one block, or (n, H) of the tokens of `rows` alone."""
     attention, mlp = layer.self_attn, layer.mlp
     normed = plain.norm(layer.input_layernorm, hidden)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor
+
+Moved = TypeVar("Moved", "Rows", "Packing")
 
 
 @dataclass(frozen=True)
@@ -17,6 +20,10 @@ class Rows:
     tokens: Tensor  # (n,) among the N packed ones
     starts: Tensor | None  # (B + 1,) where each row's wanted tokens start among the n; None unless they end its row
     most: int  # wanted tokens in any one row
+
+    def to(self, device: torch.device | str) -> Rows:
+        """The same on another device."""
+        return _moved(self, device)
 
 
 @dataclass(frozen=True)
@@ -46,6 +53,10 @@ class Packing:
         sources = torch.zeros(len(mask) * longest, dtype=torch.long, device=mask.device)
         sources[padded] = torch.arange(len(places), device=mask.device)
         return cls((mask.shape[0], mask.shape[1]), places, positions, longest, starts, padded, sources)
+
+    def to(self, device: torch.device | str) -> Packing:
+        """The same on another device."""
+        return _moved(self, device)
 
     def rows(self, wanted: Tensor) -> Rows:
         """Where the tokens of `wanted` (B, T) stand among the packed ones."""
@@ -84,6 +95,12 @@ class Packing:
         """(N, heads * D) of x (B, heads, L, D)."""
         flat = x.transpose(1, 2).reshape(self.shape[0] * self.longest, -1)
         return flat if self.padded is None else flat.index_select(0, self.padded)
+
+
+def _moved(places: Moved, device: torch.device | str) -> Moved:
+    columns = {field.name: getattr(places, field.name) for field in dataclasses.fields(places)}
+    there = {name: x.to(device, non_blocking=True) for name, x in columns.items() if isinstance(x, Tensor)}
+    return dataclasses.replace(places, **there)
 
 
 def _starts(counts: Tensor) -> Tensor:

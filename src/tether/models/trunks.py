@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tether.errors import ConfigError
 from tether.models.families import departure
 from tether.models.forward import hidden_states
-from tether.models.packed import captured_pass, packed_states, way_for
+from tether.models.packed import Way, captured_pass, packed_states, way_for
 from tether.types import Sequences
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -70,7 +70,7 @@ class Fast:
     def __init__(self, model: PreTrainedModel) -> None:
         self.recompute = False
         self.captured: Any = None  # graphs of the pass, where it may hold some
-        self.way = way_for(model) if departure(model, PROBE_LENGTH) is None else None
+        self.way: Way | None = way_for(model) if departure(model, PROBE_LENGTH) is None else None
         self.tried = False
         if self.way is not None:
             probe = probe_batch(model)
@@ -86,7 +86,9 @@ class Fast:
         recompute = self.recompute and torch.is_grad_enabled()
         found = None
         if self.tried and self.way is not None and departure(model, batch.tokens.shape[1]) is None:
-            found = packed_states(model, batch, lower, wanted, way=self.way, recompute=recompute, captured=self.captured)
+            found = packed_states(
+                model, batch, lower, wanted, way=self.way, recompute=recompute, captured=self.captured
+            )
         return found if found is not None else hidden_states(model, batch, lower, recompute=recompute)
 
 

@@ -1,9 +1,10 @@
 """Log-probabilities and entropies by Triton kernels, for half-precision states on a CUDA device.
 
 The products stay with the library and keep the states' type; each kernel reads their logits once, in place. See
-`chunked_logprobs` for what is computed.
+`chunked_logprobs` for what is computed. It can be gone back through once.
 """
 
+# pyright: reportIndexIssue=false, reportUnknownVariableType=false
 from __future__ import annotations
 
 import importlib.util
@@ -11,6 +12,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from tether.ops.deposit import Gradients
 
 HALF = (torch.bfloat16, torch.float16)
 CHUNK_ELEMENTS = 2**27  # logits held at a time: 256 MiB in half precision
@@ -30,14 +33,18 @@ class FusedLogprobs(torch.autograd.Function):
     def forward(
         ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, factor: float, rows: int
     ) -> tuple[Tensor, Tensor]:
+        """`(logprobs, entropy)`, (N,) each."""
         logprobs, entropy, normaliser = torch.empty(3, len(targets), dtype=torch.float32, device=states.device)
         frozen = not any(ctx.needs_input_grad[1:3])
         mean_rows = torch.empty_like(states) if frozen and ctx.needs_input_grad[0] else None
+        logits: Tensor | None = None
         for part in _parts(len(targets), rows):
             logits = torch.nn.functional.linear(states[part], weight, bias)
             read_rows(logits, targets[part], logprobs[part], entropy[part], normaliser[part], factor)
             if mean_rows is not None:
                 torch.mm(to_shares(logits, normaliser[part], factor), weight, out=mean_rows[part])
+        # Where one chunk is all there is, it waits for the backward pass, which turns it into slopes.
+        ctx.logits = logits if len(targets) <= rows and not frozen and any(ctx.needs_input_grad[:3]) else None
         ctx.save_for_backward(states, weight, bias, targets, normaliser, entropy, mean_rows)
         ctx.factor, ctx.rows = factor, rows
         ctx.set_materialize_grads(False)
@@ -45,6 +52,7 @@ class FusedLogprobs(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad_logprobs: Tensor | None, grad_entropy: Tensor | None) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """d logprob / dz = onehot - p,  d entropy / dz = -p (log p + entropy); then the chain rule through z."""
         if torch.is_grad_enabled():
             raise RuntimeError("chunked_logprobs has no second derivative: use log_distributions")
         states, weight, bias, targets, normaliser, entropy, mean_rows = ctx.saved_tensors
@@ -57,13 +65,19 @@ class FusedLogprobs(torch.autograd.Function):
         grad_states = torch.empty_like(states) if wants_states else None
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
-        for part in _parts(len(targets), ctx.rows):
-            slope = torch.nn.functional.linear(states[part], weight, bias)
+        gradients = Gradients([weight])
+        kept, ctx.logits = ctx.logits, None
+        parts = _parts(len(targets), ctx.rows)
+        for part in parts:
+            slope = kept if kept is not None else torch.nn.functional.linear(states[part], weight, bias)
             slopes = None if grad_entropy is None else grad_entropy[part]
             to_slopes(slope, targets[part], normaliser[part], entropy[part], grad_logprobs[part], slopes, ctx.factor)
             if grad_states is not None:
                 torch.mm(slope, weight, out=grad_states[part])
-            if wants_weight:
+            if wants_weight and len(parts) == 1:
+                gradients.add_product(weight, slope, states)
+                grad_weight = gradients.returned()[0]
+            elif wants_weight:
                 grad_weight = _sum(grad_weight, slope.t() @ states[part])
             if wants_bias:
                 grad_bias = _sum(grad_bias, slope.sum(dim=0))

@@ -3,7 +3,7 @@
 Logits are read in the weights' type and multiplied by `factor` (scale over temperature); sums are in float32.
 """
 
-# pyright: reportMissingImports=false, reportIndexIssue=false, reportUntypedFunctionDecorator=false
+# pyright: basic, reportMissingImports=false, reportIndexIssue=false, reportUntypedFunctionDecorator=false
 # pyright: reportMissingParameterType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 

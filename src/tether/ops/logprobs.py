@@ -92,9 +92,10 @@ def chunked_logprobs(
         logprob = z[target] - logsumexp(z),   entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
     Logits exist for a few rows at a time (`chunk_elements` numbers, by default what suits the device), forward and
-    backward; the backward makes them anew. Half-precision inputs are multiplied as they are and reduced in fp32. Where the output layer is frozen, the gradient of logprob is
-    (W[target] - sum_v softmax(z)_v W_v) * scale / temperature, so the mean row of W is found in the forward pass and
-    the backward needs no logits, unless a gradient comes through the entropy.
+    backward; the backward makes them anew. Half-precision inputs are multiplied as they are and reduced in fp32. Where
+    the output layer is frozen, the gradient of logprob is (W[target] - sum_v softmax(z)_v W_v) * scale / temperature,
+    so the mean row of W is found in the forward pass and the backward needs no logits, unless a gradient comes through
+    the entropy.
     """
     fused = logprob_fused.applies(states, weight, softcap)
     held = chunk_elements or (logprob_fused.CHUNK_ELEMENTS if fused else CHUNK_ELEMENTS)
