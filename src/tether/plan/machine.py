@@ -88,18 +88,24 @@ def measured(device: torch.device, dtype: str) -> tuple[float, float, str]:
     No random number is drawn, so measuring changes no run.
     """
     kind = torch.bfloat16 if dtype == "bfloat16" and device.type != "cpu" else torch.float32
+    rate, bandwidth = _matrix_rate(device, kind), _bandwidth(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # a run may need all of it in one piece
+    name = str(kind).removeprefix("torch.")
+    return rate, bandwidth, f"measured here: {_flops(rate)} in {name} products, {bandwidth / 1e9:,.0f} GB/s"
+
+
+def _matrix_rate(device: torch.device, kind: torch.dtype) -> float:
     side = 4096 if device.type == "cuda" else 768
-    a = torch.full((side, side), 1.0 / side, device=device, dtype=kind)
-    b = a.t().contiguous()
-    out = torch.empty_like(a)
-    seconds = _best(lambda: torch.mm(a, b, out=out), device)
-    rate = 2.0 * side**3 / seconds
+    left = torch.full((side, side), 1.0 / side, device=device, dtype=kind)
+    right, out = left.t().contiguous(), torch.empty_like(left)
+    return 2.0 * side**3 / _best(lambda: torch.mm(left, right, out=out), device)
+
+
+def _bandwidth(device: torch.device) -> float:
     source = torch.zeros(2**28 if device.type == "cuda" else 2**24, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    bandwidth = 2.0 * source.numel() / _best(lambda: target.copy_(source), device)
-    name = str(kind).removeprefix("torch.")
-    words = f"measured here: {_flops(rate)} in {name} products, {bandwidth / 1e9:,.0f} GB/s"
-    return rate, bandwidth, words
+    return 2.0 * source.numel() / _best(lambda: target.copy_(source), device)
 
 
 def _best(act: Callable[[], object], device: torch.device, repeats: int = 4) -> float:
