@@ -18,7 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A package may import only packages above it in this list.
 ORDER = [
     *("config", "types", "protocols", "ops", "models", "data", "runs", "learner"),
-    *("algorithms", "rollout", "rewards", "metrics", "audit", "loops", "demo", "scale", "studio", "cli"),
+    *("algorithms", "rollout", "rewards", "metrics", "audit", "plan", "loops", "demo", "scale", "studio", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
 ABOVE["conformance"] = set(ORDER[: ORDER.index("loops")])  # whatever a loop is made of, and no loop

@@ -211,6 +211,10 @@ VERBS: dict[str, Verb] = {
         "recompute a step's advantages under other settings",
         _in_module("replay", "tether.loops.replay_verb", takes_flags=True),
     ),
+    "plan": Verb(
+        "say what a run will cost in memory, steps and seconds",
+        _in_module("plan", "tether.plan.plan_verb", takes_flags=True),
+    ),
     "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
     "demo": Verb("the whole of RLHF on a real model, in minutes", _demo),
     "models": Verb("list the models known by name, and fetch one", _models),

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from tether.algorithms.algorithm import Algorithm, Crediting
 from tether.algorithms.estimators import GAE, GroupRelative, LeaveOneOut
-from tether.algorithms.objectives import PolicyObjective, Reinforce
+from tether.algorithms.objectives import Clip, PolicyObjective, Reinforce, Unclipped
 from tether.algorithms.updates import MinibatchEpochs
 from tether.types import EvaluatedBatch
 
@@ -93,3 +96,52 @@ def test_constant_returns_leave_explained_variance_unsaid():
 def test_truncated_sampling_is_told():
     cut = dataclasses.replace(evaluated(), behavior_logprobs=torch.full((2, 4), 0.25))
     assert algorithm().credit(cut, 0.0)[1].mean("truncation_gap") == pytest.approx(0.25)
+
+
+def apart(*gaps: float) -> EvaluatedBatch:
+    """Sampler's log-probs below the trainer's by these, on row 0's two tokens; on row 1 they agree."""
+    old = torch.tensor([[9.0, -1.0, -2.0, 9.0], [9.0, -1.0, -1.0, -1.0]])
+    behavior = old - torch.tensor([[5.0, *gaps, 5.0], [5.0, 0.0, 0.0, 0.0]])
+    return evaluated(old_logprobs=old, behavior_logprobs=behavior, untruncated_logprobs=behavior)
+
+
+def test_the_gap_between_sampler_and_trainer_and_the_kl_it_implies_are_told():
+    measures = algorithm().credit(apart(math.log(2.0), -math.log(4.0)), 0.0)[1]
+    assert measures.mean("sampler_gap") == pytest.approx((math.log(2.0) + math.log(4.0)) / 5)
+    assert measures.mean("sampler_gap_max") == pytest.approx(math.log(4.0))
+    # k3 of KL(sampler || trainer): r - 1 - log r with r = trainer / sampler = 2 and 1/4.
+    expected = (2.0 - 1.0 - math.log(2.0)) + (0.25 - 1.0 + math.log(4.0))
+    assert measures.mean("sampler_kl") == pytest.approx(expected / 5)
+
+
+def test_the_importance_weight_is_old_over_behavior_up_to_the_cap():
+    plain, _ = algorithm().credit(apart(math.log(8.0), -math.log(4.0)), 0.0)
+    weighed, measures = algorithm(importance_cap=2.0).credit(apart(math.log(8.0), -math.log(4.0)), 0.0)
+    weights = torch.tensor([[1.0, 2.0, 0.25, 1.0], [1.0, 1.0, 1.0, 1.0]])
+    torch.testing.assert_close(weighed.advantages, plain.advantages * weights)
+    assert torch.equal(weighed.returns, plain.returns)  # the critic learns what it learned before
+    assert measures.mean("importance/mean") == pytest.approx((2.0 + 0.25 + 3.0) / 5)
+    assert measures.mean("importance/truncated") == pytest.approx(1 / 5)
+
+
+def test_where_the_sampler_agrees_the_importance_weight_changes_no_bit():
+    plain, _ = algorithm(whiten_advantages=True).credit(apart(0.0, 0.0), 0.1)
+    weighed, measures = algorithm(whiten_advantages=True, importance_cap=1.0).credit(apart(0.0, 0.0), 0.1)
+    assert torch.equal(weighed.advantages, plain.advantages)
+    assert measures.mean("importance/mean") == 1.0
+    assert measures.mean("importance/truncated") == 0.0
+
+
+@pytest.mark.parametrize(
+    "surrogate", [Reinforce(), Unclipped(), Clip(0.2, 0.3), Clip(0.2, 0.2, dual=1.5)], ids=lambda kind: repr(kind)
+)
+@given(st.integers(0, 2**31))
+def test_to_weigh_the_advantage_is_to_weigh_the_policy_loss(surrogate, seed):
+    generator = torch.Generator().manual_seed(seed)
+    new, behavior = (torch.randn(2, 4, generator=generator, dtype=torch.float64) for _ in range(2))
+    batch = evaluated(behavior_logprobs=behavior, untruncated_logprobs=behavior)
+    plain, _ = algorithm().credit(batch, 0.1)
+    weighed, _ = algorithm(importance_cap=3.0).credit(batch, 0.1)
+    weights = (batch.old_logprobs.double() - behavior).exp().clamp(max=3.0)
+    expected = surrogate(new, plain) * weights
+    torch.testing.assert_close(surrogate(new, weighed)[MASK], expected[MASK])

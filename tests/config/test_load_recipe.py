@@ -286,3 +286,8 @@ def test_rules_over_several_keys_keep_their_own_words_and_name_the_place(write):
 def test_an_unknown_method():
     assert message("pop", None) == "unknown method pop: did you mean ppo?"
     assert message("zzzz", None) == f"unknown method zzzz: choose one of {', '.join(RECIPES)}"
+
+
+@pytest.mark.parametrize(("word", "value"), [("32", 32), ("auto", "auto")])
+def test_beside_a_choice_of_words_a_number_is_a_number(word: str, value: object):
+    assert ppo(None, "--rollout.max_batch", word).rollout.max_batch == value

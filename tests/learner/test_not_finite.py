@@ -14,7 +14,7 @@ from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_exp
 from tether.algorithms.algorithm import Coefficients
 from tether.algorithms.updates import MinibatchEpochs
 from tether.learner.evaluate import evaluate_tokens
-from tether.learner.faults import Fault, all_finite, outputs_to_check
+from tether.learner.faults import Fault, outputs_to_check, sound
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.overflow import cannot_overflow
 from tether.types import Experience, Loss, Measures, ScoreOutputs, TokenOutputs
@@ -296,6 +296,6 @@ def test_of_an_unknown_optimiser_or_a_weight_that_is_not_a_number_nothing_is_sur
 
 def test_the_scores_of_a_reward_model_are_looked_at_as_well():
     scores = torch.zeros(len(CLEAN))
-    assert all_finite(torch.zeros(()), outputs_to_check(ScoreOutputs(scores), CLEAN).values())
+    assert sound(torch.zeros(()), outputs_to_check(ScoreOutputs(scores), CLEAN).values())
     scores[1] = math.nan
-    assert not all_finite(torch.zeros(()), outputs_to_check(ScoreOutputs(scores), CLEAN).values())
+    assert not sound(torch.zeros(()), outputs_to_check(ScoreOutputs(scores), CLEAN).values())

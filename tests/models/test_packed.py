@@ -21,7 +21,8 @@ from transformers import (
 )
 
 from tether.models.forward import hidden_states
-from tether.models.packed import Packing, packed_states
+from tether.models.packed import packed_states
+from tether.models.packing import Packing
 from tether.models.shared_trunk import SharedTrunk, TopTrunk
 from tether.models.trunks import Trunk
 from tether.types import Sequences

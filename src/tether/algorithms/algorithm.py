@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from tether.learner.learner import Learner
 from tether.ops.kl import Estimator, FixedKL, KLController, kl_estimate
+from tether.ops.objectives import truncated_importance
 from tether.ops.rewards import clip_scores, missing_end_penalty, token_rewards
 from tether.ops.statistics import masked_mean, masked_variance, whiten
 from tether.protocols import AdvantageEstimator, Objective
@@ -75,6 +77,7 @@ class Crediting:
     whiten_rewards: bool = False
     whiten_advantages: bool = False
     bootstrap_truncated: bool = False
+    importance_cap: float | None = None  # of the weight old / behavior on each token's policy loss; None: no weight
 
 
 @dataclass(frozen=True)
@@ -125,8 +128,24 @@ class Algorithm:
         measures = credit_measures(batch, scores, advantages, returns)
         if rules.whiten_advantages:
             advantages = whiten(advantages, mask)
+        if rules.importance_cap is not None:
+            advantages = weigh(advantages, batch, rules.importance_cap, measures)
         columns: dict[str, Any] = {"rewards": rewards, "advantages": advantages, "returns": returns}
         return extend(batch, Experience, **columns), measures
+
+
+def weigh(advantages: Tensor, batch: EvaluatedBatch, cap: float, measures: Measures) -> Tensor:
+    """(B, T) the advantages times min(old / behavior, cap); the weights' mean and how many the cap cut are reported.
+
+    Every surrogate's term in A is w * f(A) = f(w A) for w > 0, so to weigh the advantage is to weigh the token's policy
+    loss, also where a trust region searches along a line. The critic's targets are not weighed.
+    """
+    mask, tokens = batch.response_mask, batch.response_mask.sum()
+    weights = truncated_importance(batch.old_logprobs, batch.behavior_logprobs, cap=cap)
+    cut = (batch.old_logprobs - batch.behavior_logprobs > math.log(cap)) & mask
+    measures.add("importance/mean", weights.masked_fill(~mask, 0.0).sum(), tokens)
+    measures.add("importance/truncated", cut.sum(), tokens)
+    return advantages * weights.masked_fill(~mask, 1.0)
 
 
 def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, returns: Tensor | None) -> Measures:
@@ -142,6 +161,8 @@ def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, r
     gap = (batch.old_logprobs - batch.untruncated_logprobs).abs().masked_fill(~mask, 0.0)
     measures.add("sampler_gap", gap.sum(), tokens)
     measures.add("sampler_gap_max", gap.max())
+    kl = kl_estimate(batch.untruncated_logprobs, batch.old_logprobs, "k3").masked_fill(~mask, 0.0)
+    measures.add("sampler_kl", kl.sum(), tokens)  # KL(sampler || trainer) a token
     cut = (batch.behavior_logprobs - batch.untruncated_logprobs).masked_fill(~mask, 0.0)
     measures.add("truncation_gap", cut.sum(), tokens)  # above 0 where top-p or top-k kept sampling off the policy
     if batch.ref_logprobs is not None:

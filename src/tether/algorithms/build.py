@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from tether.algorithms.algorithm import Algorithm
 from tether.algorithms.grpo import grpo
 from tether.algorithms.ppo import ppo
@@ -13,6 +15,12 @@ from tether.config.recipes import GRPORecipe, PPORecipe, ReinforceRecipe, RLOORe
 
 def build_algorithm(recipe: RLRecipe) -> Algorithm:
     """The algorithm of a recipe that learns from rollouts."""
+    algorithm = _by_method(recipe)
+    crediting = replace(algorithm.crediting, importance_cap=recipe.rollout.importance_cap)
+    return replace(algorithm, crediting=crediting)
+
+
+def _by_method(recipe: RLRecipe) -> Algorithm:
     match recipe:
         case PPORecipe():
             return ppo(recipe.ppo, recipe.kl, recipe.reward)

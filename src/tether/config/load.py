@@ -235,7 +235,7 @@ def _flag_value(leaf: Leaf, text: str | None) -> Any:
             return True
         raise ConfigError(f"flag --{leaf.key} needs a value: {leaf.type}")
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if leaf.takes_text and not quoted and not (leaf.takes_null and text == "null"):
+    if leaf.takes_as_it_stands(text) and not quoted and not (leaf.takes_null and text == "null"):
         return text
     try:
         value = read_value(text)

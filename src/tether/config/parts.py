@@ -19,6 +19,12 @@ class ModelSettings(Settings):
     dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Precision of the weights.")
     device: str = Field(default="auto", description="auto picks CUDA, then MPS, then CPU; or name one, such as cuda:1.")
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="Attention kernels.")
+    gradient_checkpointing: bool = Field(
+        default=False, description="Run each layer again in the backward pass: less memory, a third more work."
+    )
+    quantize: Literal["none", "8bit", "4bit"] = Field(
+        default="none", description="Hold the frozen base in fewer bits, through bitsandbytes; for roles.mode adapters."
+    )
 
 
 class TaskSettings(Settings):
@@ -52,6 +58,14 @@ class RolloutSettings(Settings):
     max_batch: Positive | Literal["auto"] = Field(
         default="auto",
         description="Answers decoded at once; auto is 64, and on a GPU what its free memory holds, up to 1024.",
+    )
+    engine: Literal["auto", "general"] = Field(
+        default="auto", description="auto takes the decoder written for the model where there is one; general never."
+    )
+    importance_cap: float | None = Field(
+        default=None,
+        ge=1,
+        description="Weigh each token's policy loss by min(old / behaviour probability, this); null: do not weigh.",
     )
 
 
@@ -119,6 +133,9 @@ class RolesSettings(Settings):
     lora_alpha: PositiveFloat = Field(default=32.0, description="The adapters are scaled by this over their rank.")
     lora_targets: str = Field(default="all-linear", description="all-linear, or layer names with commas between.")
     top_layers: Positive = Field(default=4, description="How many layers each role owns in mode top.")
+    offload_frozen: bool = Field(
+        default=False, description="In mode separate the reference waits in host memory and comes in for its pass."
+    )
 
 
 class OptimizerSettings(Settings):
@@ -136,6 +153,13 @@ class OptimizerSettings(Settings):
     max_grad_norm: PositiveFloat | None = Field(default=1.0, description="Clip each group's gradient to this norm.")
     micro_tokens: Positive = Field(
         default=8192, description="Padded tokens in one forward and backward; changes memory, never the gradient."
+    )
+    masters: Literal["auto", "fp32", "none"] = Field(
+        default="auto",
+        description="Step weights in half precision through fp32 copies; auto does, none loses the smallest steps.",
+    )
+    state: Literal["full", "8bit"] = Field(
+        default="full", description="AdamW's running means as they are, or in 8 bits: a quarter of the memory."
     )
 
 

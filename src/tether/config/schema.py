@@ -35,6 +35,13 @@ class Leaf:
         """Whether a word is a value as it stands."""
         return any(kind is str or get_origin(kind) is Literal for kind in alternatives(self.annotation))
 
+    def takes_as_it_stands(self, word: str) -> bool:
+        """Whether the word itself is a value; beside a choice of words a number is still a number."""
+        kinds = [kind for kind in alternatives(self.annotation) if kind is not type(None)]
+        choices = [kind for kind in kinds if get_origin(kind) is Literal]
+        chosen = any(word in get_args(choice) for choice in choices)
+        return self.takes_text and (str in kinds or len(choices) == len(kinds) or chosen)
+
     @property
     def takes_null(self) -> bool:
         """Whether null is a value."""

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tether.learner.batching import micro_batches, minibatches
 from tether.learner.memory import within_memory
-from tether.models.roles import Evaluation, Roles
+from tether.models.roles import Evaluation, Roles, onto
 from tether.types import EvaluatedBatch, Sequences, TokenBatch, extend
 
 Halve = Callable[[Sequence[Sequences]], int]
@@ -51,23 +51,22 @@ def evaluate_tokens(
 
 
 def _evaluate(batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: torch.device | str) -> EvaluatedBatch:
-    """Each part's rows evaluated by themselves, and put together as columns of the batch."""
-    columns: dict[str, Tensor | None] = {}
-    for places in parts:
-        micro = batch.select(places)
-        first, last = micro.span()
-        evaluation = roles.evaluate(micro.trimmed().to(device), ahead=len(parts) == 1)
-        for name in Evaluation.__dataclass_fields__:
+    """Each part's rows evaluated by themselves, and put together as columns of the batch once all are under way."""
+    found: list[tuple[Tensor, slice, Evaluation]] = []
+    with roles.present():
+        for places in parts:
+            micro = batch.select(places)
+            evaluation = roles.evaluate(onto(micro.trimmed(), device), ahead=len(parts) == 1)
+            found.append((places, slice(*micro.span()), evaluation))
+    columns: dict[str, Tensor | None] = dict.fromkeys(Evaluation.__dataclass_fields__)
+    for places, span, evaluation in found:
+        for name in columns:
             part: Tensor | None = getattr(evaluation, name)
             if part is None:
-                columns[name] = None
                 continue
-            column = columns.get(name)
+            shape = batch.tokens.shape if part.dim() == 2 else (len(batch),)
+            column = columns[name]
             if column is None:
-                shape = batch.tokens.shape if part.dim() == 2 else (len(batch),)
                 column = columns[name] = torch.zeros(shape, dtype=part.dtype)
-            if part.dim() == 2:
-                column[places, first:last] = part.cpu()
-            else:
-                column[places] = part.cpu()
+            column[(places, span) if part.dim() == 2 else places] = part.cpu()
     return extend(batch, EvaluatedBatch, **columns)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -82,13 +82,41 @@ def outputs_to_check(outputs: object, micro: Sequences) -> dict[str, tuple[Tenso
     return {"scores": (outputs.scores, None)} if isinstance(outputs, ScoreOutputs) else {}
 
 
-def all_finite(loss: Tensor, outputs: Iterable[tuple[Tensor, Tensor | None]]) -> bool:
-    """Whether the loss and the outputs are finite; the device is waited for once."""
-    sound = torch.isfinite(loss.detach())
+@dataclass(frozen=True)
+class Unread:
+    """What a model said of a micro-batch, and a flag that the device will have set once anyone asks."""
+
+    sound: Tensor  # scalar bool
+    loss: Tensor
+    outputs: Mapping[str, tuple[Tensor, Tensor | None]]
+    part: Part
+    batch: int  # which of the step's batches it is of
+
+    @classmethod
+    def of(cls, loss: Tensor, outputs: object, part: Part, batch: int) -> Unread:
+        """Of a micro-batch's loss and outputs; nothing is waited for."""
+        kept = {name: (x.detach(), mask) for name, (x, mask) in outputs_to_check(outputs, part.micro).items()}
+        return cls(sound(loss, kept.values()), loss.detach(), kept, part, batch)
+
+
+def sound(loss: Tensor, outputs: Iterable[tuple[Tensor, Tensor | None]]) -> Tensor:
+    """Whether the loss and the outputs are finite, as a scalar on their device."""
+    result = torch.isfinite(loss.detach())
     for tensor, mask in outputs:
         finite = torch.isfinite(tensor.detach())
-        sound = sound & (finite if mask is None else finite | ~mask).all()
-    return bool(sound)
+        result = result & (finite if mask is None else finite | ~mask).all()
+    return result
+
+
+def read_all(unread: Sequence[Unread]) -> list[Finding]:
+    """What is not finite in any of these micro-batches; the device is waited for once."""
+    if not unread or bool(torch.stack([each.sound for each in unread]).all()):
+        return []
+    return [
+        replace(finding, batch=each.batch)
+        for each in unread
+        for finding in in_micro_batch(each.loss, each.outputs, each.part)
+    ]
 
 
 def in_micro_batch(loss: Tensor, outputs: Mapping[str, tuple[Tensor, Tensor | None]], part: Part) -> list[Finding]:

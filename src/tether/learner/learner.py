@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,17 +15,18 @@ from tether.learner.faults import (
     Fault,
     Finding,
     Part,
-    all_finite,
+    Unread,
     find_all,
     in_columns,
-    in_micro_batch,
-    outputs_to_check,
+    read_all,
 )
+from tether.learner.gradients import read_norms, total_norm
 from tether.learner.memory import free_cache, smaller_budget, step_within_memory, within_memory
 from tether.learner.overflow import cannot_overflow
 from tether.learner.schedule import rate_factor
 from tether.learner.settings import LearnerSettings
 from tether.learner.state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
+from tether.models.roles import onto
 from tether.protocols import Objective, TrainedModel
 from tether.types import Measures, Sequences
 
@@ -68,6 +69,7 @@ class Learner:
         self._gathered: list[tuple[Sequences, Objective[Any, Any]]] = []  # since the last step
         self._added = 0  # of these, how many are in the gradient
         self._findings: list[Finding] = []
+        self._unread: list[Unread] = []  # micro-batches of which it is not known yet whether they are finite
 
     # -- gathering a gradient -----------------------------------------------------------------------------------------
 
@@ -78,11 +80,13 @@ class Learner:
     def _parts(self, batch: Sequences) -> Iterator[Part]:
         for rows in micro_batches(batch, self.micro_tokens):
             selected = batch.select(rows)
-            yield Part(selected.trimmed().to(self.device), rows, selected.span()[0])
+            yield Part(onto(selected.trimmed(), self.device), rows, selected.span()[0])
 
     @property
     def finite(self) -> bool:
-        """Whether all that was gathered since the last step is finite so far."""
+        """Whether all that was gathered since the last step is finite so far; the device is waited for."""
+        self._findings += read_all(self._unread)
+        self._unread.clear()
         return not self._findings
 
     def backward(self, batch: Sequences, objective: Objective[Any, Any]) -> Measures:
@@ -109,7 +113,7 @@ class Learner:
     def _start_again(self) -> None:
         """Throw the partial gradient away and make room for another try."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._findings.clear()
+        self._forget_findings()
         self._added = 0
         self.halve([batch for batch, _ in self._gathered])
 
@@ -133,23 +137,20 @@ class Learner:
         if not size > 0:
             raise ValueError("the batch is empty: it has no token, sequence or pair to learn from")
         measures = Measures()
-        total = torch.zeros((), dtype=torch.float64)
+        total = torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
         for part in self._parts(batch):
             outputs = self.model(part.micro)
             loss = objective(outputs, part.micro)
             visit(loss.total / size, outputs, part)
             measures.merge(loss.measures)
-            total += loss.total.detach().double().cpu()
+            total += loss.total.detach()
         measures.add("loss", total, size)
         return measures
 
     def _add_gradient(self, loss: Tensor, outputs: Any, part: Part) -> None:
-        checked = outputs_to_check(outputs, part.micro)
-        if all_finite(loss, checked.values()):
-            loss.backward()
-        else:
-            place = self._added
-            self._findings += [replace(found, batch=place) for found in in_micro_batch(loss, checked, part)]
+        """Add the gradient now and ask later whether it was one: a device is not waited for in the middle of a step."""
+        self._unread.append(Unread.of(loss, outputs, part, self._added))
+        loss.backward()
 
     # -- taking a step ------------------------------------------------------------------------------------------------
 
@@ -162,30 +163,31 @@ class Learner:
         if not self.finite:
             return self.skip("an output or the loss is not finite")
         norms = self._norms()
-        if not all(bool(torch.isfinite(norm)) for norm in norms.values()):
+        sizes = read_norms(norms)
+        if not all(map(math.isfinite, sizes.values())):
             gradients = {f"gradient of {name}": p.grad for name, p in self.named.items() if p.grad is not None}
             self._findings += find_all(gradients)
             return self.skip("the gradient or its norm is not finite")
-        if not self._apply(norms):
+        if not self._apply(norms, sizes):
             return self.skip("the optimiser's result is not finite")
         measures = self._end_step(skipped=False)
-        for name, norm in norms.items():
-            measures.add(f"grad_norm/{name}", float(norm))
+        for name, size in sizes.items():
+            measures.add(f"grad_norm/{name}", size)
         return measures
 
     def _norms(self) -> dict[str, Tensor]:
         return {
-            name: nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
+            name: total_norm([p.grad for p in parameters if p.grad is not None])
             for name, parameters in self.groups.items()
         }
 
-    def _apply(self, norms: dict[str, Tensor]) -> bool:
+    def _apply(self, norms: dict[str, Tensor], sizes: dict[str, float]) -> bool:
         """Clip and take the optimiser's step; False if its result was not finite, and all is as it was before."""
         largest, limit = self._largest_norm, self.settings.max_grad_norm
         for name, norm in norms.items():
             if limit is not None:
                 nn.utils.clip_grads_with_norm_(self.groups[name], limit, norm)
-            largest = max(largest, float(norm) if limit is None else min(float(norm), limit))
+            largest = max(largest, sizes[name] if limit is None else min(sizes[name], limit))
         before = None if cannot_overflow(self.optimizer, largest) else self._capture(copy=True)
         step_within_memory(self.optimizer)
         if before is not None:
@@ -198,7 +200,7 @@ class Learner:
 
     def skip(self, reason: str) -> Measures:
         """Leave the update out: hand what was gathered for it to `on_fault`, count it, throw the gradient away."""
-        norms = {name: float(norm) for name, norm in self._norms().items()}
+        norms = read_norms(self._norms())
         batches = tuple(batch for batch, _ in self._gathered)
         return self._leave_out(Fault(reason, tuple(self._findings), batches, norms, self.micro_tokens))
 
@@ -234,8 +236,12 @@ class Learner:
         """Throw the gathered gradient away."""
         self.optimizer.zero_grad(set_to_none=True)
         self._gathered.clear()
-        self._findings.clear()
+        self._forget_findings()
         self._added = 0
+
+    def _forget_findings(self) -> None:
+        self._findings.clear()
+        self._unread.clear()
 
     def check_progress(self, most: int) -> None:
         """Raise `Diverged` where this many updates in a row were skipped."""

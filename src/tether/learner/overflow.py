@@ -7,6 +7,8 @@ import math
 import torch
 from torch import nn
 
+from tether.learner.adamw import MixedAdamW
+
 
 def cannot_overflow(optimizer: torch.optim.Optimizer, largest_norm: float) -> bool:
     """True where AdamW's next step is sure to give finite weights and a finite state of its own.
@@ -19,7 +21,7 @@ def cannot_overflow(optimizer: torch.optim.Optimizer, largest_norm: float) -> bo
     With the usual settings that is far below the largest number, and one reading of the weights settles it. Of another
     optimiser nothing is known, and the answer is False.
     """
-    if type(optimizer) is not torch.optim.AdamW:
+    if type(optimizer) not in (torch.optim.AdamW, MixedAdamW):
         return False
     for group in optimizer.param_groups:
         parameters: list[nn.Parameter] = [p for p in group["params"] if p.grad is not None]

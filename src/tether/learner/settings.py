@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
+from tether.learner.adamw import HALF, MixedAdamW
 from tether.learner.schedule import Schedule
 
 
@@ -22,14 +23,19 @@ class LearnerSettings:
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     weight_decay: float = 0.0
+    masters: Literal["auto", "fp32", "none"] = "auto"  # fp32 copies of weights in half precision; auto keeps them
+    state: Literal["full", "8bit"] = "full"  # of the optimiser
 
     def adamw(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimiser, unless the learner is given another; one pass over each parameter where the device can."""
-        devices = {parameter.device.type for group in parameter_groups for parameter in group["params"]}
-        return torch.optim.AdamW(
-            parameter_groups,
-            betas=self.betas,
-            eps=self.epsilon,
-            weight_decay=self.weight_decay,
-            fused=devices <= {"cpu", "cuda"},
-        )
+        parameters = [parameter for group in parameter_groups for parameter in group["params"]]
+        options: dict[str, Any] = {
+            "betas": self.betas,
+            "eps": self.epsilon,
+            "weight_decay": self.weight_decay,
+            "fused": {parameter.device.type for parameter in parameters} <= {"cpu", "cuda"},
+        }
+        masters = self.masters != "none" and any(parameter.dtype in HALF for parameter in parameters)
+        if not masters and self.state == "full":
+            return torch.optim.AdamW(parameter_groups, **options)
+        return MixedAdamW(parameter_groups, masters=masters, eight_bit=self.state == "8bit", **options)

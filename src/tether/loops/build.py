@@ -27,6 +27,7 @@ from tether.data.examples import (
     read_rankings,
 )
 from tether.data.texts import read_texts
+from tether.errors import ConfigError
 from tether.learner.batching import micro_batches
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.memory import within_memory
@@ -35,8 +36,9 @@ from tether.loops.rl import RLParts
 from tether.loops.supervised import SupervisedParts
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel, load_causal_lm, resolve_device
-from tether.models.roles import ReferencePolicy, Roles
+from tether.models.roles import ActorCritic, ReferencePolicy, Roles
 from tether.models.sharing import Sharing, build_sharing
+from tether.models.trunks import recompute_layers
 from tether.protocols import Sampling
 from tether.rewards.build import build_reward
 from tether.rewards.tasks import build_task
@@ -49,12 +51,18 @@ from tether.types import Measures, PairBatch
 def load_policy(recipe: Recipe) -> LoadedModel:
     """The recipe's model on its device."""
     settings = recipe.model
+    if settings.quantize != "none" and recipe.roles.mode != "adapters":
+        raise ConfigError(
+            f"model.quantize is {settings.quantize}, whose weights cannot be trained: use roles.mode adapters, or set "
+            "model.quantize none"
+        )
     return load_causal_lm(
         find_model(settings.path),
         dtype=settings.dtype,
         device=resolve_device(settings.device),
         seed=derive_seed(recipe.run.seed, "model"),
         attention=settings.attention,
+        quantize=settings.quantize,
     )
 
 
@@ -73,7 +81,16 @@ def learner_settings(optimizer: OptimizerSettings) -> LearnerSettings:
         betas=optimizer.betas,
         epsilon=optimizer.epsilon,
         weight_decay=optimizer.weight_decay,
+        masters=optimizer.masters,
+        state=optimizer.state,
     )
+
+
+def make_learner(recipe: Recipe, model: ActorCritic | ScalarModel, policy: LoadedModel) -> Learner:
+    """The learner of this recipe for a model on the policy's device."""
+    if recipe.model.gradient_checkpointing:
+        recompute_layers(model)
+    return Learner(model, learner_settings(recipe.optimizer), policy.model.device)
 
 
 def sharing_of(recipe: Recipe, policy: LoadedModel) -> Sharing:
@@ -94,13 +111,19 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         with_reference=algorithm.needs_reference,
         seed=derive_seed(recipe.run.seed, "critic"),
         start_critic_from=sharing.load_scalar(Path(start), "critic") if start else None,
+        offload_frozen=recipe.roles.offload_frozen,
     )
     rollout = recipe.rollout
     return RLParts(
         algorithm=algorithm,
         roles=roles,
-        learner=Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device),
-        engine=NativeEngine(policy, max_batch=rollout.max_batch, states_for=sharing.shared),
+        learner=make_learner(recipe, roles.actor, policy),
+        engine=NativeEngine(
+            policy,
+            max_batch=rollout.max_batch,
+            states_for=sharing.shared,
+            general=rollout.engine == "general",
+        ),
         reward=build_reward(
             recipe.reward.parts,
             own=task.reward(),
@@ -171,7 +194,7 @@ def _sft(recipe: SFTRecipe, policy: LoadedModel) -> SupervisedParts[Any]:
     sharing = sharing_of(recipe, policy)
     roles = Roles.build(sharing, critic=None, with_reference=False, seed=0)
     return SupervisedParts(
-        learner=Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device),
+        learner=make_learner(recipe, roles.actor, policy),
         objective=SFTObjective(),
         examples=DataOrder(read_demonstrations(recipe.data.train, encode), derive_seed(recipe.run.seed, "data")),
         held_out=read_demonstrations(recipe.data.held_out, encode) if recipe.data.held_out else [],
@@ -194,7 +217,7 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[
     centre_on = recipe.reward.centre_on
     centre = read_demonstrations(centre_on, _encoder(recipe.data, policy)) if centre_on else []
     return SupervisedParts(
-        learner=Learner(model, learner_settings(recipe.optimizer), policy.model.device),
+        learner=make_learner(recipe, model, policy),
         objective=RewardModelObjective(),
         examples=DataOrder(train, derive_seed(recipe.run.seed, "data")),
         held_out=held_out,
@@ -209,10 +232,11 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[
 
 def _dpo(recipe: DPORecipe, policy: LoadedModel) -> SupervisedParts[Any]:
     sharing = sharing_of(recipe, policy)
-    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0)
+    offload = recipe.roles.offload_frozen
+    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0, offload_frozen=offload)
     assert roles.reference is not None
     reference, settings = roles.reference, recipe.dpo
-    learner = Learner(roles.actor, learner_settings(recipe.optimizer), policy.model.device)
+    learner = make_learner(recipe, roles.actor, policy)
     train, held_out = _rankings(recipe.data, policy)
 
     def collate(rankings: Sequence[Ranking]) -> PairBatch:

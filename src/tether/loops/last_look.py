@@ -30,19 +30,27 @@ class LastLook:
     def __init__(self, experience: Experience) -> None:
         places = torch.arange(len(experience))
         self.experience = extend(experience, NumberedExperience, places=places)
-        self.logprobs = experience.old_logprobs.clone()  # (B, T)
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, masks and log-probs, where the passes left them
+        self._logprobs = experience.old_logprobs.clone()  # (B, T) without those
 
     def watching(self, objective: TokenObjective) -> TokenObjective:
         """The objective, watched."""
         return _Watched(objective, self)
 
-    @torch.no_grad()
     def take(self, outputs: TokenOutputs, batch: NumberedExperience) -> None:
-        """Note what a micro-batch's pass found."""
-        rows = batch.places.cpu()
-        seen = self.logprobs[rows]  # wider than the micro-batch, which is trimmed; the masks pick the same tokens
-        seen[self.experience.response_mask[rows]] = outputs.logprobs.detach()[batch.response_mask].cpu().to(seen.dtype)
-        self.logprobs[rows] = seen
+        """Note what a micro-batch's pass found; it stays on its device until someone asks."""
+        self._seen.append((batch.places, batch.response_mask, outputs.logprobs.detach()))
+
+    @property
+    def logprobs(self) -> Tensor:
+        """(B, T) what the last passes found."""
+        for places, mask, found in self._seen:
+            rows = places.cpu()
+            seen = self._logprobs[rows]  # wider than the micro-batch, which is trimmed; the masks pick the same tokens
+            seen[self.experience.response_mask[rows]] = found[mask].cpu().to(seen.dtype)
+            self._logprobs[rows] = seen
+        self._seen.clear()
+        return self._logprobs
 
     def ratios(self) -> Tensor:
         """(B, T) new / old; 1 off the answers."""

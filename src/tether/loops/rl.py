@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,6 +14,7 @@ from tether.data.cursor import DataOrder
 from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner
 from tether.loops.last_look import LastLook
+from tether.loops.phases import Phases
 from tether.models.roles import Roles
 from tether.models.shared_trunk import SharedTrunk
 from tether.protocols import RewardFn, RolloutEngine, Sampling
@@ -123,10 +123,14 @@ def evaluate_held_out(parts: RLParts) -> dict[str, float]:
 
 def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = _nothing) -> StepResult:
     """One iteration."""
-    algorithm, learner, began = parts.algorithm, parts.learner, time.perf_counter()
+    algorithm, learner, phases = parts.algorithm, parts.learner, Phases(parts.learner.device)
     coefficients = controllers.coefficients()
 
-    doing(f"rollout, step {step}")
+    def begin(phase: str) -> None:
+        doing(f"{phase}, step {step}")
+        phases.begin(phase)
+
+    begin("rollout")
     parts.engine.policy_version = step
     prompts = parts.prompts.take(step * parts.prompts_per_step, parts.prompts_per_step)
     rollouts = parts.engine.generate(
@@ -135,8 +139,9 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
         samples_per_prompt=parts.samples_per_prompt,
         seed=derive_seed(parts.seed, "rollout", step),
     )
-    generated = time.perf_counter()
-    doing(f"scores, step {step}")
+    phases.hold_beside(getattr(parts.engine, "cache_bytes", 0))
+    release_memory(parts.engine)
+    begin("scores")
     scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)
     made = collate(
         rollouts,
@@ -145,7 +150,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
         temperature=parts.sampling.temperature,
         need_groups=algorithm.needs_groups,
     )
-    doing(f"evaluation, step {step}")
+    begin("evaluation")
     evaluated = evaluate_tokens(
         made.batch,
         parts.roles,
@@ -154,7 +159,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
         device=learner.device,
         halve=learner.halve,
     )
-    doing(f"update, step {step}")
+    begin("update")
     experience, measures = algorithm.credit(evaluated, coefficients.reference)
     look = LastLook(experience)
     objective = algorithm.objective_at(step, coefficients)
@@ -163,13 +168,22 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
     metrics = measures.values() | made.dropped | part_metrics(scores)
     metrics |= {"kl_coef": coefficients.reference} if algorithm.needs_reference else {}
     metrics |= {"penalty_coef": coefficients.old} if coefficients.old else {}
-    metrics |= {"seconds/rollout": generated - began, "seconds/step": time.perf_counter() - began}
+    counted = {"learned": made.batch.attention_mask, "sampled": made.batch.response_mask}
+    metrics |= {f"tokens/{name}": float(mask.sum()) for name, mask in counted.items()}
+    metrics |= phases.metrics()
     controllers = controllers.after(
         kl_reference=metrics.get("kl_ref_k3"), kl_old=metrics.get("kl_old_after"), samples=len(made.batch)
     )
     return StepResult(
         step, metrics, experience, made.rollouts, made.scores, controllers, look.ratios(), look.clipped(objective)
     )
+
+
+def release_memory(engine: RolloutEngine) -> None:
+    """Have the engine hand back its cache, where it keeps one: the update may want that room."""
+    release = getattr(engine, "release", None)
+    if callable(release):
+        release()
 
 
 def update(parts: RLParts, step: int, look: LastLook, objective: TokenObjective) -> Measures:

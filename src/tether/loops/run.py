@@ -17,9 +17,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tether.config.recipes import Recipe
 from tether.errors import Stopped
 from tether.loops.build import load_policy
+from tether.loops.planned import RunPlan
 from tether.loops.session import Session, weights_digest
 from tether.loops.state import seed_everything
 from tether.loops.training import build_training
+from tether.plan.shape import Shape
+from tether.plan.table import plan_text
 from tether.runs.checkpoints import Checkpoint
 from tether.runs.folder import RunFolder, json_line, run_path
 from tether.runs.report_text import clean
@@ -51,6 +54,7 @@ class Trained:
 
     folder: RunFolder
     steps: int
+    plan: RunPlan | None = None  # where a step was taken
 
 
 def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forked: Forked | None = None) -> int:
@@ -66,6 +70,9 @@ def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forke
             forked=forked,
         )
     place = trained.folder.path
+    if trained.plan is not None and not json_output:
+        for part in plan_text(trained.plan.plan, measured=trained.plan.measured):
+            console.print(part)
     if trained.steps < recipe.run.steps:
         raise Stopped(
             f"stopped after {trained.steps} of {recipe.run.steps} steps; go on with: tether resume {quote(str(place))}"
@@ -96,6 +103,7 @@ def train_recipe(
     seed_everything(recipe.run.seed)
     policy = load_policy(recipe)
     loaded = weights_digest(policy.model)
+    shape = Shape.of(policy.model)
     training = build_training(recipe, policy)
     for notice in (*policy.notices, *training.notices):
         notify(notice)
@@ -105,7 +113,10 @@ def train_recipe(
     # Once everything that can be wrong with the recipe has been looked at.
     origin = forked.record() if forked is not None else None
     folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin)
-    with Session(recipe, folder, training, policy, loaded=loaded, resumes=resume, notify=notify) as session:
+    planned = RunPlan.of(recipe, shape, training, policy)
+    with Session(
+        recipe, folder, training, policy, planned=planned, loaded=loaded, resumes=resume, notify=notify
+    ) as session:
         start = session.resume() if resume else session.fork(forked.checkpoint) if forked is not None else 0
         for taken in training.steps(start, stop, session.doing):
             session.keep(taken)
@@ -116,7 +127,7 @@ def train_recipe(
             session.stop()
         else:
             session.finish()
-        return Trained(folder, session.done)
+        return Trained(folder, session.done, planned if planned.measured.iterations else None)
 
 
 def named(recipe: Recipe) -> Recipe:

@@ -16,7 +16,10 @@ from tether.audit.doctor import LiveDoctor
 from tether.audit.measures import step_measures
 from tether.config.recipes import Recipe, RLRecipe
 from tether.errors import ConfigError, StorageError, TetherError
+from tether.loops.agreement import Agreement
 from tether.loops.faults import FaultRecorder
+from tether.loops.planned import FILE as PLAN
+from tether.loops.planned import RunPlan
 from tether.loops.rl import StepResult
 from tether.loops.training import Taken, Training
 from tether.loops.watchdog import Watchdog
@@ -50,16 +53,18 @@ class Session:
         training: Training,
         policy: LoadedModel,
         *,
+        planned: RunPlan,
         loaded: str,
         resumes: bool,
         notify: Callable[[str], None],
     ) -> None:
         self.recipe, self.folder, self.training, self.policy = recipe, folder, training, policy
-        self.notify = notify
+        self.notify, self.planned = notify, planned
         self.resumes = resumes
         self.done = 0  # steps taken
         self.taken = 0  # of them, in this sitting
         self.best = -math.inf
+        self.agreement = Agreement()
         self._saved_at: int | None = None
         workspace = workspace_at(recipe.run.directory, recipe.store.url)
         config = recipe_record(recipe)
@@ -70,6 +75,7 @@ class Session:
             "model": loaded,
             **{f"{source.role} {source.source}": source.sha256 for source in sources if source.sha256 is not None},
         }
+        self._pieces = token_pieces(policy.tokenizer)
         keep = KeepRollouts(recipe.store.rollouts_every, recipe.store.rollouts_keep or None)
         start = RunStart(recipe.method, recipe.run.steps, config, self._environment, sources)
         self.recorder = RunRecorder(
@@ -77,7 +83,7 @@ class Session:
             folder.path,
             start,
             resumes=resumes,
-            pieces=token_pieces(policy.tokenizer),
+            pieces=self._pieces,
             keep=keep,
             notify=notify,
         )
@@ -143,6 +149,7 @@ class Session:
     def _start_from(self, checkpoint: Checkpoint) -> None:
         self.done = self._saved_at = checkpoint.step
         self.best = float(checkpoint.values["best"])
+        self.agreement = Agreement(float(checkpoint.values.get("worst_gap", 0.0)))
 
     def _check_ground(self, checkpoint: Checkpoint) -> None:
         """The model and the data that a run goes on with must be those that it began with."""
@@ -173,9 +180,12 @@ class Session:
         taken.metrics.update(step_measures(stored))
         self.recorder.record(taken.step, taken.metrics, rollouts)
         self.sinks.record(taken.step, taken.metrics)
+        self.planned.measured.see(taken.metrics)
         self.done = taken.step + 1
         self.taken += 1
         self._examine(taken, stored)
+        if taken.result is not None:
+            self.agreement.see(taken.step, taken.result.experience, self._pieces, self.recorder.event)
         if isinstance(self.recipe, RLRecipe) and self.recipe.evaluation.keep_best and self._is_best(taken.metrics):
             with self._storing("the best model so far"):
                 save_model(self.training.model, self.policy.tokenizer, self.folder.best_path)
@@ -211,7 +221,8 @@ class Session:
     def save_checkpoint(self) -> None:
         """Begin to write a checkpoint of now; it gets its name once all that was recorded is on disk."""
         self.checkpoints.wait()  # before there is a second copy in memory
-        values = {"best": self.best, "stands_on": self._stands_on, "environment": self._environment}
+        values = {"best": self.best, "worst_gap": self.agreement.worst}
+        values |= {"stands_on": self._stands_on, "environment": self._environment}
         self.checkpoints.save(self.training.capture(self.done, values), self._settle)
         self._saved_at = self.done
 
@@ -239,8 +250,10 @@ class Session:
         self.doing("the end")
         self.checkpoints.wait()
         report = self.training.finish()
+        self.planned.measured.finish()
         with self._storing("the trained model"):
             self.folder.write("report.json", report)
+            self.folder.write(PLAN, self.planned.as_json())
             if self.recipe.run.save:
                 save_model(self.training.model, self.policy.tokenizer, self.folder.model_path)
         self.recorder.event("done", f"all {self.done} steps are taken", step=self.done)

@@ -8,6 +8,7 @@ from typing import Any, Generic, TypeVar
 
 from tether.data.cursor import DataOrder
 from tether.learner.learner import Learner
+from tether.loops.phases import Phases
 from tether.models.shared_trunk import SharedTrunk
 from tether.protocols import Objective
 from tether.types import Measures, Sequences
@@ -45,10 +46,12 @@ def train_supervised(
             return
         doing(f"step {step}")
         parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
+        phases = Phases(parts.learner.device)
+        phases.begin("update")
         batch = parts.collate(parts.examples.take(step * parts.batch_size, parts.batch_size))
         measures = parts.learner.backward(batch, parts.objective)
         measures.merge(parts.learner.step())
-        metrics = measures.values()
+        metrics = measures.values() | {"tokens/learned": float(batch.attention_mask.sum())} | phases.metrics()
         if step + 1 == parts.steps and parts.held_out:
             metrics |= {f"held_out/{name}": value for name, value in evaluate_held_out(parts).items()}
         yield step, metrics

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,16 +22,32 @@ def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
     return model.base_model  # pyright: ignore[reportReturnType]
 
 
-def hidden_states(trunk: PreTrainedModel, batch: Sequences, embeddings: Tensor | None = None) -> Tensor:
+def hidden_states(
+    trunk: PreTrainedModel, batch: Sequences, embeddings: Tensor | None = None, *, recompute: bool = False
+) -> Tensor:
     """(B, T, H) the trunk's last hidden states, after its final norm; positions start at the first real token.
 
-    `embeddings` (B, T, H), where given, stand in place of those of the batch's tokens.
+    `embeddings` (B, T, H), where given, stand in place of those of the batch's tokens. With `recompute` each layer is
+    run again in the backward pass and keeps only its inputs until then, where the architecture knows how.
     """
     arguments: dict[str, Any] = {"attention_mask": batch.attention_mask.long()}
     arguments |= {"input_ids": batch.tokens} if embeddings is None else {"inputs_embeds": embeddings}
     if "position_ids" in inspect.signature(trunk.forward).parameters:
         arguments["position_ids"] = position_ids(batch.attention_mask)
-    return trunk(**arguments, use_cache=False).last_hidden_state
+    with _recomputing(trunk) if recompute and trunk.supports_gradient_checkpointing else nullcontext():
+        return trunk(**arguments, use_cache=False).last_hidden_state
+
+
+@contextmanager
+def _recomputing(trunk: PreTrainedModel) -> Iterator[None]:
+    """Layers checkpoint themselves in training mode only, which is safe: dropout is gone for good."""
+    trunk.gradient_checkpointing_enable({"use_reentrant": False})
+    trunk.train()
+    try:
+        yield
+    finally:
+        trunk.eval()
+        trunk.gradient_checkpointing_disable()
 
 
 @dataclass(frozen=True)

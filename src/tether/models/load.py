@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +11,14 @@ from typing import Any, cast
 import torch
 from safetensors import SafetensorError
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils import logging as transformers_logging
 
 from tether.errors import ConfigError
@@ -43,27 +51,53 @@ class LoadedModel:
 
 
 def load_causal_lm(
-    path: str, *, dtype: torch.dtype | str, device: torch.device | str, seed: int, attention: str = "sdpa"
+    path: str,
+    *,
+    dtype: torch.dtype | str,
+    device: torch.device | str,
+    seed: int,
+    attention: str = "sdpa",
+    quantize: str = "none",
 ) -> LoadedModel:
     """The model at `path`: "tiny-bytes" (built in code from `seed`), the name of an embedded model (fetched into the
     cache where it is absent), a local folder (of a whole model, or of adapters), or a Hugging Face id.
 
     Only safetensors are read and no code of the checkpoint is run. A Hugging Face id is looked for in the local
-    cache first, and only then on the network.
+    cache first, and only then on the network. With `quantize` its linear layers are held in 8 or 4 bits and frozen.
     """
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
+    fewer_bits = quantization(quantize, kind, place)
+    if fewer_bits is not None and (path == TINY or (Path(path).expanduser() / ADAPTER_CONFIG).is_file()):
+        raise ConfigError(f"model.quantize is {quantize}, which is for whole saved models, and {path!r} is none")
     if path == TINY:
         model, tokenizer, notices = tiny_model(seed), tiny_tokenizer(), []
         model.set_attn_implementation(attention)
     elif (Path(path).expanduser() / ADAPTER_CONFIG).is_file():
         return _load_adapters(Path(path).expanduser(), kind, place, seed, attention)
     else:
-        model, tokenizer, notices = _load_pretrained(resolve_model_path(path), kind, attention, seed)
+        model, tokenizer, notices = _load_pretrained(resolve_model_path(path), kind, attention, seed, fewer_bits)
     disable_dropout(model)
     train_every_embedding(model)
-    model.to(device=place, dtype=kind)  # pyright: ignore[reportArgumentType, reportCallIssue]
+    if fewer_bits is None:
+        model.to(device=place, dtype=kind)  # pyright: ignore[reportArgumentType, reportCallIssue]
     return describe(model, tokenizer, notices)
+
+
+def quantization(bits: str, dtype: torch.dtype, device: torch.device) -> dict[str, Any] | None:
+    """How a model is loaded with its linear layers in fewer bits, by bitsandbytes; None for as they are."""
+    if bits == "none":
+        return None
+    if importlib.util.find_spec("bitsandbytes") is None:
+        raise ConfigError(
+            f"model.quantize is {bits}, which needs bitsandbytes: pip install 'tether-rl[quantize]', or set "
+            "model.quantize none"
+        )
+    if device.type != "cuda":
+        raise ConfigError(f"model.quantize is {bits}, which needs a CUDA device: set model.quantize none")
+    four: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    config = BitsAndBytesConfig(**(four if bits == "4bit" else {"load_in_8bit": True}))
+    return {"quantization_config": config, "device_map": {"": device}}
 
 
 def _load_adapters(folder: Path, dtype: torch.dtype, device: torch.device, seed: int, attention: str) -> LoadedModel:
@@ -209,7 +243,7 @@ def _configs_of(module: nn.Module) -> Iterator[PretrainedConfig]:
 
 
 def _load_pretrained(
-    path: str, dtype: torch.dtype, attention: str, seed: int
+    path: str, dtype: torch.dtype, attention: str, seed: int, fewer_bits: dict[str, Any] | None
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str]]:
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -217,19 +251,19 @@ def _load_pretrained(
             raise ConfigError(
                 f"model.path {path!r} is a folder without a config.json: name the folder of a saved model"
             )
-        return _read(str(folder), dtype, attention, seed, local=True)
+        return _read(str(folder), dtype, attention, seed, fewer_bits, local=True)
     if folder.is_file():
         raise ConfigError(f"model.path {path!r} is a file: name the folder that holds config.json and the weights")
     if path.startswith((".", "/", "~")) or path.count("/") > 1:
         raise ConfigError(f"model.path {path!r}: this folder does not exist; correct the path, or use {TINY!r}")
     try:
-        return _read(path, dtype, attention, seed, local=True)
+        return _read(path, dtype, attention, seed, fewer_bits, local=True)
     except (OSError, ValueError):  # not (wholly) in the cache: the network says what is really wrong
-        return _read(path, dtype, attention, seed, local=False)
+        return _read(path, dtype, attention, seed, fewer_bits, local=False)
 
 
 def _read(
-    path: str, dtype: torch.dtype, attention: str, seed: int, *, local: bool
+    path: str, dtype: torch.dtype, attention: str, seed: int, fewer_bits: dict[str, Any] | None, *, local: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str]]:
     where: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
     try:
@@ -242,6 +276,7 @@ def _read(
                 use_safetensors=True,
                 output_loading_info=True,
                 **where,
+                **(fewer_bits or {}),
             )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
         repair = (

@@ -6,6 +6,7 @@ models, adapters on one base, or tops on a shared trunk: that is decided in `sha
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Literal
 
@@ -15,11 +16,15 @@ from transformers import PreTrainedModel
 
 from tether.models.forward import OutputLayer
 from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.packed import packing_of, rows_of
 from tether.models.sharing import Separate, Sharing, trainable
 from tether.models.trunks import Trunk
-from tether.ops.logprobs import places_before
+from tether.models.waiting import Waiting
+from tether.ops.aggregation import true_places, true_rows
+from tether.ops.logprobs import places_before, places_of
 from tether.ops.masks import last_places
-from tether.types import Sequences, TokenOutputs
+from tether.ops.remember import remembered
+from tether.types import BatchT, Sequences, TokenOutputs
 
 
 @dataclass(frozen=True)
@@ -32,12 +37,38 @@ class Evaluation:
     final_values: Tensor | None  # (B,)
 
 
+@remembered
 def states_read(batch: Sequences) -> Tensor:
     """(B, T) whose hidden states the roles read: those before a response token, and each row's last.
 
     The same for every role and pass, so that a pass in training repeats an earlier evaluation to the bit.
     """
     return places_before(batch.response_mask) | last_places(batch.attention_mask)
+
+
+def onto(batch: BatchT, device: torch.device | str) -> BatchT:
+    """The batch on a device, where nothing that the roles will ask of its masks makes the host wait.
+
+    Sizes of what is computed depend on the masks, and reading one off a device stops the host until all that was
+    asked of the device before is done. So the answers are found here, while the batch is on the host.
+    """
+    moved = batch.to(device)
+    if moved.tokens.device != batch.tokens.device:
+        foresee(moved, batch)
+    return moved
+
+
+def foresee(moved: Sequences, batch: Sequences) -> None:
+    """Answer of `moved`, which is `batch` elsewhere, what will be asked of its masks."""
+    device = moved.tokens.device
+    packing, wanted = packing_of(batch.attention_mask), states_read(batch)
+    there = wanted.to(device, non_blocking=True)
+    packing_of.know(moved.attention_mask, packing.to(device))
+    states_read.know(moved, there)
+    rows_of.know(there, packing.rows(wanted).to(device))
+    places_of.know(moved.response_mask, places_of(batch.response_mask).to(device, non_blocking=True))
+    for count in (true_places, true_rows):
+        count.know(moved.response_mask, count(batch.response_mask))
 
 
 @dataclass(frozen=True)
@@ -98,8 +129,11 @@ class ActorCritic(nn.Module):
         return outputs.logprobs.detach(), values, None if final_values is None else final_values.detach()
 
     def forget_ahead(self) -> None:
-        """Let a kept pass go: its memory is wanted."""
+        """Let a kept pass go, and graphs of passes: their memory is wanted."""
         self._ahead = None
+        for module in self.modules():
+            if isinstance(module, Trunk):
+                module.release()
 
     def _pass(self, batch: Sequences) -> tuple[TokenOutputs, Tensor | None]:
         """What `forward` gives, and the value after each row's last token."""
@@ -134,10 +168,24 @@ class ReferencePolicy:
     def __init__(self, trunk: Trunk, output: OutputLayer) -> None:
         self.trunk = trunk
         self.output = output
+        self.waiting: Waiting | None = None
+
+    def wait(self) -> None:
+        """From now on stay in host memory, but for visits; the trunk has to stand alone."""
+        tied = self.output.weight is self.trunk.model.get_input_embeddings().weight
+        alone = nn.ModuleDict({"trunk": self.trunk})
+        if not tied:  # an output layer of its own waits as well
+            alone["output"] = nn.ParameterList([p for p in (self.output.weight, self.output.bias) if p is not None])
+        self.waiting = Waiting(alone)
 
     def logprobs(self, batch: Sequences) -> Tensor:
         """(B, T)."""
-        return self.output.logprobs(self.trunk(batch, states_read(batch)), batch)[0]
+        with self.present():
+            return self.output.logprobs(self.trunk(batch, states_read(batch)), batch)[0]
+
+    def present(self) -> AbstractContextManager[None]:
+        """On the device, for as long as this is entered."""
+        return nullcontext() if self.waiting is None else self.waiting.visit()
 
 
 @dataclass(frozen=True)
@@ -156,13 +204,17 @@ class Roles:
         with_reference: bool,
         seed: int,
         start_critic_from: ScalarModel | None = None,
+        offload_frozen: bool = False,
     ) -> Roles:
         """The policy and what the algorithm needs beside it.
 
         A value head starts at zero, so that the first advantages are the rewards themselves; with `start_critic_from`,
-        the critic takes over a reward model's layers and head.
+        the critic takes over a reward model's layers and head. With `offload_frozen` a reference with weights of its
+        own waits in host memory.
         """
         reference = ReferencePolicy(*sharing.reference()) if with_reference else None
+        if reference is not None and offload_frozen and isinstance(sharing, Separate):
+            reference.wait()
         value: ScalarModel | ScalarHead | None = None
         if critic == "head":
             value = ScalarHead.like_output(sharing.policy, deviation=0.0, seed=seed)
@@ -172,6 +224,10 @@ class Roles:
             if start_critic_from is not None:
                 value.load_state_dict(start_critic_from.state_dict())
         return cls(ActorCritic(sharing.policy, sharing.policy_trunk(), value), reference)
+
+    def present(self) -> AbstractContextManager[None]:
+        """All roles on the device, for as long as this is entered: asked for once, a reference comes in once."""
+        return nullcontext() if self.reference is None else self.reference.present()
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences, *, ahead: bool = False) -> Evaluation:

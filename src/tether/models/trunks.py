@@ -7,7 +7,7 @@ where the roles have them in common. No role is switched on or off, so nothing d
 from __future__ import annotations
 
 import copy
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from tether.errors import ConfigError
 from tether.models.families import departure
 from tether.models.forward import hidden_states
-from tether.models.packed import packed_states
+from tether.models.packed import Way, captured_pass, packed_states, way_for
 from tether.types import Sequences
 
 Model = TypeVar("Model", bound=nn.Module)
@@ -38,6 +38,15 @@ class Trunk(nn.Module):
         self.model = model
         self.fast = Fast(model)
 
+    def release(self) -> None:
+        """Let go of the memory that is held for passes to come."""
+        if self.fast.captured is not None:
+            self.fast.captured.release()
+
+    def recompute(self) -> None:
+        """From now on run each layer again in the backward pass, and keep only what enters it until then."""
+        self.fast.recompute = True
+
     def forward(self, batch: Sequences, wanted: Tensor | None = None) -> Tensor:
         """(B, T, H) hidden states after the final norm; only those of `wanted` (B, T) have to be right."""
         return self.fast.states(self.model, batch, None, wanted)
@@ -47,23 +56,40 @@ class Trunk(nn.Module):
         return hidden_states(self.model, batch)
 
 
+def recompute_layers(model: Model) -> Model:
+    """The model, each of whose trunks keeps only what enters its layers and runs them again in the backward pass."""
+    for module in model.modules():
+        if isinstance(module, Trunk):
+            module.recompute()
+    return model
+
+
 class Fast:
     """Whether a trunk's states may be found by the pass over packed tokens: its kind is known, and a trial agrees."""
 
     def __init__(self, model: PreTrainedModel) -> None:
-        self.tried = departure(model, PROBE_LENGTH) is None and model.dtype in (torch.float32, torch.float64)
-        if self.tried:
+        self.recompute = False
+        self.captured: Any = None  # graphs of the pass, where it may hold some
+        self.way: Way | None = way_for(model) if departure(model, PROBE_LENGTH) is None else None
+        self.tried = False
+        if self.way is not None:
             probe = probe_batch(model)
             with torch.no_grad():
-                ours = packed_states(model, probe)[probe.attention_mask]
-                theirs = hidden_states(model, probe)[probe.attention_mask]
-            self.tried = torch.allclose(ours, theirs, atol=1e-3, rtol=1e-3)
+                ours, theirs = packed_states(model, probe, way=self.way), hidden_states(model, probe)
+            tolerance = 1e-3 if self.way == "plain" else 0.1
+            real = probe.attention_mask
+            self.captured = captured_pass() if self.way == "fused" else None
+            self.tried = ours is not None and torch.allclose(ours[real], theirs[real], atol=tolerance, rtol=tolerance)
 
     def states(self, model: PreTrainedModel, batch: Sequences, lower: Tensor | None, wanted: Tensor | None) -> Tensor:
         """(B, T, H) by the faster way where it is right for this batch, else by the model's own modules."""
-        if self.tried and departure(model, batch.tokens.shape[1]) is None:
-            return packed_states(model, batch, lower, wanted)
-        return hidden_states(model, batch, lower)
+        recompute = self.recompute and torch.is_grad_enabled()
+        found = None
+        if self.tried and self.way is not None and departure(model, batch.tokens.shape[1]) is None:
+            found = packed_states(
+                model, batch, lower, wanted, way=self.way, recompute=recompute, captured=self.captured
+            )
+        return found if found is not None else hidden_states(model, batch, lower, recompute=recompute)
 
 
 def layers_between(trunk: PreTrainedModel, start: int, stop: int | None) -> PreTrainedModel:

@@ -11,7 +11,20 @@ from typing import Literal
 
 from torch import Tensor
 
+from tether.ops.remember import remembered
 from tether.ops.statistics import masked_sum
+
+
+@remembered
+def true_places(mask: Tensor) -> float:
+    """How many places of `mask` (B, T) are True."""
+    return float(mask.sum())
+
+
+@remembered
+def true_rows(mask: Tensor) -> float:
+    """How many rows of `mask` (B, T) have a True place."""
+    return float(mask.any(dim=1).sum())
 
 
 @dataclass(frozen=True)
@@ -29,9 +42,9 @@ class Aggregation:
     def size(self, mask: Tensor) -> float:
         """What the sum over `mask` (B, T) is divided by."""
         if self.over == "token":
-            return float(mask.sum())
+            return true_places(mask)
         if self.over == "sequence":
-            return float(mask.any(dim=1).sum())
+            return true_rows(mask)
         assert self.fixed_length is not None
         return float(mask.shape[0] * self.fixed_length)
 

@@ -13,6 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from tether.ops import logprob_fused
+from tether.ops.remember import remembered
+
 CHUNK_ELEMENTS = 2**23  # logits held at a time: 32 MiB in fp32, small enough to stay near the cores
 
 
@@ -21,7 +24,13 @@ def states_before(hidden: Tensor, mask: Tensor) -> Tensor:
 
     `hidden` is (B, T, H), `mask` (B, T) with column 0 False: the first token has no state before it.
     """
-    return hidden[:, :-1][mask[:, 1:]]
+    return hidden.flatten(0, 1).index_select(0, places_of(mask) - 1)
+
+
+@remembered
+def places_of(mask: Tensor) -> Tensor:
+    """(N,) where the True places of `mask` (B, T) stand, row after row, in the flattened batch."""
+    return mask.flatten().nonzero()[:, 0]
 
 
 def places_before(mask: Tensor) -> Tensor:
@@ -31,7 +40,8 @@ def places_before(mask: Tensor) -> Tensor:
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
     """(B, T) the N values laid out on the True places of `mask`, 0 elsewhere: the inverse of reading them off."""
-    return torch.zeros(mask.shape, dtype=values.dtype, device=values.device).masked_scatter(mask, values)
+    flat = torch.zeros(mask.numel(), dtype=values.dtype, device=values.device)
+    return flat.index_copy(0, places_of(mask), values).view(mask.shape)
 
 
 def token_logprobs(
@@ -44,13 +54,13 @@ def token_logprobs(
     bias: Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs, entropy)`, each (B, T) and 0 off the mask, of the tokens on it.
 
     `hidden` (B, T, H), `weight` (V, H), `tokens` (B, T); the rest as in `chunked_logprobs`. Both carry gradients.
     """
-    states, targets = states_before(hidden, mask), tokens[mask]
+    states, targets = states_before(hidden, mask), tokens.flatten().index_select(0, places_of(mask))
     logprobs, entropy = chunked_logprobs(
         states,
         weight,
@@ -73,7 +83,7 @@ def chunked_logprobs(
     bias: Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs, entropy)` of N tokens: states (N, H), weight (V, H), targets (N,) -> (N,) each.
 
@@ -81,17 +91,18 @@ def chunked_logprobs(
         z = softcap * tanh(y / softcap) / temperature       (y / temperature without a softcap)
         logprob = z[target] - logsumexp(z),   entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
-    Logits exist for a few rows at a time, forward and backward; the backward makes them anew. Half-precision inputs
-    are multiplied as they are and reduced in fp32. Where the output layer is frozen, the gradient of logprob is
-    (W[target] - sum_v softmax(z)_v W_v) * scale / temperature, so the mean row of W is found in the forward pass and
-    the backward needs no logits, unless a gradient comes through the entropy.
+    Logits exist for a few rows at a time (`chunk_elements` numbers, by default what suits the device), forward and
+    backward; the backward makes them anew. Half-precision inputs are multiplied as they are and reduced in fp32. Where
+    the output layer is frozen, the gradient of logprob is (W[target] - sum_v softmax(z)_v W_v) * scale / temperature,
+    so the mean row of W is found in the forward pass and the backward needs no logits, unless a gradient comes through
+    the entropy.
     """
-    rows = max(1, chunk_elements // weight.shape[0])
-    apply = cast(
-        "Callable[..., tuple[Tensor, Tensor]]",
-        _ChunkedLogprobs.apply,  # pyright: ignore[reportUnknownMemberType]
-    )
-    return apply(states, weight, bias, targets, _ToLogits(temperature, scale, softcap), rows)
+    fused = logprob_fused.applies(states, weight, softcap)
+    held = chunk_elements or (logprob_fused.CHUNK_ELEMENTS if fused else CHUNK_ELEMENTS)
+    function: Any = logprob_fused.FusedLogprobs if fused else _ChunkedLogprobs
+    how = scale / temperature if fused else _ToLogits(temperature, scale, softcap)
+    apply = cast("Callable[..., tuple[Tensor, Tensor]]", function.apply)
+    return apply(states, weight, bias, targets, how, max(1, held // weight.shape[0]))
 
 
 def log_distributions(

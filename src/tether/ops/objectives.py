@@ -74,6 +74,15 @@ def clip_cases(
     return ClipCases(positive & high, positive & low, negative & high, negative & low, clipped)
 
 
+def truncated_importance(old_logprobs: Tensor, behavior_logprobs: Tensor, *, cap: float) -> Tensor:
+    """min(old / behavior, cap), a weight for tokens drawn from `behavior` as if the old policy had drawn them.
+
+    Without a cap the weight is unbiased and its variance unbounded (Ionides 2008; for engines that round otherwise than
+    the trainer, Yao et al. 2025). Exactly 1 where the two agree to the bit and the cap is at least 1.
+    """
+    return torch.exp(old_logprobs - behavior_logprobs).clamp(max=cap)
+
+
 def kl_penalty_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, beta: float, estimator: Estimator
 ) -> Tensor:

@@ -90,7 +90,12 @@ class NativeEngine:
     """
 
     def __init__(
-        self, loaded: LoadedModel, *, max_batch: int | Literal["auto"] = "auto", states_for: StateKeeper | None = None
+        self,
+        loaded: LoadedModel,
+        *,
+        max_batch: int | Literal["auto"] = "auto",
+        states_for: StateKeeper | None = None,
+        general: bool = False,
     ) -> None:
         if isinstance(max_batch, int) and max_batch < 1:
             raise ConfigError(f"max_batch is {max_batch}: it must be at least 1, or auto")
@@ -100,11 +105,16 @@ class NativeEngine:
         self.states_for = states_for
         self.notices: tuple[str, ...] = ()
         self.gpu = DecoderKeeper()  # its captured steps read the parameters in place, and are kept between calls
-        self._distrusted = unsupported(loaded.model)
+        self._distrusted = "rollout.engine asks for it" if general else unsupported(loaded.model)
         if self._distrusted is None:
             with _eval_mode(loaded.model):
                 self._distrusted = disagreement(loaded.model)
         self._notice(self._distrusted)
+
+    @property
+    def cache_bytes(self) -> int:
+        """The most device memory that its cache has taken; torch's counters do not see it."""
+        return self.gpu.cache_bytes
 
     def release(self) -> None:
         """Hand back the device memory of the cache, as every call does at its end; the next one takes it again."""

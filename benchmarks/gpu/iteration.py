@@ -1,0 +1,194 @@
+"""One PPO iteration on a GPU: seconds by phase, peak memory, and the share of the chip's matrix rate.
+
+    python benchmarks/gpu/iteration.py --shape 1b [--mode separate] [--critic separate] [--micro-tokens 4096]
+        [--prompts 256] [--prompt 128] [--new 128] [--repeats 3] [--set KEY=VALUE ...] [--json FILE]
+
+Random weights in bf16. Rollouts, a reward model of the same shape, the reference, values, four epochs of one optimiser
+step each: what TRL's PPO does with `num_mini_batches=1`. The best of `--repeats` iterations, after two that compile.
+Operations counted: forward passes of the four roles, and for the update three times a forward pass where weights are
+trained, twice where only adapters are (their own products not counted); what is computed again is not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gc
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from shapes import SHAPES, forward_operations, matrix_rate, random_model
+from smollm_shape import random_prompts
+
+from tether.config.load import load_recipe
+from tether.loops.build import build_rl
+from tether.loops.rl import RLParts, rl_step
+from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.load import LoadedModel
+from tether.models.sharing import Adapters, Separate
+from tether.models.trunks import Trunk, shared_tree
+from tether.rewards.model import RewardModelReward
+from tether.types import Prompt
+
+sys.modules.setdefault("iteration", sys.modules[__name__])  # by this name the recipe finds its task
+
+
+class RandomPrompts:
+    """A task of random tokens; its own reward is replaced by a reward model."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self.count, self.length = count, length
+
+    def prompts(self) -> list[Prompt]:
+        """What is asked."""
+        return random_prompts(self.count, self.length)
+
+    def held_out(self) -> list[Prompt]:
+        """Nothing."""
+        return []
+
+    def reward(self) -> Any:
+        """Never asked."""
+        return lambda rollouts: [0.0 for _ in rollouts]
+
+
+def iteration_parts(options: argparse.Namespace) -> RLParts:
+    """A PPO run whose four roles are held as the options say."""
+    flags = {
+        "model.dtype": "bfloat16", "roles.mode": options.mode, "roles.critic": options.critic,
+        "task.name": "iteration:RandomPrompts",
+        "task.options": {"count": options.prompts * 8, "length": options.prompt},
+        "rollout.prompts_per_step": options.prompts, "rollout.max_new_tokens": options.new,
+        "rollout.max_batch": options.prompts, "ppo.epochs": options.epochs, "ppo.minibatch_size": options.prompts,
+        "optimizer.policy_rate": 1e-6, "optimizer.critic_rate": 1e-6, "optimizer.micro_tokens": options.micro_tokens,
+    }  # fmt: skip
+    arguments = [f"--{key}={json.dumps(value)}" for key, value in flags.items()]
+    recipe: Any = load_recipe("ppo", None, arguments + [f"--{each}" for each in options.set])
+    loaded = random_model(options.shape)
+    parts = build_rl(recipe, loaded)
+    return dataclasses.replace(parts, reward=reward_model(parts, loaded, recipe, options))
+
+
+def reward_model(parts: RLParts, loaded: LoadedModel, recipe: Any, options: argparse.Namespace) -> RewardModelReward:
+    """A reward model of the same shape: one of its own, or adapters on the base that the roles share."""
+    policy = parts.roles.actor.policy
+    if options.mode == "adapters":
+        roles = recipe.roles
+        base = shared_tree(loaded.model)
+        own: Trunk = Adapters(base, roles.lora_rank, roles.lora_alpha, roles.lora_targets, 3).scalar_trunk(3)
+    else:
+        own = Separate(policy).scalar_trunk(0)
+    head = ScalarHead.like_output(policy, deviation=0.04, seed=0)
+    model = ScalarModel(own, head, "reward").requires_grad_(False)
+    return RewardModelReward(model, dataclasses.replace(loaded, model=own.model), 4 * options.micro_tokens)
+
+
+class Clock:
+    """When each phase of an iteration began, with the device waited for, and the most memory held in it."""
+
+    def __init__(self) -> None:
+        self.marks: list[tuple[str, float]] = []
+        self.peaks: dict[str, float] = {}
+
+    def __call__(self, doing: str) -> None:
+        """A phase begins."""
+        torch.cuda.synchronize()
+        if self.marks:
+            self.peaks[self.marks[-1][0]] = torch.cuda.max_memory_allocated() / 2**30
+        torch.cuda.reset_peak_memory_stats()
+        self.marks.append((doing.split(",")[0], time.perf_counter()))
+
+    def seconds(self) -> dict[str, float]:
+        """Of each phase, and of the whole."""
+        self("end")
+        times = {name: after - at for (name, at), (_, after) in zip(self.marks, self.marks[1:], strict=False)}
+        return times | {"whole": self.marks[-1][1] - self.marks[0][1]}
+
+
+def one_iteration(parts: RLParts, step: int, release: bool) -> tuple[dict[str, float], dict[str, float]]:
+    """`(seconds, peak GiB)` by phase."""
+    clock = Clock()
+
+    def doing(what: str) -> None:
+        if what.startswith("scores") and release:
+            parts.engine.release()  # pyright: ignore[reportAttributeAccessIssue]
+        clock(what)
+
+    rl_step(parts, step, parts.algorithm.controllers, doing)
+    return clock.seconds(), clock.peaks
+
+
+def measure(options: argparse.Namespace) -> dict[str, Any]:
+    """The best iteration of several."""
+    parts = iteration_parts(options)
+    gc.collect()
+    torch.cuda.empty_cache()
+    runs: list[dict[str, float]] = []
+    peaks: dict[str, float] = {}
+    for step in range(options.repeats + options.warmup):
+        seconds, peak = one_iteration(parts, step, options.release)
+        print(options.shape, options.mode, step, {k: round(v, 3) for k, v in seconds.items()}, flush=True)
+        if step >= options.warmup:
+            runs.append(seconds)
+            peaks = {name: max(peak[name], peaks.get(name, 0.0)) for name in peak}
+    best = min(runs, key=lambda run: run["whole"])
+    rate = matrix_rate()
+    shape, length = SHAPES[options.shape], options.prompt + options.new
+    trunk, head = forward_operations(shape, options.prompts, length, options.new + 1)
+    trunks = 2 if options.critic == "separate" else 1
+    times = 2 if options.mode == "adapters" else 3
+    update = options.epochs * times * (trunks * trunk + head)
+    return {
+        "shape": options.shape, "mode": options.mode, "critic": options.critic, "settings": options.set,
+        "micro_tokens": options.micro_tokens, "seconds": best, "all": [run["whole"] for run in runs],
+        "peak_gib": peaks, "peak": max(peaks.values()), "matrix_rate": rate, "update_operations": update,
+        "update_share": update / best["update"] / rate,
+    }  # fmt: skip
+
+
+def profiled(options: argparse.Namespace) -> None:
+    """Where the device's time in one iteration goes, by kernel."""
+    parts = iteration_parts(options)
+    one_iteration(parts, 0, options.release)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        one_iteration(parts, 1, options.release)
+    events = sorted(profile.key_averages(), key=lambda event: -event.self_device_time_total)
+    total = sum(event.self_device_time_total for event in events)
+    print(f"{options.shape} {options.mode}: {total / 1e6:.3f} s of kernels")
+    for event in events[:32]:
+        print(f"{event.self_device_time_total / 1e3:9.1f} ms {event.count:7d} {event.key[:110]}")
+
+
+def main() -> None:
+    """Measure and print."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--shape", default="1b", choices=list(SHAPES))
+    parser.add_argument("--mode", default="separate", choices=["separate", "adapters", "top"])
+    parser.add_argument("--critic", default="separate", choices=["separate", "head"])
+    parser.add_argument("--prompts", type=int, default=256)
+    parser.add_argument("--prompt", type=int, default=128)
+    parser.add_argument("--new", type=int, default=128)
+    parser.add_argument("--epochs", type=int, default=4)
+    parser.add_argument("--micro-tokens", type=int, default=4096)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--warmup", type=int, default=2)
+    parser.add_argument("--release", action="store_true", help="the sampler's cache is given back before the update")
+    parser.add_argument("--set", nargs="*", default=[], help="further settings of the recipe")
+    parser.add_argument("--profile", action="store_true")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    if options.profile:
+        profiled(options)
+        return
+    found = measure(options)
+    print(json.dumps(found))
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,190 @@
+"""The plan's predicted peak memory against what a device really held: sizes x roles x checkpointing.
+
+    python benchmarks/gpu/plan.py [--only 1b] [--device cuda] [--iterations 2] [--json FILE] [--markdown FILE]
+
+Random weights in bf16, a few short prompts, two iterations: the second has the optimiser's state. The peak is the
+largest of the phases' (`torch.cuda.max_memory_allocated`, and the sampler's cache where that is not torch's memory).
+Seconds are of the second iteration. On a CPU the shapes are tiny and nothing but the script itself is tried.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from shapes import SHAPES, Shape, random_model
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+from smollm_shape import random_prompts
+
+from tether.config.load import load_recipe
+from tether.loops.build import build_rl
+from tether.loops.rl import train_rl
+from tether.models.load import LoadedModel
+from tether.plan import plan as planning
+from tether.plan.machine import machine_for
+from tether.plan.shape import Shape as PlannedShape
+from tether.plan.work import Lengths
+from tether.types import Prompt, Score
+
+sys.modules.setdefault("plan_benchmark", sys.modules[__name__])  # by this name the recipe finds its task
+GIB = 2**30
+TINY = Shape(64, 128, 3, 4, 2, 40960, head_dim=16)
+
+
+class RandomTask:
+    """Prompts of random tokens, and a reward that asks nothing of the device."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self.count, self.length = count, length
+
+    def prompts(self) -> list[Prompt]:
+        """What is asked."""
+        return random_prompts(self.count, self.length)
+
+    def held_out(self) -> list[Prompt]:
+        """Nothing."""
+        return []
+
+    def reward(self) -> Any:
+        """The parity of the last token."""
+        return lambda rollouts: [Score(float(int(rollout.token_ids[-1]) % 2)) for rollout in rollouts]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One configuration."""
+
+    shape: str
+    mode: str
+    flags: dict[str, Any] = field(default_factory=dict[str, Any])
+    prompts: int = 64
+    prompt: int = 128
+    new: int = 128
+
+    @property
+    def name(self) -> str:
+        """In words."""
+        extra = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in self.flags.items())
+        return f"{self.shape} {self.mode}" + (f", {extra}" if extra else "")
+
+
+AGAIN = {"model.gradient_checkpointing": True}
+CASES = [
+    Case("135m", "separate"),
+    Case("135m", "separate", AGAIN),
+    Case("135m", "adapters"),
+    Case("135m", "top"),
+    Case("360m", "separate"),
+    Case("360m", "separate", {"roles.critic": "head"}),
+    Case("360m", "adapters", AGAIN),
+    Case("1b", "separate"),
+    Case("1b", "separate", AGAIN),
+    Case("1b", "separate", {"optimizer.state": "8bit"}),
+    Case("1b", "separate", {"optimizer.micro_tokens": 2048}),
+    Case("1b", "adapters"),
+    Case("1b", "adapters", AGAIN),
+    Case("1b", "top"),
+    Case("3b", "adapters"),
+    Case("3b", "adapters", AGAIN),
+    Case("3b", "top"),
+]
+
+
+def recipe_of(case: Case, dtype: str) -> Any:
+    """Default settings but for what the case says."""
+    flags = {
+        "model.dtype": dtype, "roles.mode": case.mode, "task.name": "plan_benchmark:RandomTask",
+        "task.options": {"count": case.prompts * 2, "length": case.prompt},
+        "rollout.prompts_per_step": case.prompts, "rollout.max_new_tokens": case.new,
+        "rollout.max_batch": case.prompts, "ppo.epochs": 1, "ppo.minibatch_size": case.prompts,
+        "optimizer.policy_rate": 1e-6, "optimizer.critic_rate": 1e-6,
+    } | case.flags  # fmt: skip
+    return load_recipe("ppo", None, [f"--{key}={json.dumps(value)}" for key, value in flags.items()])
+
+
+def measure(case: Case, device: str, iterations: int) -> dict[str, Any]:
+    """Predicted and measured, in GiB and seconds."""
+    recipe = recipe_of(case, "bfloat16" if device == "cuda" else "float32")
+    loaded = random_model(case.shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
+    lengths = Lengths.assumed(case.prompt, "as given")
+    plan = planning.make_plan(recipe, PlannedShape.of(loaded.model), lengths, machine_for(device, recipe.model.dtype))
+    before = torch.cuda.memory_allocated() if device == "cuda" else 0
+    metrics = run(recipe, loaded, iterations)
+    phases = {name: metrics.get(f"memory/{name}", 0.0) for name in ("rollout", "evaluation", "update")}
+    measured, predicted = max(phases.values()), plan.memory.peak / GIB
+    return {
+        "name": case.name,
+        "predicted_gib": round(predicted, 3),
+        "measured_gib": round(measured, 3),
+        "off": round(predicted / measured - 1, 4) if measured else None,
+        "predicted_phases": {name: round(size / GIB, 3) for name, size in plan.memory.phases.items()},
+        "measured_phases": {name: round(size, 3) for name, size in phases.items()},
+        "predicted_seconds": {name: round(seconds, 3) for name, seconds in plan.seconds.items()},
+        "measured_seconds": {name: round(metrics[f"seconds/{name}"], 3) for name in plan.seconds},
+        "micro_batches": plan.memory.micro_batches,
+        "weights_loaded_gib": round(before / GIB, 3),
+    }
+
+
+def run(recipe: Any, loaded: LoadedModel, iterations: int) -> dict[str, float]:
+    """The last iteration's metrics."""
+    parts = build_rl(recipe, loaded)
+    last: dict[str, float] = {}
+    for result in train_rl(parts):
+        last = result.metrics
+        if result.step + 1 == iterations:
+            break
+    return last
+
+
+def markdown(results: list[dict[str, Any]]) -> str:
+    """A table for docs/performance.md."""
+    lines = ["| shape and roles | predicted GiB | measured GiB | off |", "|---|---|---|---|"]
+    for each in results:
+        off = "" if each["off"] is None else f"{100 * each['off']:+.1f} %"
+        lines.append(f"| {each['name']} | {each['predicted_gib']:.2f} | {each['measured_gib']:.2f} | {off} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    """Measure each case and print the list."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
+    parser.add_argument("--device", default="cuda")
+    parser.add_argument("--only", nargs="+", default=[], help="cases whose name holds one of these words")
+    parser.add_argument("--iterations", type=int, default=2)
+    parser.add_argument("--json")
+    parser.add_argument("--markdown")
+    options = parser.parse_args()
+    cases = CASES
+    if options.device == "cpu":
+        SHAPES["tiny"] = TINY
+        modes = [("separate", {}), ("adapters", {}), ("top", {"roles.top_layers": 1})]
+        cases = [Case("tiny", mode, extra, 8, 16, 8) for mode, extra in modes]
+    results: list[dict[str, Any]] = []
+    for case in cases:
+        if options.only and not any(word in case.name for word in options.only):
+            continue
+        try:
+            results.append(measure(case, options.device, options.iterations))
+            print(json.dumps(results[-1]), flush=True)
+        except Exception as error:
+            print(json.dumps({"name": case.name, "error": repr(error)[:300]}), flush=True)
+        gc.collect()
+        if options.device == "cuda":
+            torch.cuda.empty_cache()
+    print(markdown(results))
+    if options.json:
+        Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
+    if options.markdown:
+        Path(options.markdown).write_text(markdown(results) + "\n")
+
+
+if __name__ == "__main__":
+    main()

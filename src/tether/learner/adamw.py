@@ -1,0 +1,110 @@
+"""AdamW for weights in half precision: fp32 masters, and a state of 8 bits where memory is short.
+
+A bf16 number has 8 significant bits: a step below 1/256 of a weight rounds to nothing, and with rates of RL that is
+most of them. So the optimiser keeps each weight in fp32 as well (its master), steps that, and rounds the result into
+the model. With 8-bit state the two running means are kept as codes (`quantize.py`) and exist in fp32 only while their
+parameter is stepped.
+
+Everything it keeps is a plain tensor by parameter, as in torch's own optimisers, so checkpoints hold it bit for bit:
+`step`, `master` where the weight is in half precision, and `exp_avg`, `exp_avg_sq`, or their codes and scales.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adamw import adamw
+
+from tether.learner.quantize import SIGNED, UNSIGNED, Codes
+
+HALF = (torch.bfloat16, torch.float16)
+BUCKET = 2**26  # numbers whose fp32 copies exist at a time: 256 MiB each
+
+
+class MixedAdamW(torch.optim.Optimizer):
+    """AdamW (Loshchilov and Hutter 2019) computed in fp32 whatever the weights are.
+
+    m = b1 m + (1 - b1) g,  v = b2 v + (1 - b2) g²,  w = w - lr (decay w + (m / c1) / (sqrt(v / c2) + epsilon)),
+    with c = 1 - b^step.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[dict[str, Any]],
+        *,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.0,
+        masters: bool = True,
+        eight_bit: bool = False,
+        fused: bool = True,
+    ) -> None:
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "masters": masters}
+        super().__init__(params, defaults | {"eight_bit": eight_bit, "fused": fused})
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
+        """One step of every parameter that has a gradient, a bucket of them at a time."""
+        assert closure is None, "the gradient has been gathered by whoever calls"
+        for group in self.param_groups:
+            bucket: list[Tensor] = []
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:
+                    self._step_bucket(bucket, group)
+                    bucket = []
+                bucket.append(parameter)
+            if bucket:
+                self._step_bucket(bucket, group)
+
+    def _step_bucket(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
+        states = [self._state(parameter, group) for parameter in parameters]
+        weights = [state.get("master", parameter.float()) for state, parameter in zip(states, parameters, strict=True)]
+        means = [_open(state, "exp_avg", weight) for state, weight in zip(states, weights, strict=True)]
+        squares = [_open(state, "exp_avg_sq", weight) for state, weight in zip(states, weights, strict=True)]
+        gradients: list[Tensor] = [p.grad.float() for p in parameters if p.grad is not None]
+        adamw(
+            weights, gradients, means, squares, [], [state["step"] for state in states],
+            foreach=False, fused=group["fused"], amsgrad=False, beta1=group["betas"][0], beta2=group["betas"][1],
+            lr=group["lr"], weight_decay=group["weight_decay"], eps=group["eps"], maximize=False,
+        )  # fmt: skip
+        for parameter, state, weight, mean, square in zip(parameters, states, weights, means, squares, strict=True):
+            if weight.data_ptr() != parameter.data_ptr():
+                parameter.copy_(weight)
+            _close(state, "exp_avg", mean, SIGNED)
+            _close(state, "exp_avg_sq", square, UNSIGNED)
+
+    def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
+        """What is kept of a parameter; at its first step, fresh."""
+        state = self.state[parameter]
+        if state:
+            return state
+        state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
+        if group["masters"] and parameter.dtype in HALF:
+            state["master"] = parameter.float()
+        zeros = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
+        for name, codes in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED)):
+            if group["eight_bit"]:
+                state[f"{name}_codes"], state[f"{name}_scales"] = codes.close(zeros)
+            else:
+                state[name] = zeros.clone()
+        return state
+
+
+def _open(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
+    """A running mean in fp32: the state's own, or read from its codes."""
+    if name in state:
+        return state[name]
+    codes = SIGNED if name == "exp_avg" else UNSIGNED
+    return codes.open(state[f"{name}_codes"], state[f"{name}_scales"], like.shape)
+
+
+def _close(state: dict[str, Any], name: str, mean: Tensor, codes: Codes) -> None:
+    """Put a running mean back, where it is kept as codes."""
+    if name not in state:
+        state[f"{name}_codes"], state[f"{name}_scales"] = codes.close(mean)

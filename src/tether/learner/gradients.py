@@ -1,0 +1,31 @@
+"""Norms of gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+HALF = (torch.bfloat16, torch.float16)
+
+
+def total_norm(gradients: Sequence[Tensor]) -> Tensor:
+    """The norm of all gradients together, on their device; of half-precision ones it is summed in float32."""
+    half = [gradient for gradient in gradients if gradient.dtype in HALF]
+    if not half:
+        return nn.utils.get_total_norm(gradients)
+    each_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    norms = list(each_norm(half, 2.0, dtype=torch.float32))
+    others = [gradient for gradient in gradients if gradient.dtype not in HALF]
+    if others:
+        norms.append(nn.utils.get_total_norm(others))
+    return torch.linalg.vector_norm(torch.stack(norms))
+
+
+def read_norms(norms: Mapping[str, Tensor]) -> dict[str, float]:
+    """The norms as numbers; the device is waited for once."""
+    if not norms:
+        return {}
+    return dict(zip(norms, torch.stack(list(norms.values())).tolist(), strict=True))

@@ -1,0 +1,303 @@
+"""What each role costs in memory, and when the most is held at once."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from tether.config.recipes import Recipe, RLRecipe
+from tether.learner.adamw import BUCKET
+from tether.learner.quantize import BLOCK
+from tether.plan.activations import Pass, Way
+from tether.plan.shape import Shape
+from tether.plan.work import Work
+
+BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+BASE_BYTES = {"8bit": 1.02, "4bit": 0.56}  # a quantised number, with its share of the scales
+REMEMBERED = 2**29  # bytes of states that a shared trunk remembers at the most
+CUDA_LIBRARIES = 40 * 2**20  # bytes that the libraries of products take from torch
+EIGHT_BIT_MEANS = 2 * (1 + 4 / BLOCK)  # bytes of two codes, and their share of the scales of a block
+MOST_SLOTS = {"cuda": 1024, "mps": 64, "cpu": 64}  # of a sampler that chooses for itself
+SMALL = 4 * 10**11  # tokens x weights up to which a pass is held as graphs, as in tether.models.captured_pass
+
+
+@dataclass(frozen=True)
+class RoleCost:
+    """Bytes of one role."""
+
+    role: str
+    what: str  # in words
+    weights: int = 0
+    gradients: int = 0
+    optimizer: int = 0
+    activations: int = 0  # of one micro-batch in the update, or of a pass without gradients
+    cache: int = 0  # while sampling
+
+    @property
+    def held(self) -> int:
+        """What is there from the first to the last second."""
+        return self.weights + self.optimizer
+
+
+@dataclass(frozen=True)
+class Memory:
+    """The roles, and the most that is held at once in each phase, in bytes."""
+
+    roles: tuple[RoleCost, ...]
+    phases: dict[str, int]
+    micro_rows: int  # rows in one forward and backward
+    micro_batches: int  # of one optimiser step
+
+    @property
+    def peak(self) -> int:
+        """The most that is held at any time."""
+        return max(self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        """When."""
+        return max(self.phases, key=lambda name: self.phases[name])
+
+
+@dataclass(frozen=True)
+class Held:
+    """How the recipe has numbers held."""
+
+    width: int  # bytes of a weight that is not quantised
+    base: float  # bytes of a number in the matrices of a frozen base
+    masters: bool  # float32 copies of weights that are trained in half precision
+    eight_bit: bool  # the optimiser's running means
+    way: Way
+    checkpointing: bool
+    offload: bool  # the reference waits in host memory
+    device: str
+
+    @classmethod
+    def of(cls, recipe: Recipe, shape: Shape, device: str) -> Held:
+        """As the recipe says, on this kind of device."""
+        width = BYTES[recipe.model.dtype]
+        half: Way = "fused" if device == "cuda" and shape.packed else "modules"
+        return cls(
+            width=width,
+            base=BASE_BYTES.get(recipe.model.quantize, float(width)),
+            masters=width < 4 and recipe.optimizer.masters != "none",
+            eight_bit=recipe.optimizer.state == "8bit",
+            way=half if width < 4 else "plain" if shape.packed else "modules",
+            checkpointing=recipe.model.gradient_checkpointing,
+            offload=recipe.roles.offload_frozen and recipe.roles.mode == "separate",
+            device=device,
+        )
+
+    @property
+    def moments(self) -> float:
+        """Bytes of both running means of one trained weight."""
+        if self.eight_bit:
+            return EIGHT_BIT_MEANS
+        return 8.0 if self.masters else 2.0 * self.width
+
+    def trained(self, count: int) -> dict[str, int]:
+        """Gradients and optimiser of so many weights."""
+        copy = 4 if self.masters else 0
+        return {"gradients": count * self.width, "optimizer": round(count * (self.moments + copy))}
+
+    def stepping(self, count: int, largest: int) -> int:
+        """Bytes that come and go while `count` weights are stepped: float32 copies of a bucket's weights and gradients.
+
+        A bucket holds whole weights, so the largest of them may be a bucket of its own.
+        """
+        if not self.masters and not self.eight_bit:
+            return 0
+        bucket = min(count, max(BUCKET, largest))
+        copies = (2 if self.width < 4 else 0) + (2 if self.eight_bit else 0)
+        return 4 * bucket * copies
+
+
+def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str) -> Memory:
+    """What the recipe holds, role by role and phase by phase."""
+    held = Held.of(recipe, shape, device)
+    micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_tokens // max(1, work.longest_row)))
+    micro_batches = math.ceil(work.minibatch / micro_rows)
+    one = micro_pass(recipe, shape, work, held, micro_rows)
+    roles = _roles(recipe, shape, work, held, one)
+    always = sum(role.held for role in roles) + (CUDA_LIBRARIES if device == "cuda" else 0)
+    graphs = sum(role.gradients + one.kept(shape) for role in roles if role.activations) if one.captured else 0
+    phases: dict[str, int] = {}
+    if isinstance(recipe, RLRecipe):
+        room = _work_space(recipe, shape, work, held)
+        phases["rollout"] = always + graphs + sum(role.cache for role in roles)
+        always += room + _remembered(recipe, shape, work, held)
+    streamed = shape.parameters * held.width if held.offload and work.reference else 0
+    phases["evaluation"] = always + graphs + streamed + max(one.forward(shape), one.chunk(shape) if work.policy else 0)
+    phases["update"] = always + _update(shape, work, held, one, roles, several=micro_batches > 1 or one.captured)
+    return Memory(roles, phases, micro_rows, micro_batches)
+
+
+def micro_pass(recipe: Recipe, shape: Shape, work: Work, held: Held, micro_rows: int) -> Pass:
+    """A trunk's pass over one micro-batch."""
+    mode = recipe.roles.mode
+    tokens = min(round(micro_rows * work.row_tokens), micro_rows * work.longest_row)
+    weights = 2 * shape.hidden * (2 * shape.queries + 2 * shape.inner)
+    alike = work.row_tokens == work.longest_row  # rows of one length make micro-batches of one shape
+    return Pass(
+        tokens=tokens,
+        wanted=micro_rows * min(work.answer_tokens + 1, work.longest_row),
+        layers=min(recipe.roles.top_layers, shape.layers) if mode == "top" else shape.layers,
+        width=held.width,
+        way=held.way,
+        rank=recipe.roles.lora_rank if mode == "adapters" else 0,
+        recompute=held.checkpointing,
+        trains_head=mode == "separate",
+        captured=held.way == "fused" and alike and not held.checkpointing and tokens * weights <= SMALL,
+    )
+
+
+def _update(shape: Shape, work: Work, held: Held, one: Pass, roles: Sequence[RoleCost], *, several: bool) -> int:
+    """The most that comes on top of weights and optimiser: activations, gradients, and what passes by.
+
+    The critic's pass is made last, so its backward pass comes first, and the policy's head waits for it. The first
+    micro-batch of a step makes gradients where activations were; from the second on all gradients are there.
+    """
+    trained = [role for role in roles if role.gradients]
+    gradients = sum(role.gradients for role in trained)
+    kept = sum(role.activations for role in trained)
+    critic = next((role for role in trained if role.role == "critic"), None)
+    own = kept - (critic.activations if critic is not None else 0)
+    before = gradients if several else 0
+    passing = one.passing(shape) + one.rerun(shape)
+    moments = [before + kept + passing]
+    if work.policy:
+        made = before or (critic.gradients if critic is not None else 0)
+        moments.append(made + own + one.head(shape))
+        # The gradient of an output layer that is the embedding waits for the embedding's own.
+        waits = shape.embedding * one.width if one.trains_head and not shape.output and one.chunks(shape) > 1 else 0
+        moments.append(made + own + waits + passing)
+        moments.append(gradients + 2 * waits)
+    count = max((role.gradients // held.width for role in trained), default=0)
+    moments.append(gradients + held.stepping(count, shape.embedding if one.trains_head else 0))
+    return max(moments)
+
+
+def _roles(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> tuple[RoleCost, ...]:
+    roles = {"separate": _separate, "adapters": _adapters, "top": _tops}[recipe.roles.mode]
+    found = roles(recipe, shape, work, held, one)
+    if not isinstance(recipe, RLRecipe):
+        return tuple(found)
+    shared = {"separate": None, "adapters": "adapters and a head", "top": "its top layers"}[recipe.roles.mode]
+    for part in recipe.reward.parts:
+        if part.kind == "model":
+            found.append(_reward(part, shape, shared, found))
+    cache = _cache(recipe, shape, work, held) + _work_space(recipe, shape, work, held)
+    return tuple(replace(role, cache=cache) if role.role == "policy" else role for role in found)
+
+
+def _separate(_: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> list[RoleCost]:
+    """Every role a model of its own."""
+    found: list[RoleCost] = []
+    policy, critic = _kept(shape, work, one)
+    if work.policy:
+        count = shape.parameters
+        found.append(
+            RoleCost("policy", "a model, trained", count * held.width, **held.trained(count), activations=policy)
+        )
+    if work.critic == "separate":
+        name = "critic" if work.policy else "reward model"
+        count, head = shape.trunk, 4 * 4 * (shape.hidden + 1)
+        cost = held.trained(count)
+        found.append(RoleCost(name, "a model, trained", count * held.width + head, **cost, activations=critic))
+    elif work.critic == "head":
+        found.append(_value_head(shape))
+    if work.reference:
+        where = 0 if held.offload else shape.parameters * held.width
+        words = "a frozen copy" + (", in host memory until its pass" if held.offload else "")
+        found.append(RoleCost("reference", words, where))
+    return found
+
+
+def _adapters(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> list[RoleCost]:
+    """One frozen base, and low-rank adapters on it for every role that learns."""
+    matrices = shape.products
+    base = round(matrices * held.base) + (shape.parameters - matrices) * held.width
+    count = shape.adapters(recipe.roles.lora_rank, recipe.roles.lora_targets)
+    words = f"adapters of rank {recipe.roles.lora_rank}"
+    found = [RoleCost("base", "one frozen model under all roles", base)]
+    own = {"weights": count * held.width, **held.trained(count)}
+    policy, critic = _kept(shape, work, one)
+    if work.policy:
+        found.append(RoleCost("policy", words, **own, activations=policy))
+    if work.critic == "separate":
+        name = "critic" if work.policy else "reward model"
+        found.append(RoleCost(name, f"{words} and a head", **own, activations=critic))
+    elif work.critic == "head":
+        found.append(_value_head(shape))
+    if work.reference:
+        found.append(RoleCost("reference", "the base itself"))
+    return found
+
+
+def _tops(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> list[RoleCost]:
+    """One frozen trunk; every role owns the layers above it."""
+    top = min(recipe.roles.top_layers, shape.layers)
+    count = top * shape.layer + shape.norm
+    words = f"{top} layers of its own"
+    found = [RoleCost("base", "one frozen trunk under all roles", (shape.parameters - count) * held.width)]
+    own = {"weights": count * held.width, **held.trained(count)}
+    policy, critic = _kept(shape, work, one)
+    if work.policy:
+        found.append(RoleCost("policy", words, **own, activations=policy))
+    if work.critic == "separate":
+        name = "critic" if work.policy else "reward model"
+        found.append(RoleCost(name, f"{words} and a head", **own, activations=critic))
+    elif work.critic == "head":
+        found.append(_value_head(shape))
+    # The tops as they were loaded are kept whether or not a reference is asked for: other roles start from them.
+    found.append(RoleCost("reference", f"the {top} layers as they were loaded", count * held.width))
+    return found
+
+
+def _kept(shape: Shape, work: Work, one: Pass) -> tuple[int, int]:
+    """(the policy's activations, a separate critic's), each with what its head keeps."""
+    trunk = one.kept(shape) + one.ends(shape)
+    policy = trunk + one.states(shape) + (one.values(shape) if work.critic == "head" else 0)
+    return policy, trunk + one.values(shape)
+
+
+def _value_head(shape: Shape) -> RoleCost:
+    one = 4 * (shape.hidden + 1)
+    return RoleCost("critic", "a head on the policy's trunk", one, one, 2 * one)
+
+
+def _reward(part: Any, shape: Shape, shared: str | None, found: list[RoleCost]) -> RoleCost:
+    if part.shared and shared is not None:
+        like = next(role for role in found if role.role == "policy")
+        return RoleCost("reward", shared, like.weights)
+    return RoleCost("reward", "a model, frozen", shape.trunk * BYTES[part.dtype])
+
+
+def _cache(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
+    """Keys and values of every slot."""
+    unit = 128 if held.device == "cuda" else 1
+    room = -(-work.longest_row // unit) * unit
+    return 2 * shape.layers * slots_of(recipe, work, held.device) * shape.keys * room * held.width
+
+
+def _work_space(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
+    """What the sampler keeps beside its cache, also between its calls: a step's logits and states, draws to be made."""
+    slots = slots_of(recipe, work, held.device)
+    step = (shape.vocabulary + shape.inner + 2 * shape.hidden + 2 * shape.queries) * held.width
+    parts = 4 * shape.hidden * max(8 * min(slots, 256), slots)
+    return slots * (step + 24 * work.answer_tokens) + parts
+
+
+def _remembered(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
+    """States that a shared trunk remembers of the rows it was run on."""
+    if recipe.roles.mode != "top":
+        return 0
+    return min(REMEMBERED, round(work.rows * work.row_tokens) * shape.hidden * held.width)
+
+
+def slots_of(recipe: RLRecipe, work: Work, device: str) -> int:
+    """Answers that are sampled at once; what is sized from free memory is taken to find enough of it."""
+    most = recipe.rollout.max_batch
+    return min(most if isinstance(most, int) else MOST_SLOTS[device], work.rows)

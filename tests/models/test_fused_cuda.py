@@ -1,0 +1,127 @@
+"""The fused pass on a CUDA device: against the model's own modules, and its graphs against itself, to the bit."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3Config, Qwen3Model
+
+if not torch.cuda.is_available():
+    pytest.skip("there is no CUDA device here", allow_module_level=True)
+
+from tether.models.forward import hidden_states
+from tether.models.lora import inject_lora, lora_config
+from tether.models.packed import packed_states
+from tether.models.roles import Roles, onto
+from tether.models.sharing import Separate
+from tether.models.tiny import tiny_model
+from tether.models.trunks import Trunk
+from tether.types import Sequences
+
+SHAPE = {
+    "vocab_size": 500,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+KINDS: dict[str, tuple[Any, Any]] = {
+    "llama": (LlamaModel, LlamaConfig(**SHAPE)),
+    "qwen2": (Qwen2Model, Qwen2Config(**SHAPE)),
+    "qwen3": (Qwen3Model, Qwen3Config(**SHAPE, head_dim=64)),
+}
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def trunk(kind: str, adapters: bool) -> Any:
+    """Weights that are bf16 numbers, held in float32."""
+    model_class, config = KINDS[kind]
+    torch.manual_seed(0)
+    model = model_class(config).cuda().eval()
+    if adapters:
+        inject_lora(model, lora_config(8, 16.0, LINEAR), 1)
+    for name, parameter in model.named_parameters():
+        parameter.data = (torch.randn_like(parameter) * 0.05 if "lora_" in name else parameter.data).bfloat16().float()
+    return model
+
+
+def rows(gaps: bool, seed: int = 0) -> Sequences:
+    draws = torch.Generator().manual_seed(seed)
+    mask = torch.zeros(4, 70, dtype=torch.bool)
+    mask[0, :] = mask[1, 10:30] = mask[2, 5:70] = mask[3, :33] = True
+    response = mask & (torch.arange(70) >= 20)
+    if gaps:
+        response &= torch.rand(mask.shape, generator=draws) < 0.6
+    tokens = torch.randint(0, 500, mask.shape, generator=draws)
+    return Sequences(tokens=tokens, attention_mask=mask, response_mask=response).to("cuda")
+
+
+def distance(found: Any, expected: Any) -> float:
+    return float((found.float() - expected).norm() / expected.norm())
+
+
+@pytest.mark.parametrize("gaps", [False, True], ids=["answers", "gaps"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_it_is_as_near_to_float32_as_the_models_own_modules(kind: str, adapters: bool, gaps: bool):
+    exact, batch = trunk(kind, adapters), rows(gaps)
+    fused, own = copy.deepcopy(exact).bfloat16(), copy.deepcopy(exact).bfloat16()
+    wanted = batch.response_mask
+    weights = torch.randn(4, 70, 256, device="cuda") * wanted[..., None]
+    states = [hidden_states(exact, batch), packed_states(fused, batch, wanted=wanted, way="fused")]
+    states.append(hidden_states(own, batch))
+    for each in states:
+        assert each is not None
+        (each.float() * weights).sum().backward()
+    assert distance(states[1][wanted], states[0][wanted]) < 1.2 * distance(states[2][wanted], states[0][wanted])
+    gradients = [[p.grad for p in model.parameters() if p.grad is not None] for model in (exact, fused, own)]
+    ours, theirs = ([distance(a, b) for a, b in zip(given, gradients[0], strict=True)] for given in gradients[1:])
+    assert max(ours) < 1.5 * max(theirs) < 0.06
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["kept", "run again"])
+@pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_a_replayed_pass_and_layers_run_again_give_the_same_bits(kind: str, adapters: bool, recompute: bool):
+    model = trunk(kind, adapters).bfloat16()
+    plain, other = Trunk(model), Trunk(copy.deepcopy(model))
+    assert plain.fast.tried and other.fast.tried
+    plain.fast.captured = None
+    if recompute:
+        other.recompute()
+    for seed in range(5):
+        batch = rows(False, seed)
+        with torch.no_grad():
+            looked = other(batch, batch.response_mask)
+        found = [each(batch, batch.response_mask) for each in (plain, other)]
+        for states in found:
+            states.float().square().sum().backward()
+        assert torch.equal(found[0], found[1]) and torch.equal(looked, found[1])
+        if seed == 2:
+            plain.zero_grad()
+            other.zero_grad()
+    assert other.fast.captured.captures == 1
+    for ours, theirs in zip(plain.parameters(), other.parameters(), strict=True):
+        assert (ours.grad is None) == (theirs.grad is None)
+        assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
+
+
+def test_a_batch_that_is_put_onto_the_device_is_never_waited_for():
+    roles = Roles.build(Separate(tiny_model(seed=1).bfloat16().cuda()), critic="separate", with_reference=True, seed=0)
+    here = rows(False).to("cpu")
+    for _ in range(3):  # kernels and graphs are made
+        roles.evaluate(onto(here, "cuda"))
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        moved = onto(here, "cuda")
+        roles.evaluate(moved)
+        outputs = roles.actor(moved)
+        (outputs.logprobs.sum() + outputs.values.sum()).backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
