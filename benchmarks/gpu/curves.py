@@ -1,11 +1,12 @@
 """Does the native engine learn what the general way learns? PPO with real weights on a verifiable task, several seeds.
 
     python benchmarks/gpu/curves.py [--recipe recipes/ppo-verifiable.yaml] [--seeds 0 1 2] [--steps 60]
-        [--set KEY=VALUE ...] [--out DIR]
+        [--set KEY=VALUE ...] [--seconds S] [--out DIR]
 
 Every run is `tether train` in a process of its own, all at once on one device, each with its seed and one of the two
-engines. Printed and drawn: the mean score by iteration of each engine, and its spread over the seeds. The verdict: the
-means of the last quarter of the runs differ by no more than twice the standard error that the seeds' own spread gives.
+engines. After `--seconds` what is still running is ended, and all curves are cut to the shortest. Printed and drawn:
+the mean score by iteration of each engine, and its spread over the seeds. The verdict: the means of the last quarter of
+the runs differ by no more than twice the standard error that the seeds' own spread gives.
 """
 
 from __future__ import annotations
@@ -39,10 +40,20 @@ def start(options: argparse.Namespace, engine: str, seed: int, folder: Path) -> 
         return subprocess.Popen(command, stdout=lines, stderr=errors, env={"OMP_NUM_THREADS": "2", **os.environ})
 
 
+def ended(job: subprocess.Popen[bytes], deadline: float) -> int:
+    """The run's exit code, once it has ended by itself or is ended at the deadline."""
+    try:
+        return job.wait(None if deadline == math.inf else max(0.1, deadline - time.perf_counter()))
+    except subprocess.TimeoutExpired:
+        job.kill()
+        return job.wait()
+
+
 def curve(folder: Path, engine: str, seed: int) -> list[dict[str, Any]]:
     """The steps that a run printed."""
     lines = (folder / f"{engine}-{seed}.jsonl").read_text().splitlines()
-    return [step for step in map(json.loads, lines) if "score" in step]
+    whole = [line for line in lines if line.endswith("}")]  # a run that was ended may have been writing one
+    return [step for step in map(json.loads, whole) if "score" in step]
 
 
 def smoothed(values: list[float]) -> list[float]:
@@ -102,6 +113,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, nargs="+", default=[0, 1, 2])
     parser.add_argument("--steps", type=int, default=60)
     parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE")
+    parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--out", default=".")
     options = parser.parse_args()
     out = Path(options.out)
@@ -110,17 +122,19 @@ def main() -> None:
         folder = Path(scratch)
         jobs = {(e, s): start(options, e, s, folder) for e in ENGINES for s in options.seeds}
         for (engine, seed), job in jobs.items():
-            code = job.wait()
+            code = ended(job, began + options.seconds)
             steps = curve(folder, engine, seed)
             print(f"{engine} {seed}: exit {code}, {len(steps)} steps, {time.perf_counter() - began:.0f} s", flush=True)
             if code:
                 print((folder / f"{engine}-{seed}.err").read_text()[-2000:], flush=True)
         steps = {engine: [curve(folder, engine, seed) for seed in options.seeds] for engine in ENGINES}
+    shortest = min(len(rows) for engine in ENGINES for rows in steps[engine])
+    steps = {engine: [rows[:shortest] for rows in steps[engine]] for engine in ENGINES}
     runs = {engine: [[row["score"] for row in rows] for rows in steps[engine]] for engine in ENGINES}
     held_out = {e: [[row.get("held_out/score") for row in rows][-1:] for rows in steps[e]] for e in ENGINES}
     seconds = {e: [round(sum(row["seconds/rollout"] for row in rows), 1) for rows in steps[e]] for e in ENGINES}
     result = {
-        "recipe": options.recipe, "set": options.set, "steps": options.steps, "seeds": options.seeds,
+        "recipe": options.recipe, "set": options.set, "steps": shortest, "seeds": options.seeds,
         **verdict(runs), "held_out_at_the_end": held_out, "rollout_seconds": seconds, "scores": runs,
     }  # fmt: skip
     for engine in ENGINES:

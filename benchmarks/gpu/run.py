@@ -1,7 +1,7 @@
 """Tether, TRL 1.12 and the decode limit on one GPU, one after the other on the same shapes: JSON and a table.
 
     python benchmarks/gpu/run.py --json results.json [--docs docs/performance.md] [--repeats 3]
-        [--tokenizer FOLDER --peer-path FOLDER] [--limit SCRIPT] [--only 1b 135m adapters 7b]
+        [--tokenizer FOLDER --peer-path FOLDER] [--limit SCRIPT] [--only 1b 135m adapters 7b 32b]
 
 Each measurement is a process of its own, so that none sees another's memory. The peer needs `trl==1.12.0`: in this
 interpreter, or as a folder of packages (`--peer-path`), and a tokenizer of 49,152 tokens; without `--tokenizer` it is
@@ -42,7 +42,18 @@ OURS: dict[str, tuple[str, list[str]]] = {
         ["--shape", "1b", "--mode", "adapters", "--micro-tokens", "8192", "--release"],
     ),
     "7b": ("7B, adapters, 64 x (256 + 256)", [*SEVEN, "--set", "model.gradient_checkpointing=true"]),
+    "32b": (
+        "32B, adapters, 16 x (256 + 256), one epoch",
+        ["--shape", "32b", "--mode", "adapters", "--prompts", "16", "--prompt", "256", "--new", "256", "--epochs", "1",
+         "--warmup", "0", "--release", "--set", "model.gradient_checkpointing=true"],
+    ),
+    "65b": (
+        "65B, adapters, 16 x (256 + 256), one epoch",
+        ["--shape", "65b", "--mode", "adapters", "--prompts", "16", "--prompt", "256", "--new", "256", "--epochs", "1",
+         "--warmup", "0", "--release", "--set", "model.gradient_checkpointing=true"],
+    ),
 }  # fmt: skip
+LARGE = ("32b", "65b")  # minutes each, so only where they are asked for
 
 
 def process(command: list[str], path: str | None = None) -> tuple[str, str]:
@@ -109,7 +120,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, required=True)
     parser.add_argument("--docs", type=Path)
     parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--only", nargs="+", default=list(OURS), choices=list(OURS))
+    parser.add_argument("--only", nargs="+", default=[name for name in OURS if name not in LARGE], choices=list(OURS))
     parser.add_argument("--tokenizer", help="folder of a tokenizer with 49,152 tokens, for the peer")
     parser.add_argument("--peer-path", help="folder with TRL's packages")
     parser.add_argument("--peer-iterations", type=int, default=3)

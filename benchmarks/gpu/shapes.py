@@ -45,7 +45,7 @@ SHAPES = {
     "7b": Shape(3584, 18944, 28, 28, 4, 152064, False, True, 128),
     "14b": Shape(5120, 13824, 48, 40, 8, 152064, False, True, 128),
     "32b": Shape(5120, 27648, 64, 40, 8, 152064, False, True, 128),
-    "50b": Shape(6656, 27648, 64, 52, 8, 152064, False, True, 128),
+    "65b": Shape(8192, 22016, 80, 64, 8, 32000, False, False, 128),
 }
 
 
@@ -93,7 +93,7 @@ def matrix_rate() -> float:
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         for _ in range(10):
-            left @ right
+            torch.mm(left, right)
         end.record()
         torch.cuda.synchronize()
         times.append(start.elapsed_time(end) / 10)

@@ -109,7 +109,8 @@ class _Held:
                 buffer.copy_(tensor.grad)
             tensor.grad = buffer
         if fresh:
-            torch._foreach_zero_(fresh)
+            zero_all: Any = torch._foreach_zero_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+            zero_all(fresh)
 
     def _capture_back(self, grad: Tensor, wants_input: bool) -> None:
         assert self.trace is not None

@@ -1,5 +1,6 @@
 """Norms, rotary positions and gates by Triton kernels: each reads its inputs once. No autograd."""
 
+# pyright: reportIndexIssue=false
 from __future__ import annotations
 
 import torch
@@ -36,7 +37,7 @@ def add_norm(x: Tensor, change: Tensor | None, weight: Tensor, epsilon: float) -
 def add_norm_backward(
     grad_normed: Tensor, past: Tensor | None, added: Tensor, weight: Tensor, inverse: Tensor, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`(d added, d weight)` from the norm's gradient, and from `past`, that of `added` by another way."""
+    """`(d added, d weight in fp32)` from the norm's gradient, and from `past`, that of `added` by another way."""
     rows, width = added.shape
     programs = min(rows, NORM_PROGRAMS)
     partial = torch.empty(programs if learns else 0, width, dtype=torch.float32, device=added.device)
@@ -46,7 +47,7 @@ def add_norm_backward(
             grad_normed.contiguous(), grad_normed if past is None else past, added, weight, inverse, grad, partial,
             rows, width, PASSES=past is not None, WEIGHTS=learns, BLOCK=_power_of_two(width), num_warps=_warps(width),
         )  # fmt: skip
-    return grad, partial.sum(dim=0).to(weight.dtype) if learns else None
+    return grad, partial.sum(dim=0) if learns else None
 
 
 def rotate(query: Tensor, key: Tensor, asked: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], way: float) -> None:

@@ -95,8 +95,10 @@ def quantization(bits: str, dtype: torch.dtype, device: torch.device) -> dict[st
         )
     if device.type != "cuda":
         raise ConfigError(f"model.quantize is {bits}, which needs a CUDA device: set model.quantize none")
-    four: dict[str, Any] = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
-    config = BitsAndBytesConfig(**(four if bits == "4bit" else {"load_in_8bit": True}))
+    options: dict[str, Any] = {"load_in_8bit": True}
+    if bits == "4bit":
+        options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    config = BitsAndBytesConfig(**options)
     return {"quantization_config": config, "device_map": {"": device}}
 
 

@@ -21,10 +21,10 @@ class Gradients:
         self._handed: dict[int, Tensor] = {}
 
     def add(self, tensor: Tensor, gradient: Tensor) -> None:
-        """A gradient as it is."""
+        """A gradient as it is, in the tensor's type or a wider one."""
         if watched(tensor):
-            known = self._handed.get(id(tensor))
-            self._handed[id(tensor)] = gradient if known is None else known + gradient
+            known, own = self._handed.get(id(tensor)), gradient.to(tensor.dtype)
+            self._handed[id(tensor)] = own if known is None else known + own
         elif tensor.grad is None:
             tensor.grad = gradient.to(tensor.dtype)
         else:
