@@ -162,3 +162,25 @@ def test_fewer_bits_need_a_device(monkeypatch):
 def test_weights_in_fewer_bits_are_not_trained():
     with pytest.raises(ConfigError, match=r"roles\.mode adapters"):
         load_policy(load_recipe("ppo", None, ["--model.quantize=4bit"]))
+
+
+def test_a_trunk_that_runs_layers_again_holds_no_graphs(monkeypatch: pytest.MonkeyPatch):
+    """Not in evaluation either: a captured pass keeps its activations between two iterations."""
+    from tether.models import trunks
+
+    passed: list[object] = []
+    whole = trunks.packed_states
+
+    def watched(*arguments: object, captured: object = None, **named: object) -> object:
+        passed.append(captured)
+        return whole(*arguments, **named)  # pyright: ignore[reportArgumentType]
+
+    trunk = trunks.Trunk(tiny_model(0).model)
+    trunk.fast.captured = object()
+    monkeypatch.setattr(trunks, "packed_states", watched)
+    with torch.no_grad():
+        trunk(batch())
+        trunk.recompute()
+        trunk(batch())
+    trunk(batch())
+    assert passed == [trunk.fast.captured, None, None]

@@ -82,13 +82,14 @@ class Fast:
             self.tried = ours is not None and torch.allclose(ours[real], theirs[real], atol=tolerance, rtol=tolerance)
 
     def states(self, model: PreTrainedModel, batch: Sequences, lower: Tensor | None, wanted: Tensor | None) -> Tensor:
-        """(B, T, H) by the faster way where it is right for this batch, else by the model's own modules."""
-        recompute = self.recompute and torch.is_grad_enabled()
+        """(B, T, H) by the faster way where it is right for this batch, else by the model's own modules.
+
+        Graphs hold what a pass keeps from one to the next, which is what running layers again is to save.
+        """
+        recompute, captured = self.recompute and torch.is_grad_enabled(), None if self.recompute else self.captured
         found = None
         if self.tried and self.way is not None and departure(model, batch.tokens.shape[1]) is None:
-            found = packed_states(
-                model, batch, lower, wanted, way=self.way, recompute=recompute, captured=self.captured
-            )
+            found = packed_states(model, batch, lower, wanted, way=self.way, recompute=recompute, captured=captured)
         return found if found is not None else hidden_states(model, batch, lower, recompute=recompute)
 
 

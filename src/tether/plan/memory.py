@@ -18,6 +18,7 @@ BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BASE_BYTES = {"8bit": 1.02, "4bit": 0.56}  # a quantised number, with its share of the scales
 REMEMBERED = 2**29  # bytes of states that a shared trunk remembers at the most
 CUDA_LIBRARIES = 40 * 2**20  # bytes that the libraries of products take from torch
+GRAPHS_OWN = 256 * 2**20  # bytes that captured passes take beside what they keep: work space of each graph, measured
 EIGHT_BIT_MEANS = 2 * (1 + 4 / BLOCK)  # bytes of two codes, and their share of the scales of a block
 MOST_SLOTS = {"cuda": 1024, "mps": 64, "cpu": 64}  # of a sampler that chooses for itself
 SMALL = 4 * 10**11  # tokens x weights up to which a pass is held as graphs, as in tether.models.captured_pass
@@ -123,6 +124,7 @@ def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str) -> Memory:
     roles = _roles(recipe, shape, work, held, one)
     always = sum(role.held for role in roles) + (CUDA_LIBRARIES if device == "cuda" else 0)
     graphs = sum(role.gradients + one.kept(shape) for role in roles if role.activations) if one.captured else 0
+    always += GRAPHS_OWN if one.captured else 0
     phases: dict[str, int] = {}
     if isinstance(recipe, RLRecipe):
         room = _work_space(recipe, shape, work, held)
