@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request
@@ -145,17 +146,18 @@ def _new_items(studio: Studio, kind: str, wanted: Fill) -> list[NewItem]:
 
 
 @router.get("/label/queues/{queue}/next")
-def next_item(request: Request, queue: Id) -> Any:
+async def next_item(request: Request, queue: Id) -> Any:
     """What to judge next; the answers are in the order to show them."""
-    return Reply(studio_of(request).labels.next_item(person_of(request), queue))
+    return Reply(await asyncio.wrap_future(studio_of(request).desk.ask(person_of(request), queue)))
 
 
 @router.post("/label/votes")
-def vote(request: Request, new: NewVote) -> Any:
+async def vote(request: Request, new: NewVote) -> Any:
     """Keep a vote. It is on disk when this is answered; sent again it is the same vote."""
     choice = SKIPPED if new.skip else new.choice
     ballot = Ballot(new.client_uid, new.item_id, new.order, choice, new.seconds)
-    return Reply({"id": studio_of(request).labels.vote(person_of(request), ballot)})
+    kept = studio_of(request).desk.hand_in(person_of(request), ballot)
+    return Reply({"id": await asyncio.wrap_future(kept)})
 
 
 @router.post("/label/votes/undo")
