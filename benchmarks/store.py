@@ -71,11 +71,12 @@ class Timed:
 
     def __init__(self, parts: RLParts) -> None:
         self.parts, self.controllers, self.step = parts, parts.algorithm.controllers, 0
+        self.unseen = dataclasses.replace(parts, likeliest_at=lambda step: 0)  # noqa: ARG005
 
-    def iterate(self) -> tuple[float, dict[str, float], StepRollouts]:
-        """Seconds, metrics and tokens of the next iteration."""
+    def iterate(self, *, kept: bool = False) -> tuple[float, dict[str, float], StepRollouts]:
+        """Seconds, metrics and tokens of the next iteration; one that is `kept` also looks for alternatives."""
         began = time.perf_counter()
-        result = rl_step(self.parts, self.step, self.controllers)
+        result = rl_step(self.parts if kept else self.unseen, self.step, self.controllers)
         seconds = time.perf_counter() - began
         self.controllers, self.step = result.controllers, self.step + 1
         parts = [score.parts for score in result.scores]
@@ -94,7 +95,7 @@ def measure(options: argparse.Namespace, pieces: Pieces, folder: Path) -> dict[s
     rows: list[StoredRollout] = []
     for _ in range(options.iterations):
         plain.append(timed.iterate()[0])
-        seconds, metrics, tokens = timed.iterate()
+        seconds, metrics, tokens = timed.iterate(kept=True)
         began = time.perf_counter()
         metrics |= step_measures(tokens.stored(timed.step, None))  # as a run does before it records a step
         recorder.record(timed.step, metrics, tokens)

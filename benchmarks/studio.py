@@ -1,6 +1,6 @@
 """How quick Studio is: votes of twenty people at once on each database, then its heaviest pages in Chromium.
 
-    python benchmarks/studio.py [--raters 20] [--seconds 20] [--repeats 10] [--url postgresql://...] [--json] [--no-pages]
+    python benchmarks/studio.py [--raters 20] [--seconds 20] [--repeats 10] [--no-pages] [--url URL] [--json]
 
 The server, the raters and the browser are processes of their own on one machine, and share its cores. PostgreSQL is a
 server made for this, where its programs are installed, or the one that `--url` names. Both databases wait for the disk.
@@ -73,7 +73,12 @@ def votes_under_load(database: str, url: str | None, raters: int, seconds: float
         records = [{"prompt": f"q{n}", "chosen": "a" * 200, "rejected": "b" * 200} for n in range(ITEMS)]
         client.post(f"/api/label/queues/{queue}/fill", json={"from": "file", "records": records}).raise_for_status()
         tokens = [client.post("/api/raters", json={"name": f"r{n}"}).json()["token"] for n in range(raters)]
-        command = [sys.executable, str(Path(__file__).with_name("studio_raters.py")), str(client.base_url), str(seconds)]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("studio_raters.py")),
+            str(client.base_url),
+            str(seconds),
+        ]
         given = json.dumps({"queue": queue, "tokens": tokens})
         told = subprocess.run(command, input=given, capture_output=True, text=True, check=True).stdout
         kept = client.get(f"/api/label/queues/{queue}/agreement").json()

@@ -1,4 +1,4 @@
-"""Raters who all vote at once, in a process of their own: `python studio_raters.py ADDRESS SECONDS`, tokens as JSON on stdin.
+"""Raters who all vote at once, in a process of their own; benchmarks/studio.py starts it.
 
 Each asks for an item, votes, looks at the next one, and pauses for a second: quicker than people, and in step with each
 other, so that twenty votes arrive together. A vote's time is from the request to its whole answer. Beside it stands the

@@ -42,6 +42,7 @@ from tether.rewards.build import build_reward
 from tether.rewards.tasks import build_task
 from tether.rollout.native import NativeEngine
 from tether.runs.find import find_model
+from tether.runs.keep import KeepRollouts
 from tether.seeds import derive_seed
 from tether.types import Measures, PairBatch
 
@@ -95,7 +96,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         seed=derive_seed(recipe.run.seed, "critic"),
         start_critic_from=sharing.load_scalar(Path(start), "critic") if start else None,
     )
-    rollout = recipe.rollout
+    rollout, kept = recipe.rollout, KeepRollouts(recipe.store.rollouts_every)
     return RLParts(
         algorithm=algorithm,
         roles=roles,
@@ -127,6 +128,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         held_out=list(task.held_out())[: recipe.evaluation.prompts],
         evaluate_every=recipe.evaluation.every,
         shared=sharing.shared,
+        likeliest_at=lambda step: recipe.store.alternatives if kept.wants(step) else 0,
     )
 
 

@@ -120,8 +120,9 @@ class Labels(Queues):
         if not rows:
             return {}
         ids = list(connection.execute(_INSERT_VOTES, list(rows.values())).scalars())
-        self._audit_votes(connection, [(row["rater_id"], vote, row["item_id"]) for row, vote in zip(rows.values(), ids)])
-        return dict(zip(rows, ids, strict=True))
+        kept = dict(zip(rows, ids, strict=True))
+        self._audit_votes(connection, [(rows[at]["rater_id"], vote, rows[at]["item_id"]) for at, vote in kept.items()])
+        return kept
 
     def _known(self, person: Person, ballot: Ballot) -> int | None:
         with self._opened.reading() as connection:
