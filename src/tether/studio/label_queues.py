@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +35,7 @@ _COUNT_VOTES = (
     .where(items.c.queue_id == bindparam("queue"), ~votes.c.undone)
 )
 _COUNT_VOTES_OF = _COUNT_VOTES.where(votes.c.rater_id == bindparam("rater"))
+_SET_PRIORITY = update(items).where(items.c.id == bindparam("item")).values(priority=bindparam("now"))
 _PROGRESS = select(_COUNT_ITEMS.scalar_subquery(), _COUNT_VOTES_OF.scalar_subquery())
 
 
@@ -180,6 +181,15 @@ class Queues:
             ids = self._insert_items(connection, self._queue(connection, queue_id), new)
             self._audit(connection, by.id, "fill", queue_id, items=len(ids), origin=origin)
         return ids
+
+    def set_priorities(self, by: Person, queue_id: int, priorities: Mapping[int, float], **why: Any) -> None:
+        """Ask a queue's items in another order, the highest priority first."""
+        with self._writing() as connection:
+            self._queue(connection, queue_id)
+            rows = [{"item": item, "now": priority} for item, priority in priorities.items()]
+            if rows:
+                connection.execute(_SET_PRIORITY, rows)
+            self._audit(connection, by.id, "order", queue_id, items=len(rows), **why)
 
     def items(self, queue_id: int) -> list[Row[Any]]:
         """The items of a queue, in the order in which they were put there."""
