@@ -98,18 +98,21 @@ class ActorCritic(nn.Module):
             hidden, outputs, final_values = self._pass(batch)
         if ahead:
             self._ahead = Ahead(batch, _versions(self), outputs)
-        options = self.output.options(batch.temperature)
-        mask, weight = batch.response_mask, self.output.weight
-        tokens, theirs = likeliest_tokens(hidden, weight, mask, likeliest, **options) if likeliest else (None, None)
+        seen = self._likeliest(hidden, batch, outputs.logprobs, likeliest) if likeliest else (None, None)
         return Evaluation(
             old_logprobs=outputs.logprobs.detach(),
             ref_logprobs=None,
             values=None if outputs.values is None else outputs.values.detach(),
             final_values=None if final_values is None else final_values.detach(),
             entropy=outputs.entropy.detach(),
-            likeliest=tokens,
-            likeliest_logprobs=theirs,
+            likeliest=seen[0],
+            likeliest_logprobs=seen[1],
         )
+
+    def _likeliest(self, hidden: Tensor, batch: Sequences, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        options = self.output.options(batch.temperature)
+        given = (hidden, self.output.weight, batch.tokens, logprobs, batch.response_mask, count)
+        return likeliest_tokens(*given, **options)
 
     def forget_ahead(self) -> None:
         """Let a kept pass go: its memory is wanted."""

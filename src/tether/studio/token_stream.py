@@ -44,7 +44,7 @@ def stream_answer(loaded: LoadedModel, prompt: Prompt, sampling: Sampling, seed:
         )
     uniforms = sample_uniforms(seed, prompt.id, 0, sampling.max_new_tokens)
     batch = CachedBatch(loaded, room=sampling.max_new_tokens)
-    text = growing_text(lambda tokens: loaded.tokenizer.decode(tokens, skip_special_tokens=True))
+    text = growing_text(lambda tokens: str(loaded.tokenizer.decode(tokens, skip_special_tokens=True)))
     last: torch.Tensor | None = None
     for step in range(sampling.max_new_tokens):
         with turn, torch.inference_mode():
