@@ -16,7 +16,7 @@ from studio_browser import Served, Visitor, a_browser, serving
 from tether.runs.store.open import workspace_at
 
 WIDE = {"viewport": {"width": 1280, "height": 860}}
-PHONE = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2}
+PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "device_scale_factor": 2}
 GUIDELINES = "Prefer the answer that does what was asked. If both do, prefer the shorter one."
 
 
@@ -33,13 +33,17 @@ def main(workspace: Path, target: Path) -> None:
 
 def add_queues(served: Served) -> dict[str, int]:
     """A queue of each kind, an arena, and some votes."""
-    run = served.api("GET", "runs")["runs"][0]["id"]
+    run = served.api("GET", "runs")["runs"][-1]["id"]
+    kept = served.api("GET", f"runs/{run}")["rollout_steps"]
+    answers = {"from": "run", "run": run, "count": 24}
+    later = served.api("GET", "runs")["runs"][-2]["id"]
     made = {
         kind: served.api("POST", "label/queues", json={"name": name, "kind": kind, "guidelines": GUIDELINES})["id"]
         for kind, name in (("pair", "Which case?"), ("ranking", "Best first"), ("demonstration", "Write the answer"))
     }
     for kind, queue in made.items():
-        served.api("POST", f"label/queues/{queue}/fill", json={"from": "run", "run": run, "count": 24})
+        body = answers | ({"step": kept[len(kept) // 2], "other_run": later} if kind == "pair" else {})
+        served.api("POST", f"label/queues/{queue}/fill", json=body)
         for _ in range(9 if kind == "pair" else 0):
             vote(served, queue)
     others = [one["id"] for one in served.api("GET", "runs")["runs"][:2]]
@@ -62,8 +66,9 @@ def take(browser: Any, served: Served, queues: dict[str, int], target: Path, siz
     """One picture a page."""
     visitor = Visitor(browser, served, **size)
     runs = {run["name"]: run for run in served.api("GET", "runs")["runs"]}
-    first = next(iter(runs.values()))
-    step = served.api("GET", f"runs/{first['id']}")["rollout_steps"][-1]
+    first = list(runs.values())[-1]
+    kept = served.api("GET", f"runs/{first['id']}")["rollout_steps"]
+    step = kept[len(kept) // 3]
     pages = {
         "runs": "#/runs",
         "run": f"#/run/{first['id']}",
@@ -85,7 +90,7 @@ def take(browser: Any, served: Served, queues: dict[str, int], target: Path, siz
             page.keyboard.type("4 lower:")
             visitor.press("Enter")
             page.wait_for_selector("[aria-busy=false] .heard")
-        page.wait_for_timeout(700)
+        page.wait_for_timeout(1500)
         page.screenshot(path=target / f"{name}{ending}.png")
     if not ending:
         visitor.go("#/runs")

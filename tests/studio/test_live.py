@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import threading
 import uuid
 from pathlib import Path
@@ -14,6 +15,7 @@ from studio_clients import pairs
 
 from tether.runs.store.open import open_engine, workspace_at
 from tether.runs.store.schema import votes
+from tether.studio.serve import listen
 from tether.studio.stream import Cursor, message, read_cursor
 
 
@@ -113,3 +115,12 @@ def _vote_on(server, token, queue, acknowledged, unanswered, enough, goal) -> No
         unanswered += [(token, body)] if body is not None else []
     finally:
         client.close()
+
+
+def test_small_answers_are_not_held_back_by_the_network():
+    """Asyncio turns Nagle's delay off only on sockets that say that they are TCP."""
+    listening = listen("127.0.0.1", 0)
+    try:
+        assert listening.proto == socket.IPPROTO_TCP
+    finally:
+        listening.close()
