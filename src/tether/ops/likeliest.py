@@ -60,7 +60,7 @@ def top_of_blocks(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     The highest K lie in the K blocks whose highest members are highest, so that one pass over all values is enough.
     """
     whole = values.shape[1] - values.shape[1] % BLOCK
-    blocks = values[:, :whole].unflatten(1, (-1, BLOCK))
+    blocks = values[:, :whole].reshape(len(values), -1, BLOCK)
     best = blocks.amax(dim=2).topk(min(count, blocks.shape[1]), dim=1).indices  # (N, K)
     inside = blocks.gather(1, best[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
     ids = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(1)
