@@ -7,7 +7,7 @@ recording take turns in one process. A recorded one counts the call and then wai
 nothing overlaps with computing: in a real run the thread works beside the next iteration, and this is an upper bound.
 The size is that of the database after a thousand rollouts of 512 answer tokens each, cut from the rows of those
 iterations, with every column and the text of every token. With `--json` the last line holds `ratio`, the overhead as a
-fraction, and `mb_per_thousand_rollouts`.
+fraction (alternatives found and everything on disk), and `mb_per_thousand_rollouts`.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ import torch
 from ppo_cpu import reward_model
 from smollm_shape import matrix_rate, smollm2
 
+import tether.models.roles as roles
 from tether.audit.measures import step_measures
 from tether.config.load import load_recipe
 from tether.loops.build import build_rl
@@ -36,7 +37,7 @@ from tether.loops.rl import RLParts, rl_step
 from tether.models.load import load_causal_lm
 from tether.runs.keep import KeepRollouts
 from tether.runs.pieces import token_pieces
-from tether.runs.recorded import StoredRollout
+from tether.runs.recorded import Alternatives, StoredRollout
 from tether.runs.store.open import workspace_at
 from tether.runs.tokens import StepRollouts, stored_rollouts
 from tether.runs.writer import Pieces, RunRecorder, RunStart
@@ -71,11 +72,22 @@ class Timed:
 
     def __init__(self, parts: RLParts) -> None:
         self.parts, self.controllers, self.step = parts, parts.algorithm.controllers, 0
+        self.unseen = dataclasses.replace(parts, likeliest_at=lambda step: 0)  # noqa: ARG005
+        self.looked = 0.0  # seconds spent on alternatives
+        whole = roles.likeliest_tokens
 
-    def iterate(self) -> tuple[float, dict[str, float], StepRollouts]:
-        """Seconds, metrics and tokens of the next iteration."""
+        def timed(*given: Any, **options: Any) -> Any:
+            began = time.perf_counter()
+            found = whole(*given, **options)
+            self.looked += time.perf_counter() - began
+            return found
+
+        roles.likeliest_tokens = timed
+
+    def iterate(self, *, kept: bool = False) -> tuple[float, dict[str, float], StepRollouts]:
+        """Seconds, metrics and tokens of the next iteration; one that is `kept` also looks for alternatives."""
         began = time.perf_counter()
-        result = rl_step(self.parts, self.step, self.controllers)
+        result = rl_step(self.parts if kept else self.unseen, self.step, self.controllers)
         seconds = time.perf_counter() - began
         self.controllers, self.step = result.controllers, self.step + 1
         parts = [score.parts for score in result.scores]
@@ -90,11 +102,12 @@ def measure(options: argparse.Namespace, pieces: Pieces, folder: Path) -> dict[s
     workspace = workspace_at(folder, f"sqlite:///{folder}/tether.db")
     recorder = RunRecorder(workspace, folder / "ppo", RunStart("ppo", 1, {}), pieces=pieces, notify=print)
     recorder.flush()
-    plain, recorded, calls, writes = [], [], [], []
+    plain, recorded, calls, writes, looks = [], [], [], [], []
     rows: list[StoredRollout] = []
     for _ in range(options.iterations):
         plain.append(timed.iterate()[0])
-        seconds, metrics, tokens = timed.iterate()
+        timed.looked = 0.0
+        seconds, metrics, tokens = timed.iterate(kept=True)
         began = time.perf_counter()
         metrics |= step_measures(tokens.stored(timed.step, None))  # as a run does before it records a step
         recorder.record(timed.step, metrics, tokens)
@@ -103,9 +116,10 @@ def measure(options: argparse.Namespace, pieces: Pieces, folder: Path) -> dict[s
         calls.append(called - began)
         writes.append(time.perf_counter() - began)
         recorded.append(seconds + writes[-1])
+        looks.append(timed.looked)
         rows += stored_rollouts(timed.step, tokens, pieces)
     recorder.close("done")
-    return {"plain": plain, "recorded": recorded, "calls": calls, "writes": writes, "rows": rows}
+    return {"plain": plain, "recorded": recorded, "calls": calls, "writes": writes, "looks": looks, "rows": rows}
 
 
 def long_rollouts(rows: Sequence[StoredRollout], count: int) -> list[StoredRollout]:
@@ -121,8 +135,25 @@ def long_rollouts(rows: Sequence[StoredRollout], count: int) -> list[StoredRollo
             piece for row in chosen for piece, own in zip(row.pieces, row.columns["response"], strict=True) if own
         ]
         text = "".join(pieces[:LONG])
-        made.append(dataclasses.replace(rows[0], row=place, columns=columns, pieces=pieces[:LONG], completion=text))
+        texts = {"pieces": pieces[:LONG], "completion": text}
+        others = long_alternatives([row.alternatives for row in chosen if row.alternatives is not None])
+        made.append(dataclasses.replace(rows[0], row=place, columns=columns, **texts, alternatives=others))
     return made
+
+
+def long_alternatives(several: Sequence[Alternatives]) -> Alternatives | None:
+    """The alternatives of answers that were put together; those of prompts are none."""
+    if not several:
+        return None
+    counts = np.concatenate([others.counts for others in several])
+    counts = counts[counts > 0][:LONG]
+    counts = np.concatenate([counts, np.zeros(LONG - len(counts), dtype=np.uint8)])
+    many = int(counts.sum())
+    tokens = np.concatenate([others.tokens for others in several])[:many]
+    wanted = set(tokens.tolist())
+    texts = {token: text for others in several for token, text in others.texts.items() if token in wanted}
+    logprobs = np.concatenate([others.logprobs for others in several])[:many]
+    return Alternatives(counts, tokens, logprobs, texts)
 
 
 def megabytes(rows: Sequence[StoredRollout], folder: Path) -> tuple[float, float]:
@@ -155,7 +186,7 @@ def main() -> None:
         found = measure(options, pieces, Path(place))
         size, seconds = megabytes(found.pop("rows"), Path(place))
     middle = {name: statistics.median(times) for name, times in found.items()}
-    direct = middle["writes"] / middle["plain"]
+    direct = (middle["writes"] + middle["looks"]) / middle["plain"]
     print(
         f"{options.batch} prompts x ({options.prompt} + {options.response}) tokens, SmolLM2-135M, top 4 layers, "
         f"{options.threads} threads, {matrix_rate():.0f} GFLOP/s; medians of {options.iterations}"
@@ -163,7 +194,9 @@ def main() -> None:
     print(f"iteration, not recorded          {middle['plain']:8.3f} s")
     print(f"iteration, recorded and on disk  {middle['recorded']:8.3f} s")
     print(f"  of that the call to record     {1000 * middle['calls']:8.3f} ms")
-    print(f"  of that until it is on disk    {1000 * middle['writes']:8.3f} ms = {direct:.2%} of an iteration")
+    print(f"  of that until it is on disk    {1000 * middle['writes']:8.3f} ms")
+    print(f"  of that finding alternatives   {1000 * middle['looks']:8.3f} ms")
+    print(f"both of the last                 {direct:.2%} of an iteration")
     print(f"a thousand rollouts of {LONG} tokens {size:8.1f} MB, written in {seconds:.1f} s")
     if options.json:
         ratio = middle["recorded"] / middle["plain"] - 1.0

@@ -61,7 +61,7 @@ class Compiled:
     def __init__(self) -> None:
         self.kernels = 0
         try:
-            import triton
+            import triton  # pyright: ignore[reportMissingImports]
 
             previous = triton.knobs.runtime.jit_post_compile_hook
 

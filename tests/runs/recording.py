@@ -116,7 +116,7 @@ class Recording:
         self.workspace: Workspace = workspace_at(root / "runs", url)
         self.said: list[str] = []
         self.folder = self.workspace.folder(name)
-        start = RunStart("ppo", steps, CONFIG, {"python": "3"}, options.pop("sources", ()))
+        start = RunStart(options.pop("method", "ppo"), steps, CONFIG, {"python": "3"}, options.pop("sources", ()))
         options = {"notify": self.said.append, "wait": 0.2} | options
         self.recorder = RunRecorder(self.workspace, self.folder, start, **options)
 

@@ -1,6 +1,9 @@
 """A rollout survives the store to the bit, whatever its numbers and texts are."""
 
 import dataclasses
+import json
+import struct
+import zlib
 
 import numpy as np
 import pytest
@@ -10,7 +13,7 @@ from hypothesis import strategies as st
 from recording import experience, made_up, rollouts_of, same, same_columns
 
 from tether.errors import StorageError
-from tether.runs.recorded import TOKEN_COLUMNS, StoredRollout
+from tether.runs.recorded import TOKEN_COLUMNS, Alternatives, StoredRollout
 from tether.runs.token_codec import decode_rollout, encode_rollout
 from tether.runs.tokens import StepRollouts, padded_columns, stored_experience, stored_rollouts
 from tether.types import Experience
@@ -104,3 +107,47 @@ def test_a_thousand_rollouts_of_512_tokens_fit_into_40_megabytes():
     pieces = [f" word{place % 89}" for place in range(512)]
     rollout = dataclasses.replace(rollout, pieces=pieces, completion="".join(pieces), prompt_text="".join(pieces[:99]))
     assert len(encode_rollout(rollout)) * 1000 < 30e6
+
+
+# -- what else might have been said
+
+
+@given(st.lists(st.integers(0, 3), min_size=1, max_size=9), st.data())
+def test_alternatives_come_back_to_the_bit_and_to_the_letter(counts, data):
+    total = sum(counts)
+    bits = data.draw(st.lists(st.integers(0, 2**16 - 1), min_size=total, max_size=total))
+    tokens = np.array(data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total)), dtype=np.int32)
+    others = Alternatives(
+        np.array(counts, dtype=np.uint8),
+        tokens,
+        np.array(bits, dtype=np.uint16).view(np.float16),
+        {int(token): data.draw(ANY_TEXT) for token in tokens},
+    )
+    rollout = dataclasses.replace(made_up(0, 0, length=len(counts)), alternatives=others)
+    back = decoded(encode_rollout(rollout), rollout).alternatives
+    assert back.counts.tolist() == counts and back.tokens.tolist() == tokens.tolist() and back.texts == others.texts
+    assert back.logprobs.tobytes() == others.logprobs.tobytes()
+    assert [len(here) for here in back.at_each()] == counts
+
+
+def test_a_rollout_of_the_first_version_still_opens():
+    rollout = made_up(0, 0)
+    body = zlib.decompress(encode_rollout(rollout)[1:])
+    (size,) = struct.unpack_from("<I", body)
+    header = json.loads(body[4 : 4 + size])
+    del header["alternatives"]
+    old = json.dumps(header).encode()
+    first = b"\x01" + zlib.compress(struct.pack("<I", len(old)) + old + body[4 + size :])
+    assert same(decoded(first, rollout), rollout) and decoded(first, rollout).alternatives is None
+
+
+def test_alternatives_leave_out_the_token_itself_the_rare_and_the_prompt():
+    batch = experience([2], np.random.default_rng(0))
+    own = int(batch.tokens[0, 1])
+    likeliest = torch.tensor([[[7, 8, 9], [own, 8, 9]]], dtype=torch.int32)
+    logprobs = torch.tensor([[[-0.1, -0.2, -0.3], [-0.25, -2.0, -7.0]]])  # e^-7 < 0.001
+    answer = torch.tensor([[False, True]])
+    batch = dataclasses.replace(batch, response_mask=answer, likeliest=likeliest, likeliest_logprobs=logprobs)
+    source = StepRollouts(batch, rollouts_of(batch))
+    [row] = stored_rollouts(0, source, lambda tokens: [f"<{token}>" for token in tokens])
+    assert row.alternatives.at_each() == [[], [("<8>", -2.0)]]

@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tether.runs.recorded import StoredRollout
+from tether.runs.recorded import Alternatives, StoredRollout
 from tether.runs.store.open import Workspace, workspace_at
 from tether.runs.store.records import Source
 from tether.runs.writer import RunRecorder, RunStart
@@ -50,7 +50,14 @@ def a_rollout(step: int, row: int, prompt: str, answer: Sequence[str], score: fl
         "return": place / 50,
         "ratio": 1 + place / length,
         "clipped": response & (np.arange(length) % 4 == 3),
+        "entropy": np.where(response, place % 5, 0).astype("float32") / 2,
     }
+    others = Alternatives(
+        counts=np.where(response, 2, 0).astype(np.uint8),
+        tokens=np.tile(np.int32([1, 2]), len(answer)),
+        logprobs=np.tile(np.float16([-1.0, -3.0]), len(answer)),
+        texts={1: " yes", 2: "\n"},
+    )
     made = {
         "prompt_id": prompt,
         "group_id": row,
@@ -58,6 +65,7 @@ def a_rollout(step: int, row: int, prompt: str, answer: Sequence[str], score: fl
         "finish": "stop",
         "temperature": 1.0,
         "parts": {"rule": score},
+        "alternatives": others,
     }
     pieces = [prompt, *answer]
     texts = {"prompt_text": prompt, "completion": "".join(answer), "pieces": pieces}

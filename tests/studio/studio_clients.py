@@ -23,7 +23,7 @@ def settings(**changes) -> StudioSettings:
 
 def record_run(root: Path, url: str | None = None, name: str = "demo/ppo", steps: int = 6, **texts) -> None:
     """A run of which every step kept two answers; its score rises by a tenth a step."""
-    recording = Recording(root, url, name=name, steps=steps)
+    recording = Recording(root, url, name=name, steps=steps, method=texts.get("method", "ppo"))
     recording.recorder.event("started", texts.get("event", "from the beginning"))
     for step in range(steps):
         rows = [made_up(step, row, completion=texts.get("completion", f"answer {step} {row}")) for row in range(2)]

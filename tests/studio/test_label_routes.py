@@ -1,6 +1,7 @@
 """Judging: what is asked in which order, what a vote is, that it is kept once, undone, exported and imported."""
 
 import json
+import random
 import threading
 
 import pytest
@@ -10,6 +11,7 @@ from test_run_routes import HOSTILE
 
 from tether.runs.store.schema import label_audits, votes
 from tether.studio.ballots import shown_order
+from tether.studio.label_store import Ballot
 
 
 def cast(client, queue: int, choice="left", uid: str | None = None, **changes):
@@ -305,3 +307,36 @@ def test_the_shuffle_is_fair_and_the_same_each_time():
     assert shown_order(3, 4, 5) == shown_order(3, 4, 5) and sorted(shown_order(3, 4, 9)) == list(range(9))
     lefts = sum(shown_order(item, 1, 2) == [0, 1] for item in range(2000))
     assert 900 < lefts < 1100
+
+
+# -- votes that arrive together -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_votes_kept_together_are_kept_as_they_would_be_one_by_one(clients: Clients, seed):
+    draw = random.Random(seed)
+    labels = clients.app.state.studio.labels
+    people = [labels.add_rater(labels.owner(), f"r{n}", "annotator", None)[0] for n in range(3)]
+    told = []
+    for together in (False, True):
+        queue = clients.queue(records=pairs(4), name=f"q{together}")
+        first = labels.items(queue)[0].id
+        draw.seed(seed)
+        ballots = [
+            Ballot(
+                f"{together}{uid}",
+                first + draw.randrange(5),  # the fifth is no item of this queue
+                draw.choice([[0, 1], [1, 0], [0, 0]]),
+                draw.choice(["left", "right", "tie", "up"]),
+            )
+            for uid in range(12)
+        ]
+        sent = [(draw.choice(people), draw.choice(ballots)) for _ in range(20)]  # some come twice, or from another
+        if together:
+            results = [result for start in range(0, 20, 7) for result in labels.vote_together(sent[start : start + 7])]
+        else:
+            results = [labels.vote_together([one])[0] for one in sent]
+        statuses = [getattr(result, "status_code", 200) for result in results]
+        kept = [(vote.item_id - first, vote.rater_id, vote.order, vote.choice) for vote in labels.standing_votes(queue)]
+        told.append((statuses, kept))
+    assert told[0] == told[1] and 200 in told[0][0] and {404, 409, 422} & set(told[0][0])

@@ -7,7 +7,7 @@ import time
 from pathlib import Path
 
 import pytest
-from studio_clients import Clients, pairs, settings
+from studio_clients import Clients, pairs, record_run, settings
 
 from tether.errors import DataError
 from tether.runs.store.open import workspace_at
@@ -152,3 +152,62 @@ def test_training_asks_for_votes_first_and_for_settings_that_can_be(plain: Clien
     assert curve == {"votes": 8, "pairs": 8, "since_last": 8, "points": []}
     wrong = {"queue_id": queue, "settings": {"ppo": {"ppo.clip_rang": 1}}, "name": "x"}
     assert "clip_range" in plain.owner.post("/api/train", json=wrong).json()["error"]
+
+
+# -- what a reward model is least sure of -------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_reward_models(tmp_path: Path, monkeypatch) -> Clients:
+    """A workspace with two reward models of made-up scores: a text's length, and its place in the alphabet."""
+    monkeypatch.delenv("TETHER_STORE", raising=False)
+    for name in ("demo/ppo", "old", "new"):
+        record_run(tmp_path, name=name, method="ppo" if name == "demo/ppo" else "reward")
+        (tmp_path / "runs" / name / "model").mkdir(parents=True)
+        (tmp_path / "runs" / name / "model" / "config.json").write_text("{}")
+    clients = Clients(create_app(workspace_at(tmp_path / "runs"), settings()))
+    judges = {"old": len, "new": lambda text: ord(text[0])}
+
+    def scores(folder, answers):
+        return [float(judges[folder.name](text)) for _, text in answers]
+
+    monkeypatch.setattr(clients.app.state.studio.models, "scores", scores)
+    return clients
+
+
+def asked(clients: Clients, queue: int) -> list[str]:
+    order = []
+    while item := clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"]:
+        order.append(item["prompt"][0]["content"])
+        body = {"client_uid": f"u{item['id']}", "item_id": item["id"], "order": item["order"], "choice": "tie"}
+        assert clients.owner.post("/api/label/votes", json=body).status_code == 200
+    return order
+
+
+def test_a_queue_asks_first_what_the_newest_reward_model_is_least_sure_of(with_reward_models: Clients):
+    clients = with_reward_models
+    texts = {"far": ("a", "zzzz"), "near": ("b", "dddddddd"), "same": ("c", "ccc")}
+    records = [{"prompt": name, "chosen": one, "rejected": other} for name, (one, other) in texts.items()]
+    by_newest, by_old = clients.queue(records=records), clients.queue(records=records)
+    assert clients.owner.post(f"/api/label/queues/{by_newest}/rescore").json() == {"items": 3, "by": "new"}
+    reply = clients.owner.post(f"/api/label/queues/{by_old}/rescore", json={"reward_run": 2})
+    assert reply.json() == {"items": 3, "by": "old"}
+    assert asked(clients, by_newest) == ["same", "near", "far"]  # 0, 2 and 25 letters apart
+    assert asked(clients, by_old) == ["same", "far", "near"]  # 2, 3 and 7 longer
+
+
+def test_uncertain_pairs_are_chosen_by_the_newest_reward_model_s_scores(with_reward_models: Clients):
+    clients = with_reward_models
+    queue = clients.queue()
+    body = {"from": "uncertain", "run": 1, "count": 3}
+    assert clients.owner.post(f"/api/label/queues/{queue}/fill", json=body).status_code == 200
+    items = clients.app.state.studio.labels.items(queue)
+    assert all(answer["source"]["score"] == ord("a") for item in items for answer in item.answers)
+    assert clients.owner.post(f"/api/label/queues/{queue}/fill", json=body | {"reward_run": 1}).status_code == 422
+
+
+def test_without_a_reward_model_there_is_no_doubt_to_go_by(plain: Clients):
+    queue = plain.queue(records=pairs(2))
+    assert plain.owner.post(f"/api/label/queues/{queue}/rescore").status_code == 409
+    writing = plain.queue("demonstration", [{"prompt": "p"}])
+    assert plain.owner.post(f"/api/label/queues/{writing}/rescore", json={"reward_run": 1}).status_code == 422

@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import threading
 import uuid
 from pathlib import Path
@@ -9,8 +10,12 @@ from pathlib import Path
 import httpx
 from live_server import LiveServer, messages
 from recording import Recording
+from sqlalchemy import select
 from studio_clients import pairs
 
+from tether.runs.store.open import open_engine, workspace_at
+from tether.runs.store.schema import votes
+from tether.studio.serve import listen
 from tether.studio.stream import Cursor, message, read_cursor
 
 
@@ -54,6 +59,7 @@ def test_a_message_cannot_be_ended_by_its_text():
 def test_no_acknowledged_vote_is_lost_or_doubled_when_the_server_is_killed(tmp_path: Path, store_url):
     kills = int(os.environ.get("TETHER_TEST_KILLS", "3"))
     acknowledged: dict[str, int] = {}  # client_uid -> vote id
+    unanswered: list[tuple[str, dict]] = []  # votes that the server took with it, or kept and could not say so
     queue, raters = None, []
     for _ in range(kills):
         with LiveServer(tmp_path / "runs", store_url) as server:
@@ -65,7 +71,7 @@ def test_no_acknowledged_vote_is_lost_or_doubled_when_the_server_is_killed(tmp_p
             enough = threading.Event()
             goal = len(acknowledged) + 20
             threads = [
-                threading.Thread(target=_vote_on, args=(server, token, queue, acknowledged, enough, goal))
+                threading.Thread(target=_vote_on, args=(server, token, queue, acknowledged, unanswered, enough, goal))
                 for token in raters
             ]
             for thread in threads:
@@ -75,25 +81,46 @@ def test_no_acknowledged_vote_is_lost_or_doubled_when_the_server_is_killed(tmp_p
             for thread in threads:
                 thread.join()
     with LiveServer(tmp_path / "runs", store_url) as server:
+        for token, body in unanswered:
+            headers = {"authorization": f"Bearer {token}"}
+            again = server.client.post("/api/label/votes", json=body, headers=headers)
+            assert again.status_code in (200, 409), "kept now or before, unless another vote took its place"
+            if again.status_code == 200:
+                acknowledged[body["client_uid"]] = again.json()["id"]
         exported = server.client.get(f"/api/label/queues/{queue}/export?format=rankings").text
         kept = [vote for line in exported.splitlines() for vote in json.loads(line)["votes"]]
         assert len(kept) == len(set(kept)), "none is doubled"
         assert set(acknowledged.values()) <= set(kept), "none is lost"
         assert len(acknowledged) >= 20 * kills
+    with open_engine(workspace_at(tmp_path / "runs", store_url)).connect() as connection:
+        stored = connection.execute(select(votes.c.client_uid, votes.c.item_id, votes.c.rater_id)).all()
+    assert len(stored) == len({(item, rater) for _, item, rater in stored}), "one vote a rater and item"
+    assert set(acknowledged) <= {uid for uid, _, _ in stored}
 
 
-def _vote_on(server, token, queue, acknowledged, enough, goal) -> None:
-    """Vote until the server is gone; a vote without an answer is sent again with its uid after the restart, or not."""
+def _vote_on(server, token, queue, acknowledged, unanswered, enough, goal) -> None:
+    """Vote until the server is gone."""
     client = httpx.Client(base_url=server.told["address"], headers={"authorization": f"Bearer {token}"}, timeout=10.0)
+    body = None
     try:
         while item := client.get(f"/api/label/queues/{queue}/next").json()["item"]:
             body = {"client_uid": uuid.uuid4().hex, "item_id": item["id"], "order": item["order"], "choice": "left"}
             reply = client.post("/api/label/votes", json=body)
             assert reply.status_code == 200, reply.text
             acknowledged[body["client_uid"]] = reply.json()["id"]
+            body = None
             if len(acknowledged) >= goal:
                 enough.set()
     except httpx.HTTPError:
-        return
+        unanswered += [(token, body)] if body is not None else []
     finally:
         client.close()
+
+
+def test_small_answers_are_not_held_back_by_the_network():
+    """Asyncio turns Nagle's delay off only on sockets that say that they are TCP."""
+    listening = listen("127.0.0.1", 0)
+    try:
+        assert listening.proto == socket.IPPROTO_TCP
+    finally:
+        listening.close()

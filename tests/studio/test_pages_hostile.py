@@ -9,6 +9,7 @@ import pytest
 from studio_browser import Served, Visitor, a_rollout, expect, serving, start_run
 
 from tether.runs.store.open import workspace_at
+from tether.studio.stream import message
 
 CODE = "window.hit=1"
 ELSEWHERE = "http://evil.invalid/x"
@@ -108,10 +109,15 @@ def test_what_is_to_be_judged_is_shown_as_text(visitor: Visitor, served: Served)
     expect(page.locator(".task")).to_contain_text("All done")
 
 
+def spoken(text: str) -> str:
+    """An answer as the server streams it: one token, and the end."""
+    return message("token", {"text": text}, None) + message("done", {"finish": "stop", "tokens": 1}, None)
+
+
 def test_what_a_model_says_in_chat_is_shown_as_text(visitor: Visitor, served: Served):
     page = visitor.go("#/chat")
     said = iter(BODIES[:6])
-    page.route("**/api/chat", lambda route: route.fulfill(json={"text": next(said), "finish": "stop", "tokens": 3}))
+    page.route("**/api/chat", lambda route: route.fulfill(content_type="text/event-stream", body=spoken(next(said))))
     for turn, text in enumerate(BODIES[:6], start=1):
         page.keyboard.type(text)
         page.keyboard.press("Enter")

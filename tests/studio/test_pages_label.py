@@ -94,6 +94,27 @@ def test_a_ranking_is_made_by_dragging(visitor: Visitor, served: Served):
     expect(page.locator(".ranking .text")).to_have_text([shown[3], shown[0], shown[1], shown[2]])
 
 
+def test_a_ranking_is_made_with_a_finger(browser, served: Served):
+    queue = queue_with(served, "ranking", [{"prompt": "order these", "answers": ["a", "b", "c", "d"]}])
+    phone = Visitor(browser, served, has_touch=True, viewport={"width": 390, "height": 844})
+    page = phone.go(f"#/label/{queue}")
+    shown = page.locator(".ranking .text").all_text_contents()
+    start, end = (page.locator(".ranking .handle").nth(place).bounding_box() for place in (3, 0))
+    touch = phone.context.new_cdp_session(page)
+
+    def finger(kind: str, *boxes: dict) -> None:
+        points = [{"x": box["x"] + box["width"] / 2, "y": box["y"] + box["height"] / 2} for box in boxes]
+        touch.send("Input.dispatchTouchEvent", {"type": kind, "touchPoints": points})
+
+    finger("touchStart", start)
+    finger("touchMove", {**start, "y": (start["y"] + end["y"]) / 2})
+    finger("touchMove", end)
+    finger("touchEnd")
+    expect(page.locator(".ranking .text")).to_have_text([shown[3], shown[0], shown[1], shown[2]])
+    assert phone.faults == []
+    phone.close()
+
+
 def test_a_demonstration_is_written_and_saved_from_the_keyboard(visitor: Visitor, served: Served):
     visitor.go(f"#/label/{queue_with(served, 'demonstration', [{'prompt': 'say hello'}, {'prompt': 'say bye'}])}")
     visitor.page.keyboard.type("hello s t u")  # letters that are keys elsewhere

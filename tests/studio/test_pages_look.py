@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from studio_browser import Served, Visitor, expect, serving, small_workspace
+from studio_browser import Served, Visitor, a_rollout, expect, serving, small_workspace, start_run
 
 PHONE = {"viewport": {"width": 375, "height": 740}}
 WIDE = {"viewport": {"width": 1280, "height": 860}}
@@ -49,13 +49,18 @@ def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
         queue = found.api("POST", "label/queues", json={"name": "pairs", "kind": "pair"})["id"]
         records = [{"prompt": "which?", "chosen": "this", "rejected": "that " * 40}]
         found.api("POST", f"label/queues/{queue}/fill", json={"from": "file", "records": records})
+        recorder = start_run(found.workspace, "long", steps=1)
+        words = [f" word{place}" for place in range(600)]  # one line that never ends
+        recorder.record(0, {"score": 1.0}, [a_rollout(0, row, "a long question " * 40, words, 1.0) for row in range(2)])
+        recorder.close("done")
         yield found
 
 
 def pages(served: Served) -> list[str]:
     run = served.run_id("first")
     tokens = f"#/run/{run}/tokens?step=20&row=2"
-    return ["#/runs", "#/start", f"#/run/{run}", tokens, "#/label", "#/label/1", "#/train", "#/arena", "#/chat"]
+    long = f"#/run/{served.run_id('long')}/tokens?step=0&row=0"
+    return ["#/runs", "#/start", f"#/run/{run}", tokens, long, "#/label", "#/label/1", "#/train", "#/arena", "#/chat"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

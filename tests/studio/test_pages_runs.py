@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
-from studio_browser import Served, Visitor, expect, record_steps, serving, small_workspace, start_run
+from studio_browser import Served, Visitor, a_rollout, expect, record_steps, serving, small_workspace, start_run
 
 
 @pytest.fixture(scope="module")
@@ -121,6 +122,33 @@ def test_arrow_keys_walk_the_tokens_and_show_all_numbers(visitor: Visitor, serve
     assert shown["KL"] == "0.2000"  # -0.2 - -0.4
     assert shown["ratio"] == "1.4000"
     assert shown["clipped"] == "no"
+    assert shown["entropy"] == "1.0000"
+
+
+def test_a_token_shows_what_else_might_have_been_said(visitor: Visitor, served: Served):
+    page = visitor.go(f"#/run/{served.run_id('first')}/tokens?step=20&row=0")
+    visitor.press("ArrowRight")
+    expect(page.locator(".alternatives dd span")).to_have_text(["␣yes37 %", "\\n5.0 %"])  # e^-1 and e^-3
+
+
+def test_tokens_are_coloured_by_entropy(visitor: Visitor, served: Served):
+    page = visitor.go(f"#/run/{served.run_id('first')}/tokens?step=20&row=0")
+    page.locator("[aria-label='Colour by'] button", has_text="Entropy").click()
+    expect(page.locator(".tokens .t").nth(4)).to_have_class("t p8")  # 2 nats, the most there are
+    expect(page.locator(".tokens .t").nth(1)).to_have_class("t p2")
+
+
+def test_a_run_that_recorded_neither_still_opens(visitor: Visitor, served: Served):
+    recorder = start_run(served.workspace, "old", steps=1)
+    plain = a_rollout(0, 0, "say:", ["a", "b"], 1.0, alternatives=None)
+    columns = {name: column for name, column in plain.columns.items() if name != "entropy"}
+    recorder.record(0, {"score": 1.0}, [replace(plain, columns=columns)])
+    recorder.close("done")
+    page = visitor.go(f"#/run/{served.run_id('old')}/tokens?step=0&row=0")
+    visitor.press("ArrowRight")
+    expect(page.locator(".numbers .piece dd")).to_have_text("a")
+    expect(page.locator(".alternatives")).to_have_count(0)
+    expect(page.locator("[aria-label='Colour by'] button", has_text="Entropy")).to_have_count(0)
 
 
 def test_the_same_prompt_is_followed_through_training_with_a_key(visitor: Visitor, served: Served):

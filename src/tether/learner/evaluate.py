@@ -24,8 +24,11 @@ def evaluate_tokens(
     micro_tokens: int,
     device: torch.device | str,
     halve: Halve | None = None,
+    likeliest: int = 0,
 ) -> EvaluatedBatch:
     """Old and reference log-probs and values, in the very micro-batches that the first epoch will train on.
+
+    With `likeliest`, also so many tokens that the policy held likeliest at each place.
 
     The same rows in the same shapes go through the same kernels, so that on the first step old and new log-probs are
     equal to the bit and every ratio is exactly 1.
@@ -40,7 +43,7 @@ def evaluate_tokens(
         parts = [
             minibatch[rows] for minibatch in steps for rows in micro_batches(batch.select(minibatch), micro_tokens)
         ]
-        return _evaluate(batch, roles, parts, device)
+        return _evaluate(batch, roles, parts, device, likeliest)
 
     def make_room() -> None:
         nonlocal micro_tokens
@@ -50,13 +53,15 @@ def evaluate_tokens(
     return attempt() if halve is None else within_memory(attempt, make_room)
 
 
-def _evaluate(batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: torch.device | str) -> EvaluatedBatch:
+def _evaluate(
+    batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: torch.device | str, likeliest: int
+) -> EvaluatedBatch:
     """Each part's rows evaluated by themselves, and put together as columns of the batch once all are under way."""
     found: list[tuple[Tensor, slice, Evaluation]] = []
     with roles.present():
         for places in parts:
             micro = batch.select(places)
-            evaluation = roles.evaluate(onto(micro.trimmed(), device), ahead=len(parts) == 1)
+            evaluation = roles.evaluate(onto(micro.trimmed(), device), ahead=len(parts) == 1, likeliest=likeliest)
             found.append((places, slice(*micro.span()), evaluation))
     columns: dict[str, Tensor | None] = dict.fromkeys(Evaluation.__dataclass_fields__)
     for places, span, evaluation in found:
@@ -64,9 +69,9 @@ def _evaluate(batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: 
             part: Tensor | None = getattr(evaluation, name)
             if part is None:
                 continue
-            shape = batch.tokens.shape if part.dim() == 2 else (len(batch),)
+            shape = (*batch.tokens.shape, *part.shape[2:]) if part.dim() >= 2 else (len(batch),)
             column = columns[name]
             if column is None:
                 column = columns[name] = torch.zeros(shape, dtype=part.dtype)
-            column[(places, span) if part.dim() == 2 else places] = part.cpu()
+            column[(places, span) if part.dim() >= 2 else places] = part.cpu()
     return extend(batch, EvaluatedBatch, **columns)

@@ -44,6 +44,7 @@ from tether.rewards.build import build_reward
 from tether.rewards.tasks import build_task
 from tether.rollout.native import NativeEngine
 from tether.runs.find import find_model
+from tether.runs.keep import KeepRollouts
 from tether.seeds import derive_seed
 from tether.types import Measures, PairBatch
 
@@ -113,7 +114,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         start_critic_from=sharing.load_scalar(Path(start), "critic") if start else None,
         offload_frozen=recipe.roles.offload_frozen,
     )
-    rollout = recipe.rollout
+    rollout, kept = recipe.rollout, KeepRollouts(recipe.store.rollouts_every)
     return RLParts(
         algorithm=algorithm,
         roles=roles,
@@ -150,6 +151,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
         held_out=list(task.held_out())[: recipe.evaluation.prompts],
         evaluate_every=recipe.evaluation.every,
         shared=sharing.shared,
+        likeliest_at=lambda step: recipe.store.alternatives if kept.wants(step) else 0,
     )
 
 

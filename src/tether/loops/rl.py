@@ -49,6 +49,7 @@ class RLParts:
     held_out: Sequence[Prompt] = ()
     evaluate_every: int = 0
     shared: SharedTrunk | None = None  # layers that remember what they were run on
+    likeliest_at: Callable[[int], int] = lambda step: 0  # noqa: ARG005 how many of a step's likeliest tokens are kept
 
 
 @dataclass(frozen=True)
@@ -158,6 +159,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
         micro_tokens=learner.micro_tokens,
         device=learner.device,
         halve=learner.halve,
+        likeliest=parts.likeliest_at(step),
     )
     begin("update")
     experience, measures = algorithm.credit(evaluated, coefficients.reference)

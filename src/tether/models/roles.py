@@ -7,7 +7,7 @@ models, adapters on one base, or tops on a shared trunk: that is decided in `sha
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 import torch
@@ -21,6 +21,7 @@ from tether.models.sharing import Separate, Sharing, trainable
 from tether.models.trunks import Trunk
 from tether.models.waiting import Waiting
 from tether.ops.aggregation import true_places, true_rows
+from tether.ops.likeliest import likeliest_tokens
 from tether.ops.logprobs import places_before, places_of
 from tether.ops.masks import last_places
 from tether.ops.remember import remembered
@@ -35,6 +36,9 @@ class Evaluation:
     ref_logprobs: Tensor | None  # (B, T)
     values: Tensor | None  # (B, T)
     final_values: Tensor | None  # (B,)
+    entropy: Tensor  # (B, T)
+    likeliest: Tensor | None = None  # (B, T, K) int32
+    likeliest_logprobs: Tensor | None = None  # (B, T, K)
 
 
 @remembered
@@ -113,20 +117,33 @@ class ActorCritic(nn.Module):
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.holds_for(batch, self):
             return ahead.outputs
-        return self._pass(batch)[0]
+        return self._pass(batch)[1]
 
-    def evaluate(self, batch: Sequences, *, ahead: bool = False) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """`(logprobs, values, final_values)`: what `forward` gives, and the value after the last token.
+    def evaluate(self, batch: Sequences, *, ahead: bool = False, likeliest: int = 0) -> Evaluation:
+        """What `forward` gives, the value after the last token, and at each place the `likeliest` tokens, so many.
 
         With `ahead` the pass is kept with its graph, for a `forward` on the same batch while no parameter has changed:
         where a batch is one micro-batch, the first step's pass is the one that found its old log-probs.
         """
         with torch.set_grad_enabled(ahead):
-            outputs, final_values = self._pass(batch)
+            hidden, outputs, final_values = self._pass(batch)
         if ahead:
             self._ahead = Ahead(batch, _versions(self), outputs)
-        values = None if outputs.values is None else outputs.values.detach()
-        return outputs.logprobs.detach(), values, None if final_values is None else final_values.detach()
+        seen = self._likeliest(hidden, batch, outputs.logprobs, likeliest) if likeliest else (None, None)
+        return Evaluation(
+            old_logprobs=outputs.logprobs.detach(),
+            ref_logprobs=None,
+            values=None if outputs.values is None else outputs.values.detach(),
+            final_values=None if final_values is None else final_values.detach(),
+            entropy=outputs.entropy.detach(),
+            likeliest=seen[0],
+            likeliest_logprobs=seen[1],
+        )
+
+    def _likeliest(self, hidden: Tensor, batch: Sequences, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+        options = self.output.options(batch.temperature)
+        given = (hidden, self.output.weight, batch.tokens, logprobs, batch.response_mask, count)
+        return likeliest_tokens(*given, **options)
 
     def forget_ahead(self) -> None:
         """Let a kept pass go, and graphs of passes: their memory is wanted."""
@@ -135,14 +152,14 @@ class ActorCritic(nn.Module):
             if isinstance(module, Trunk):
                 module.release()
 
-    def _pass(self, batch: Sequences) -> tuple[TokenOutputs, Tensor | None]:
-        """What `forward` gives, and the value after each row's last token."""
+    def _pass(self, batch: Sequences) -> tuple[Tensor, TokenOutputs, Tensor | None]:
+        """(B, T, H) the policy's hidden states, what `forward` gives, and the value after each row's last token."""
         hidden = self.trunk(batch, states_read(batch))
         logprobs, entropy = self.output.logprobs(hidden, batch)
         if self.critic is None:
-            return TokenOutputs(logprobs, entropy, None), None
+            return hidden, TokenOutputs(logprobs, entropy, None), None
         head, states = self._critic_states(hidden, batch)
-        return TokenOutputs(logprobs, entropy, head.values(states, batch)), head.at_end(states, batch)
+        return hidden, TokenOutputs(logprobs, entropy, head.values(states, batch)), head.at_end(states, batch)
 
     def _critic_states(self, hidden: Tensor, batch: Sequences) -> tuple[ScalarHead, Tensor]:
         if isinstance(self.critic, ScalarHead):
@@ -230,8 +247,8 @@ class Roles:
         return nullcontext() if self.reference is None else self.reference.present()
 
     @torch.no_grad()
-    def evaluate(self, batch: Sequences, *, ahead: bool = False) -> Evaluation:
-        """What each role says of a micro-batch; `ahead` as for the actor."""
-        old, values, final_values = self.actor.evaluate(batch, ahead=ahead)
+    def evaluate(self, batch: Sequences, *, ahead: bool = False, likeliest: int = 0) -> Evaluation:
+        """What each role says of a micro-batch; `ahead` and `likeliest` as for the actor."""
+        found = self.actor.evaluate(batch, ahead=ahead, likeliest=likeliest)
         reference = self.reference.logprobs(batch) if self.reference is not None else None
-        return Evaluation(old, reference, values, final_values)
+        return replace(found, ref_logprobs=reference)

@@ -24,9 +24,29 @@ TOKEN_COLUMNS: dict[str, str] = {
     "return": "float32",
     "ratio": "float32",  # new / old, as the last pass of the update over this token saw it
     "clipped": "bool",  # whether the clip removed this token's gradient in that pass
+    "entropy": "float32",  # of the policy that sampled, in nats
 }
 """The columns that a rollout may have, and what they are stored as. `ref_logprob`, `value`, `return`, `ratio` and
-`clipped` are absent where there is no reference, no critic or no clip."""
+`clipped` are absent where there is no reference, no critic or no clip; `entropy` in what older versions recorded."""
+
+
+@dataclass(frozen=True)
+class Alternatives:
+    """What else might have been said at each of T tokens; those at one token stand together, the likeliest first."""
+
+    counts: Column  # (T,) uint8, how many there are at each token; 0 off the answer
+    tokens: Column  # (N,) int32, of all of them
+    logprobs: Column  # (N,) float16: to be read by people
+    texts: Mapping[int, str]  # of each token that occurs
+
+    def at_each(self) -> list[list[tuple[str, float]]]:
+        """(T,) lists of (text, log-prob)."""
+        told = [
+            (self.texts.get(token, ""), round(float(logprob), 3))
+            for token, logprob in zip(self.tokens.tolist(), self.logprobs.tolist(), strict=True)
+        ]
+        ends = np.cumsum(self.counts, dtype=np.int64).tolist()
+        return [told[end - count : end] for end, count in zip(ends, self.counts.tolist(), strict=True)]
 
 
 @dataclass(frozen=True)
@@ -47,6 +67,7 @@ class StoredRollout:
     pieces: Sequence[str]  # (T,) the text of each token
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     final_value: float | None = None
+    alternatives: Alternatives | None = None
 
     @property
     def kl(self) -> Column | None:

@@ -29,6 +29,7 @@ SHOWN_COLUMNS = {
     "advantage": "advantage",
     "return": "return",
     "ratio": "ratio",
+    "entropy": "entropy",
 }
 HIGHLIGHTS = (
     *("model.path", "task.name", "data.train", "run.seed", "run.steps", "roles.mode", "rollout.prompts_per_step"),

@@ -1,9 +1,10 @@
 """One rollout as bytes, and back, bit for bit.
 
-    version (1 byte) | zlib( header length (4 bytes) | header | column | column | ... )
+    version (1 byte) | zlib( header length (4 bytes) | header | column | column | ... | alternatives )
 
-The header is JSON: the texts, the pieces, the numbers of the whole rollout, and which columns follow. A column of bools
-is packed to bits. A column of 4-byte numbers is written plane by plane, the first bytes of all tokens before their
+The header is JSON: the texts, the pieces, the numbers of the whole rollout, and which columns follow. Version 2 may
+have alternatives after them: how many at each token, a byte each, then the ids and the log-probs of all. A column of
+bools is packed to bits. A column of numbers is written plane by plane, the first bytes of all tokens before their
 second bytes: neighbouring log-probs share their sign and exponent, so that the planes of high bytes nearly vanish.
 """
 
@@ -17,15 +18,16 @@ from typing import Any
 import numpy as np
 
 from tether.errors import StorageError
-from tether.runs.recorded import TOKEN_COLUMNS, Column, StoredRollout
+from tether.runs.recorded import TOKEN_COLUMNS, Alternatives, Column, StoredRollout
 
-VERSION = 1
+VERSION = 2
+READABLE = (1, 2)
 LEVEL = 1  # of zlib: the higher ones take several times as long for a few per cent
 
 
 def encode_rollout(rollout: StoredRollout) -> bytes:
     """A rollout's texts and columns; its step, row, group, sample, finish and score are columns of the database."""
-    names = [name for name in TOKEN_COLUMNS if name in rollout.columns]
+    names, others = [name for name in TOKEN_COLUMNS if name in rollout.columns], rollout.alternatives
     header = json.dumps(
         {
             "length": len(rollout.columns["token"]),
@@ -37,11 +39,14 @@ def encode_rollout(rollout: StoredRollout) -> bytes:
             "temperature": rollout.temperature,
             "final_value": rollout.final_value,
             "parts": dict(rollout.parts),
+            "alternatives": None if others is None else {str(token): text for token, text in others.texts.items()},
         },
         separators=(",", ":"),
     ).encode("ascii")
     body = [struct.pack("<I", len(header)), header]
     body += [_packed(rollout.columns[name], TOKEN_COLUMNS[name]) for name in names]
+    if others is not None:
+        body += [others.counts.tobytes(), _packed(others.tokens, "int32"), _packed(others.logprobs, "float16")]
     return bytes([VERSION]) + zlib.compress(b"".join(body), LEVEL)
 
 
@@ -50,7 +55,7 @@ def decode_rollout(
 ) -> StoredRollout:
     """What `encode_rollout` was given. Raises StorageError where the bytes are damaged."""
     try:
-        header, columns = _opened(content)
+        header, columns, alternatives = _opened(content)
     except (ValueError, KeyError, struct.error, zlib.error, IndexError) as error:
         raise StorageError(f"the tokens of step {step}, sample {row} are damaged in the run store ({error})") from None
     return StoredRollout(
@@ -68,6 +73,7 @@ def decode_rollout(
         pieces=header["pieces"],
         parts=header["parts"],
         final_value=header["final_value"],
+        alternatives=alternatives,
     )
 
 
@@ -82,8 +88,8 @@ def rollout_head_of(content: bytes) -> dict[str, Any]:
         raise StorageError(f"the tokens of a rollout are damaged in the run store ({error})") from None
 
 
-def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column]]:
-    if content[0] != VERSION:
+def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column], Alternatives | None]:
+    if content[0] not in READABLE:
         raise ValueError(f"written as version {content[0]}, which this Tether does not know")
     body = zlib.decompress(content[1:])
     (size,) = struct.unpack_from("<I", body)
@@ -91,21 +97,33 @@ def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column]]:
     place, columns = 4 + size, {}
     for name in header["columns"]:
         columns[name], place = _unpacked(body, place, header["length"], TOKEN_COLUMNS[name])
-    return header, columns
+    return header, columns, _alternatives(body, place, header)
+
+
+def _alternatives(body: bytes, place: int, header: dict[str, Any]) -> Alternatives | None:
+    texts = header.get("alternatives")
+    if texts is None:
+        return None
+    counts = np.frombuffer(body, dtype=np.uint8, count=header["length"], offset=place)
+    total = int(counts.sum(dtype=np.int64))
+    tokens, place = _unpacked(body, place + len(counts), total, "int32")
+    logprobs, _ = _unpacked(body, place, total, "float16")
+    return Alternatives(counts, tokens, logprobs, {int(token): text for token, text in texts.items()})
 
 
 def _packed(column: Column, kind: str) -> bytes:
     if kind == "bool":
         return np.packbits(column.astype(bool)).tobytes()
     values = np.ascontiguousarray(column, dtype=np.dtype(kind).newbyteorder("<"))
-    return np.ascontiguousarray(values.view(np.uint8).reshape(-1, 4).T).tobytes()
+    return np.ascontiguousarray(values.view(np.uint8).reshape(-1, values.itemsize).T).tobytes()
 
 
 def _unpacked(body: bytes, place: int, length: int, kind: str) -> tuple[Column, int]:
     """A column and where the next one starts."""
-    size = (length + 7) // 8 if kind == "bool" else 4 * length
+    width = np.dtype(kind).itemsize
+    size = (length + 7) // 8 if kind == "bool" else width * length
     part = np.frombuffer(body, dtype=np.uint8, count=size, offset=place)
     if kind == "bool":
         return np.unpackbits(part, count=length).astype(bool), place + size
-    values = np.ascontiguousarray(part.reshape(4, length).T).view(np.dtype(kind).newbyteorder("<")).reshape(length)
+    values = np.ascontiguousarray(part.reshape(width, length).T).view(np.dtype(kind).newbyteorder("<")).reshape(length)
     return values.astype(kind), place + size

@@ -5,6 +5,7 @@ Nothing is rounded on the way: a column that goes there and back is the same to 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -12,9 +13,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tether.runs.recorded import TOKEN_COLUMNS, Column, StoredRollout
+from tether.runs.recorded import TOKEN_COLUMNS, Alternatives, Column, StoredRollout
 from tether.runs.writer import Pieces
 from tether.types import Experience, Prompt, Rollout
+
+LEAST_LIKELY = 0.001  # what is rarer is not worth its place on disk
 
 FIELDS: dict[str, str] = {
     "token": "tokens",
@@ -27,6 +30,7 @@ FIELDS: dict[str, str] = {
     "reward": "rewards",
     "advantage": "advantages",
     "return": "returns",
+    "entropy": "entropy",
 }
 """Which field of an `Experience` each stored column comes from; `ratio` and `clipped` come from the update."""
 
@@ -71,6 +75,7 @@ def stored_rollouts(step: int, source: StepRollouts, pieces: Pieces | None = Non
             temperature=experience.temperature,
             final_value=None if finals is None else finals[row],
             parts=dict(source.parts[row]) if source.parts else {},
+            alternatives=alternatives_of(experience, row, pieces) if pieces is not None else None,
         )
         for row, rollout in enumerate(source.rollouts)
     ]
@@ -92,6 +97,25 @@ def _stored_row(
         columns=columns,
         pieces=texts,
         **numbers,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def alternatives_of(experience: Experience, row: int, pieces: Pieces) -> Alternatives | None:
+    """What a row's policy might have said instead, and had at least LEAST_LIKELY for; None where nobody looked."""
+    if experience.likeliest is None or experience.likeliest_logprobs is None:
+        return None
+    real = experience.attention_mask[row]
+    tokens = _numpy(experience.likeliest[row][real], "int32")  # (T, K)
+    logprobs = _numpy(experience.likeliest_logprobs[row][real], "float32")
+    own = _numpy(experience.tokens[row][real], "int32")
+    answer = _numpy(experience.response_mask[row][real], "bool")
+    kept = answer[:, None] & (tokens != own[:, None]) & (logprobs >= math.log(LEAST_LIKELY))
+    chosen = tokens[kept]
+    return Alternatives(
+        counts=kept.sum(axis=1).astype(np.uint8),
+        tokens=chosen,
+        logprobs=logprobs[kept].astype(np.float16),
+        texts={token: pieces([token])[0] for token in np.unique(chosen).tolist()},
     )
 
 

@@ -21,6 +21,7 @@ from tether.studio.people import Doorkeeper
 from tether.studio.replies import add_error_replies
 from tether.studio.rollout_view import PromptIndex
 from tether.studio.settings import StudioSettings
+from tether.studio.vote_desk import VoteDesk
 
 KEPT_CONNECTIONS = 8
 ROUTERS = (
@@ -36,6 +37,7 @@ def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        studio.desk.close()
         studio.opened.close()
 
     app = FastAPI(
@@ -69,10 +71,12 @@ def open_studio(workspace: Workspace, settings: StudioSettings) -> Studio:
     engine = open_engine(workspace, kept=KEPT_CONNECTIONS)
     open_workspace(workspace.directory, _url(workspace)).close()  # takes in what ended runs could not write
     opened = OpenWorkspace(workspace, engine)
+    labels = Labels(opened)
     return Studio(
         opened=opened,
         settings=settings,
-        labels=Labels(opened),
+        labels=labels,
+        desk=VoteDesk(labels),
         metrics=MetricCache(opened),
         prompts=PromptIndex(opened),
         launcher=Launcher(workspace.directory),

@@ -14,6 +14,7 @@ from tether.studio.model_host import ModelHost
 from tether.studio.people import Person
 from tether.studio.rollout_view import PromptIndex
 from tether.studio.settings import StudioSettings
+from tether.studio.vote_desk import VoteDesk
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,7 @@ class Studio:
     opened: OpenWorkspace
     settings: StudioSettings
     labels: Labels
+    desk: VoteDesk
     metrics: MetricCache
     prompts: PromptIndex
     launcher: Launcher

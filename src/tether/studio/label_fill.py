@@ -55,7 +55,7 @@ def pair_items(answers: Sequence[Answer], count: int, *, uncertain: bool = False
     """Pairs of different answers to the same prompt.
 
     In turn over the prompts, answers of two runs or two steps that are far apart first. With `uncertain`, the pairs
-    whose recorded scores are closest: those that the reward is least sure of.
+    whose scores are closest: those that the reward is least sure of.
     """
     pairs = [pair for several in _by_prompt(answers).values() for pair in _ranked_pairs(several)]
     pairs.sort(key=lambda pair: pair[0])
@@ -107,8 +107,10 @@ def _messages(prompt: str) -> list[dict[str, str]]:
 
 
 def items_from_run(opened: OpenWorkspace, kind: str, runs: Sequence[RunSummary], **wanted: Any) -> list[NewItem]:
-    """Items of a kind from the answers of one run or several."""
+    """Items of a kind from the answers of one run or several; `rescore` may give the answers other scores."""
     answers = [answer for run in runs for answer in answers_of(opened, run, wanted.get("step"))]
+    if (rescore := wanted.get("rescore")) is not None:
+        answers = rescore(answers)
     count = wanted["count"]
     if kind == "pair":
         found = pair_items(answers, count, uncertain=wanted.get("uncertain", False))

@@ -9,7 +9,7 @@ from __future__ import annotations
 import secrets
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -26,7 +26,7 @@ from tether.studio.replies import Refused
 OWNER_NAME = "owner"
 
 # Built once: building a statement costs more than running it.
-_INSERT_AUDIT = insert(label_audits)
+INSERT_AUDITS = insert(label_audits)
 _QUEUE = select(queues).where(queues.c.workspace == bindparam("place"), queues.c.id == bindparam("queue"))
 _COUNT_ITEMS = select(func.count()).where(items.c.queue_id == bindparam("queue"))
 _COUNT_VOTES = (
@@ -35,6 +35,8 @@ _COUNT_VOTES = (
     .where(items.c.queue_id == bindparam("queue"), ~votes.c.undone)
 )
 _COUNT_VOTES_OF = _COUNT_VOTES.where(votes.c.rater_id == bindparam("rater"))
+_SET_PRIORITY = update(items).where(items.c.id == bindparam("item")).values(priority=bindparam("now"))
+_PROGRESS = select(_COUNT_ITEMS.scalar_subquery(), _COUNT_VOTES_OF.scalar_subquery())
 
 
 @dataclass(frozen=True)
@@ -70,8 +72,11 @@ class Queues:
             raise StorageError(f"the store {self._opened.workspace.place} cannot be written ({reason})") from error
 
     def _audit(self, connection: Connection, who: int | None, action: str, subject: int | None, **data: Any) -> None:
+        connection.execute(INSERT_AUDITS, self._audit_row(who, action, subject, **data))
+
+    def _audit_row(self, who: int | None, action: str, subject: int | None, **data: Any) -> dict[str, Any]:
         row = {"workspace": self._key, "time": time.time(), "rater_id": who, "action": action}
-        connection.execute(_INSERT_AUDIT, row | {"subject": subject, "data": data})
+        return row | {"subject": subject, "data": data}
 
     # -- people -------------------------------------------------------------------------------------------------
 
@@ -143,7 +148,7 @@ class Queues:
 
     def _queue(self, connection: Connection, queue_id: int, person: Person | None = None) -> Row[Any]:
         found = connection.execute(_QUEUE, {"place": self._key, "queue": queue_id}).first()
-        if found is None or (person is not None and not _may_see(person, found)):
+        if found is None or (person is not None and not may_see(person, found.id, is_open=found.open)):
             raise Refused(404, f"there is no queue {queue_id}")
         return found
 
@@ -151,7 +156,7 @@ class Queues:
         """The queues that a person may see, with how far they are in each."""
         chosen = select(queues).where(queues.c.workspace == self._key).order_by(queues.c.id)
         with self._opened.reading() as connection:
-            found = [row for row in connection.execute(chosen) if _may_see(person, row)]
+            found = [row for row in connection.execute(chosen) if may_see(person, row.id, is_open=row.open)]
             return [self._queue_row(connection, row, person) for row in found]
 
     def _queue_row(self, connection: Connection, queue: Row[Any], person: Person) -> dict[str, Any]:
@@ -167,8 +172,8 @@ class Queues:
 
     def _progress(self, connection: Connection, queue_id: int, rater: int) -> tuple[int, int]:
         """(items of a queue, how many of them a rater has voted on)"""
-        there = connection.execute(_COUNT_ITEMS, {"queue": queue_id}).scalar_one()
-        return there, connection.execute(_COUNT_VOTES_OF, {"queue": queue_id, "rater": rater}).scalar_one()
+        there, done = connection.execute(_PROGRESS, {"queue": queue_id, "rater": rater}).one()
+        return there, done
 
     def add_items(self, by: Person, queue_id: int, new: Sequence[NewItem], *, origin: dict[str, Any]) -> list[int]:
         """Put items at the end of a queue; their ids."""
@@ -176,6 +181,15 @@ class Queues:
             ids = self._insert_items(connection, self._queue(connection, queue_id), new)
             self._audit(connection, by.id, "fill", queue_id, items=len(ids), origin=origin)
         return ids
+
+    def set_priorities(self, by: Person, queue_id: int, priorities: Mapping[int, float], **why: Any) -> None:
+        """Ask a queue's items in another order, the highest priority first."""
+        with self._writing() as connection:
+            self._queue(connection, queue_id)
+            rows = [{"item": item, "now": priority} for item, priority in priorities.items()]
+            if rows:
+                connection.execute(_SET_PRIORITY, rows)
+            self._audit(connection, by.id, "order", queue_id, items=len(rows), **why)
 
     def items(self, queue_id: int) -> list[Row[Any]]:
         """The items of a queue, in the order in which they were put there."""
@@ -200,5 +214,6 @@ def _person(row: Row[Any]) -> Person:
     return Person(row.id, row.name, row.role, row.queue_id)
 
 
-def _may_see(person: Person, queue: Row[Any]) -> bool:
-    return person.role == "owner" or (queue.open and person.queue_id in (None, queue.id))
+def may_see(person: Person, queue_id: int, *, is_open: bool) -> bool:
+    """Whether a queue is this person's to see."""
+    return person.role == "owner" or (is_open and person.queue_id in (None, queue_id))

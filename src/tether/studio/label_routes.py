@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+from functools import partial
 from typing import Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Query, Request
@@ -11,6 +13,7 @@ from starlette.responses import Response
 from tether.studio.agreement import Vote, agreement
 from tether.studio.ballots import SKIPPED
 from tether.studio.context import Studio, person_of, studio_of
+from tether.studio.doubts import ask_doubtful_first, reward_model, scored_by
 from tether.studio.exchange import as_lines, export_records, imported, read_lines
 from tether.studio.label_fill import item_from_record, items_from_run, with_repeats
 from tether.studio.label_queues import NewItem
@@ -49,12 +52,19 @@ class Fill(Body):
 
     origin: Literal["run", "file", "uncertain", "chat"] = Field(alias="from")
     run: Place | None = None
+    reward_run: Place | None = None  # who is unsure; by default the newest reward model, or else the scores as recorded
     other_run: Place | None = None
     step: Place | None = None
     count: Annotated[int, Field(ge=1, le=5000)] = 50
     repeats: Annotated[float, Field(ge=0, le=0.5)] = 0.0
     records: list[dict[str, Any]] = Field(default_factory=list, max_length=MOST_RECORDS)
     text: str = ""
+
+
+class Rescore(Body):
+    """The reward model whose doubt counts."""
+
+    reward_run: Place | None = None
 
 
 class NewVote(Body):
@@ -137,25 +147,41 @@ def _new_items(studio: Studio, kind: str, wanted: Fill) -> list[NewItem]:
         raise Refused(422, "run: say whose answers to take")
     ids = [wanted.run] if wanted.other_run is None else [wanted.run, wanted.other_run]
     runs = [run_with_id(studio.opened, run) for run in ids]
-    uncertain = wanted.origin == "uncertain"
-    return items_from_run(studio.opened, kind, runs, count=wanted.count, step=wanted.step, uncertain=uncertain)
+    if wanted.origin == "run":
+        return items_from_run(studio.opened, kind, runs, count=wanted.count, step=wanted.step)
+    model = reward_model(studio, wanted.reward_run)
+    rescore = None if model is None else partial(scored_by, studio, model)
+    limits = {"count": wanted.count, "step": wanted.step, "uncertain": True, "rescore": rescore}
+    return items_from_run(studio.opened, kind, runs, **limits)
+
+
+@router.post("/label/queues/{queue}/rescore")
+def rescore(request: Request, queue: Id, wanted: Rescore | None = None) -> Any:
+    """Ask the pairs that a reward model, by default the newest, is least sure of first."""
+    studio = studio_of(request)
+    studio.labels.queue(queue)
+    model = reward_model(studio, wanted.reward_run if wanted is not None else None)
+    if model is None:
+        raise Refused(409, "there is no reward model yet: train one on the Train page")
+    return Reply({"items": ask_doubtful_first(studio, person_of(request), queue, model), "by": model.name})
 
 
 # -- voting -------------------------------------------------------------------------------------------------------
 
 
 @router.get("/label/queues/{queue}/next")
-def next_item(request: Request, queue: Id) -> Any:
+async def next_item(request: Request, queue: Id) -> Any:
     """What to judge next; the answers are in the order to show them."""
-    return Reply(studio_of(request).labels.next_item(person_of(request), queue))
+    return Reply(await asyncio.wrap_future(studio_of(request).desk.ask(person_of(request), queue)))
 
 
 @router.post("/label/votes")
-def vote(request: Request, new: NewVote) -> Any:
+async def vote(request: Request, new: NewVote) -> Any:
     """Keep a vote. It is on disk when this is answered; sent again it is the same vote."""
     choice = SKIPPED if new.skip else new.choice
     ballot = Ballot(new.client_uid, new.item_id, new.order, choice, new.seconds)
-    return Reply({"id": studio_of(request).labels.vote(person_of(request), ballot)})
+    kept = studio_of(request).desk.hand_in(person_of(request), ballot)
+    return Reply({"id": await asyncio.wrap_future(kept)})
 
 
 @router.post("/label/votes/undo")

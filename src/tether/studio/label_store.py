@@ -11,9 +11,10 @@ from typing import Any
 from sqlalchemy import Connection, Row, bindparam, insert, select, update
 from sqlalchemy.exc import IntegrityError
 
-from tether.runs.store.schema import items, raters, votes
+from tether.errors import StorageError
+from tether.runs.store.schema import items, queues, raters, votes
 from tether.studio.ballots import check_choice, shown_order
-from tether.studio.label_queues import NewItem, Queues
+from tether.studio.label_queues import INSERT_AUDITS, NewItem, Queues, may_see
 from tether.studio.people import Person
 from tether.studio.replies import Refused
 
@@ -22,9 +23,14 @@ REPEAT_GAP = 5  # votes between an item and its hidden repeat
 LOOKED_AT = 50  # items from which the next one is chosen
 
 # Built once: building a statement costs more than running it.
-_INSERT_VOTE = insert(votes)
+_INSERT_VOTES = insert(votes).returning(votes.c.id, sort_by_parameter_order=True)
 _KNOWN = select(votes.c.id, votes.c.rater_id).where(votes.c.client_uid == bindparam("uid"))
 _ITEM = select(items).where(items.c.id == bindparam("item"))
+_ITEMS_ASKED = (
+    select(items.c.id, items.c.kind, items.c.answers, items.c.queue_id, queues.c.open)
+    .join(queues, queues.c.id == items.c.queue_id)
+    .where(queues.c.workspace == bindparam("place"), items.c.id.in_(bindparam("items", expanding=True)))
+)
 _MINE = (votes.c.rater_id == bindparam("rater")) & ~votes.c.undone
 _LEFT = (
     select(items.c.id, items.c.repeat_of)
@@ -80,6 +86,44 @@ class Labels(Queues):
                 raise
             raise Refused(409, "you have voted on this already: undo that first") from None
 
+    def vote_together(self, sent: Sequence[tuple[Person, Ballot]]) -> list[int | Exception]:
+        """Keep many votes by one commit; for each its id, or why it is refused: just as `vote` one by one has it."""
+        results: list[int | Exception | None] = [None] * len(sent)
+        try:
+            with self._writing() as connection:
+                for place, kept in self._keep_plain(connection, sent).items():
+                    results[place] = kept
+        except (IntegrityError, StorageError):  # one of them cannot be kept, and took the others' commit with it
+            results = [None] * len(sent)
+        return [self._vote_or_why(*sent[place]) if kept is None else kept for place, kept in enumerate(results)]
+
+    def _vote_or_why(self, person: Person, ballot: Ballot) -> int | Exception:
+        try:
+            return self.vote(person, ballot)
+        except (Refused, StorageError) as error:
+            return error
+
+    def _keep_plain(self, connection: Connection, sent: Sequence[tuple[Person, Ballot]]) -> dict[int, int]:
+        """Insert the votes that nothing speaks against: place in `sent` -> id. The others are left for `vote`."""
+        asked = {"items": [ballot.item_id for _, ballot in sent], "place": self._key}
+        found = {row.id: row for row in connection.execute(_ITEMS_ASKED, asked)}
+        rows: dict[int, dict[str, Any]] = {}
+        for place, (person, ballot) in enumerate(sent):
+            item = found.get(ballot.item_id)
+            if item is None or not item.open or not may_see(person, item.queue_id, is_open=item.open):
+                continue
+            try:
+                choice = check_choice(item.kind, len(item.answers), ballot.order, ballot.choice)
+            except Refused:
+                continue
+            rows[place] = _vote_row(person.id, ballot, choice)
+        if not rows:
+            return {}
+        ids = list(connection.execute(_INSERT_VOTES, list(rows.values())).scalars())
+        kept = dict(zip(rows, ids, strict=True))
+        self._audit_votes(connection, [(rows[at]["rater_id"], vote, rows[at]["item_id"]) for at, vote in kept.items()])
+        return kept
+
     def _known(self, person: Person, ballot: Ballot) -> int | None:
         with self._opened.reading() as connection:
             found = connection.execute(_KNOWN, {"uid": ballot.client_uid}).first()
@@ -97,13 +141,14 @@ class Labels(Queues):
         return self._insert_vote(connection, person.id, ballot, choice)
 
     def _insert_vote(self, connection: Connection, rater: int, ballot: Ballot, choice: Any) -> int:
-        values = {"client_uid": ballot.client_uid, "item_id": ballot.item_id, "rater_id": rater}
-        values |= {"order": list(ballot.order), "choice": choice, "seconds": ballot.seconds}
-        made = connection.execute(_INSERT_VOTE, values | {"created": time.time(), "undone": False})
-        assert made.inserted_primary_key is not None
-        vote_id = made.inserted_primary_key[0]
-        self._audit(connection, rater, "vote", vote_id, item=ballot.item_id)
+        vote_id = connection.execute(_INSERT_VOTES, [_vote_row(rater, ballot, choice)]).scalar_one()
+        self._audit_votes(connection, [(rater, vote_id, ballot.item_id)])
         return vote_id
+
+    def _audit_votes(self, connection: Connection, kept: Sequence[tuple[int, int, int]]) -> None:
+        """The audits of votes: (rater, vote, item) of each."""
+        rows = [self._audit_row(rater, "vote", vote, item=item) for rater, vote, item in kept]
+        connection.execute(INSERT_AUDITS, rows)
 
     def undo(self, person: Person, queue_id: int | None = None) -> int | None:
         """Take a person's last standing vote back; the item that can be voted on again, or None."""
@@ -168,6 +213,12 @@ class Labels(Queues):
         made = connection.execute(insert(raters).values(**values, created=time.time())).inserted_primary_key
         assert made is not None
         return made[0]
+
+
+def _vote_row(rater: int, ballot: Ballot, choice: Any) -> dict[str, Any]:
+    values = {"client_uid": ballot.client_uid, "item_id": ballot.item_id, "rater_id": rater}
+    values |= {"order": list(ballot.order), "choice": choice, "seconds": ballot.seconds}
+    return values | {"created": time.time(), "undone": False}
 
 
 def _choose(rows: Sequence[Any], lately: set[int]) -> int | None:

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tether.studio.token_stream import Token
 
 MOST_MODELS = 2  # in memory at a time
 
@@ -41,17 +44,26 @@ class ModelHost:
     ) -> list[Said]:
         """What the model of a run says to each conversation, `samples` times each, in order."""
         from tether.protocols import Sampling
-        from tether.types import Message, Prompt
+        from tether.studio.token_stream import as_prompt
 
-        prompts = [
-            Prompt(f"studio-{place}", tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns))
-            for place, turns in enumerate(conversations)
-        ]
+        prompts = [as_prompt(turns, f"studio-{place}") for place, turns in enumerate(conversations)]
         with self._lock:
             engine = self._engine(folder)
             sampling = Sampling(max_new_tokens, temperature)
             rollouts = engine.generate(prompts, sampling, samples_per_prompt=samples, seed=seed)
         return [Said(rollout.completion, rollout.finish, rollout.response_length) for rollout in rollouts]
+
+    def stream(
+        self, folder: Path, turns: Sequence[dict[str, str]], *, max_new_tokens: int, temperature: float, seed: int
+    ) -> Iterator[Token]:
+        """What `answer` would say to one conversation, token by token."""
+        from tether.protocols import Sampling
+        from tether.studio.token_stream import as_prompt, stream_answer
+
+        with self._lock:
+            loaded = self._engine(folder).loaded
+        sampling = Sampling(max_new_tokens, temperature)
+        yield from stream_answer(loaded, as_prompt(turns, "studio-0"), sampling, seed, self._lock)
 
     def scores(self, folder: Path, answers: Sequence[tuple[Sequence[dict[str, str]], str]]) -> list[float]:
         """What the reward model of a run gives each (conversation, answer)."""

@@ -17,8 +17,10 @@ from tether.runs.token_codec import rollout_head_of
 
 SHOWN_COLUMNS = (
     *("behavior_logprob", "untruncated_logprob", "old_logprob", "ref_logprob", "value"),
-    *("reward", "advantage", "return", "ratio", "clipped"),
+    *("reward", "advantage", "return", "ratio", "clipped", "entropy"),
 )
+
+EXCERPT = 400  # characters of a text in a list; the whole of it is on its own page
 
 SORTS: dict[str, tuple[str, int]] = {
     "row": ("row", 1),
@@ -31,12 +33,12 @@ SORTS: dict[str, tuple[str, int]] = {
 
 
 def rollout_row(rollout: StoredRollout) -> dict[str, Any]:
-    """One line of a list; `kl` is the sum over the answer, `clipped` the number of its clipped tokens."""
+    """One line of a list, its texts cut short; `kl` is the sum over the answer, `clipped` counts its clipped tokens."""
     return {
         "row": rollout.row,
         "prompt_id": rollout.prompt_id,
-        "prompt_text": rollout.prompt_text,
-        "completion": rollout.completion,
+        "prompt_text": rollout.prompt_text[:EXCERPT],
+        "completion": rollout.completion[:EXCERPT],
         "finish": rollout.finish,
         "score": rollout.score,
         "length": int(rollout.columns["response"].sum()),
@@ -53,14 +55,15 @@ def _mean(rollout: StoredRollout, name: str) -> float | None:
 
 def listed(found: Sequence[StoredRollout], *, sort: str, text: str, truncated: bool | None) -> list[dict[str, Any]]:
     """The rows that a person asked for, in their order; what has no number is last."""
-    rows = [rollout_row(rollout) for rollout in found]
-    if truncated is not None:
-        rows = [row for row in rows if (row["finish"] == "length") == truncated]
-    if text:
-        needle = text.casefold()
-        rows = [row for row in rows if needle in f"{row['prompt_text']}\n{row['completion']}".casefold()]
+    needle = text.casefold()
+    chosen = [
+        rollout
+        for rollout in found
+        if (truncated is None or (rollout.finish == "length") == truncated)
+        and needle in f"{rollout.prompt_text}\n{rollout.completion}".casefold()
+    ]
     field, direction = SORTS[sort]
-    return sorted(rows, key=_key(field, direction))
+    return sorted((rollout_row(rollout) for rollout in chosen), key=_key(field, direction))
 
 
 def _key(field: str, direction: int) -> Callable[[dict[str, Any]], tuple[bool, float, int]]:
@@ -129,7 +132,7 @@ class PromptIndex:
 
 
 def answers_at(opened: OpenWorkspace, run_id: int, places: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """`{step, row, score, completion}` of the rollouts at these places."""
+    """`{step, row, score, completion}` of the rollouts at these places, the answers cut short."""
     found: list[dict[str, Any]] = []
     with opened.reading() as connection:
         for step, row in places:
@@ -137,5 +140,5 @@ def answers_at(opened: OpenWorkspace, run_id: int, places: Sequence[tuple[int, i
             chosen = chosen.where(rollouts.c.run_id == run_id, rollouts.c.step == step, rollouts.c.place == row)
             for score, content in connection.execute(chosen):
                 head = rollout_head_of(content)
-                found.append({"step": step, "row": row, "score": score, "completion": head["completion"]})
+                found.append({"step": step, "row": row, "score": score, "completion": head["completion"][:EXCERPT]})
     return found

@@ -133,6 +133,16 @@ def one_rollout(request: Request, run: Id, step: Number, row: Number) -> Any:
     return Reply(token_page(found[0]))
 
 
+@router.get("/runs/{run}/rollouts/{step}/{row}/alternatives")
+def alternatives_of_one(request: Request, run: Id, step: Number, row: Number) -> Any:
+    """What else might have been said at each token, as (text, log-prob); null where it was not recorded."""
+    opened = studio_of(request).opened
+    run_with_id(opened, run)
+    found = read_rollouts(opened, run, step, row)
+    others = found[0].alternatives if found else None
+    return Reply({"alternatives": None if others is None else others.at_each()})
+
+
 @router.get("/runs/{run}/prompts/{prompt_id:path}")
 def prompt_over_steps(request: Request, run: Id, prompt_id: str) -> Any:
     """The same prompt through training: every kept answer to it."""

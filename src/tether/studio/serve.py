@@ -77,7 +77,8 @@ def settings_for(options: argparse.Namespace, port: int) -> StudioSettings:
 def listen(host: str, port: int) -> socket.socket:
     """A socket that listens; here, so that a port in use is told before anything is opened."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listening = socket.socket(family, socket.SOCK_STREAM)
+    # Asyncio sends small answers at once (TCP_NODELAY) only on a socket that says it is TCP; else they wait 40 ms.
+    listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))

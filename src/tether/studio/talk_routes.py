@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import math
 from collections import Counter, defaultdict
-from collections.abc import Sequence
-from typing import Annotated, Any, Literal
+from collections.abc import AsyncIterator, Iterator, Sequence
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import APIRouter, Path, Request
 from pydantic import Field
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import StreamingResponse
 
+from tether.errors import TetherError
 from tether.runs.read import RunSummary, read_rollouts
 from tether.studio.ballots import verdict
 from tether.studio.context import Studio, person_of, studio_of
@@ -17,6 +20,10 @@ from tether.studio.label_queues import NewItem
 from tether.studio.people import Person
 from tether.studio.replies import BIGGEST, Body, Refused, Reply
 from tether.studio.run_queries import kept_steps, run_with_id
+from tether.studio.stream import message
+
+if TYPE_CHECKING:
+    from tether.studio.token_stream import Token
 
 router = APIRouter(prefix="/api", default_response_class=Reply)
 
@@ -44,6 +51,7 @@ class Question(Body):
     max_new_tokens: Length = 256
     temperature: Temperature = 0.7
     seed: Seed = 0
+    stream: bool = False
 
 
 class Asked(Body):
@@ -74,18 +82,33 @@ class Judge(Body):
 
 @router.post("/chat")
 def chat(request: Request, asked: Question) -> Any:
-    """What a run's model says next."""
+    """What a run's model says next; with `stream` as server-sent events, `token` after `token` and then `done`.
+
+    Whoever has heard enough closes the connection, and the model stops.
+    """
     studio = studio_of(request)
     run = run_with_id(studio.opened, asked.run)
     turns = [turn.model_dump() for turn in asked.messages]
-    [said] = studio.models.answer(
-        run.folder,
-        [turns],
-        max_new_tokens=asked.max_new_tokens,
-        temperature=asked.temperature,
-        seed=asked.seed,
-    )
+    limits = {"max_new_tokens": asked.max_new_tokens, "temperature": asked.temperature, "seed": asked.seed}
+    if asked.stream:
+        body = _spoken(studio.models.stream(run.folder, turns, **limits))
+        return StreamingResponse(body, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+    [said] = studio.models.answer(run.folder, [turns], **limits)
     return Reply({"text": said.text, "finish": said.finish, "tokens": said.tokens})
+
+
+async def _spoken(tokens: Iterator[Token]) -> AsyncIterator[str]:
+    """The events of an answer that is being written; an error is the last of them."""
+    count = 0
+    try:
+        while (token := await run_in_threadpool(next, tokens, None)) is not None:
+            count += 1
+            if token.text:
+                yield message("token", {"text": token.text}, None)
+            if token.finish is not None:
+                yield message("done", {"finish": token.finish, "tokens": count}, None)
+    except TetherError as error:
+        yield message("error", {"error": str(error)}, None)
 
 
 # -- the arena ----------------------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from sqlalchemy import (
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
-HEAD = "0002"
+HEAD = "0003"
 """The migration that makes the tables as they are below."""
 
 
@@ -192,8 +192,8 @@ items = Table(
     Column("meta", JSONText, nullable=False),
     Column("repeat_of", Integer, ForeignKey("items.id", ondelete="CASCADE"), index=True),
     Column("priority", Double, nullable=False),  # higher ones are asked first
-    Index("items_of_a_queue", "queue_id", "priority"),
 )
+Index("items_in_order", items.c.queue_id, items.c.priority.desc(), items.c.id)
 
 votes = Table(
     "votes",

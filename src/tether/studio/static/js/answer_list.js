@@ -8,9 +8,15 @@ import { tried } from "./notices.js";
 
 const A_PAGE = 50;
 
+/** The answers of a step, as the filters want them. */
+export function askList(page, run, step) {
+  return get(`runs/${run}/rollouts`, { step, ...page.filters, limit: A_PAGE, offset: page.offset });
+}
+
 export async function loadList(page) {
-  const query = { step: page.step, ...page.filters, limit: A_PAGE, offset: page.offset };
-  const found = await get(`runs/${page.run.id}/rollouts`, query);
+  const early = await page.earlyList;
+  page.earlyList = null;
+  const found = early ?? (await askList(page, page.run.id, page.step));
   if (!page.view.isOpen()) return;
   page.list = page.offset ? [...page.list, ...found.rollouts] : found.rollouts;
   page.total = found.total;

@@ -16,6 +16,7 @@ export async function look(page, step, row) {
     early ?? (await get(`runs/${page.run.id}/rollouts/${step}/${row}`, {}, { signal: page.looking.signal }));
   if (!page.view.isOpen()) return;
   show(page, rollout);
+  tried(() => showOthers(page, page.lenses[0], page.run, rollout)); // not waited for: the text is what was asked for
   await Promise.all([showAcross(page, rollout), showBeside(page, rollout)]);
 }
 
@@ -38,6 +39,11 @@ function show(page, rollout) {
   page.lenses[0].setQuantity(page.quantity);
   page.lenses[0].show(rollout);
   page.view.root.dataset.shown = `${rollout.step}/${rollout.row}`;
+}
+
+async function showOthers(page, lens, run, rollout) {
+  const found = await get(`runs/${run.id}/rollouts/${rollout.step}/${rollout.row}/alternatives`);
+  if (page.view.isOpen() && lens.rollout === rollout) lens.showOthers(found.alternatives);
 }
 
 /** Where a run answered a prompt. */
@@ -96,6 +102,7 @@ async function showBeside(page, rollout) {
   if (!page.view.isOpen()) return;
   page.lenses[1].setQuantity(page.quantity);
   page.lenses[1].show(found ?? null, "never answered this prompt");
+  if (found) tried(() => showOthers(page, page.lenses[1], page.beside, found));
 }
 
 export function follow(page, which, place) {

@@ -27,6 +27,32 @@ export async function send(path, body, signal) {
   return reach(address(path), { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
+/** POST, and hear the answer's server-sent events one by one, as [kind, data]. */
+export async function* hear(path, body, signal) {
+  const answer = await send(path, body, signal);
+  if (!answer.ok) await read(answer); // throws what the server said
+  const decoder = new TextDecoder();
+  let waiting = "";
+  for await (const bytes of chunks(answer.body)) {
+    const parts = (waiting + decoder.decode(bytes, { stream: true })).split("\n\n");
+    waiting = parts.pop();
+    for (const part of parts) {
+      const fields = Object.fromEntries(part.split("\n").map((line) => line.split(/: (.*)/s)));
+      if (fields.event) yield [fields.event, JSON.parse(fields.data)];
+    }
+  }
+}
+
+/** What a stream brings. Not every browser can walk through one by itself. */
+async function* chunks(stream) {
+  const reader = stream.getReader();
+  try {
+    for (let got = await reader.read(); !got.done; got = await reader.read()) yield got.value;
+  } finally {
+    reader.cancel().catch(() => {});
+  }
+}
+
 export function address(path, query = {}) {
   const kept = Object.entries(query).filter(([, value]) => value !== null && value !== undefined && value !== "");
   const words = new URLSearchParams(kept).toString();

@@ -14,10 +14,13 @@ export function makeLens({ title, followed = () => {} }) {
   const strip = makeStrip({ pointed: (place) => point(place), chosen: (place) => text.go(place) });
   const frame = h("section", { class: "lens", "aria-label": title }, heading, text.box, strip.canvas, numbers);
   let rollout = null;
+  let others = null; // what else might have been said at each token; it arrives after the text
   let quantity = "advantage";
+  let at = -1;
 
   function point(place) {
     if (!rollout || !(place in rollout.pieces)) return;
+    at = place;
     text.mark(place);
     strip.show({ at: place });
     const value = (name) => rollout.columns[name][place];
@@ -28,7 +31,7 @@ export function makeLens({ title, followed = () => {} }) {
         "div",
         { class: "piece" },
         h("dt", {}, `token ${place}${rollout.response[place] ? "" : ", prompt"}`),
-        h("dd", {}, h("code", {}, JSON.stringify(visible(rollout.pieces[place])).slice(1, -1))),
+        h("dd", {}, h("code", {}, shownPiece(rollout.pieces[place]))),
       ),
       rollout.response[place] &&
         names.map((name) =>
@@ -45,16 +48,18 @@ export function makeLens({ title, followed = () => {} }) {
   }
 
   function alternatives(place) {
-    const found = rollout.alternatives?.[place];
+    const found = others?.[place];
     if (!found?.length) return null;
     return h(
       "div",
       { class: "alternatives" },
-      h("dt", {}, "others"),
+      h("dt", {}, "might have said instead"),
       h(
         "dd",
         {},
-        found.map(([piece, logprob]) => h("span", {}, h("code", {}, visible(piece)), ` ${fixed(logprob, 2)} `)),
+        found.map(([piece, logprob]) =>
+          h("span", {}, h("code", {}, shownPiece(piece)), h("small", {}, chance(logprob))),
+        ),
       ),
     );
   }
@@ -80,7 +85,7 @@ export function makeLens({ title, followed = () => {} }) {
     },
     /** Show a rollout, or say that there is none. */
     show(found, absent = "") {
-      rollout = found;
+      [rollout, others, at] = [found, null, -1];
       fill(numbers, h("p", { class: "hint" }, "Point at a token, or press Tab and walk with the arrow keys."));
       if (!found) {
         fill(heading, h("b", {}, title), h("small", {}, absent));
@@ -101,12 +106,28 @@ export function makeLens({ title, followed = () => {} }) {
       strip.show({ at: -1 });
       colour();
     },
+    /** What else might have been said: for the rollout that is shown. */
+    showOthers(found) {
+      others = found;
+      if (at >= 0) point(at);
+    },
     setQuantity(name) {
       quantity = name;
       colour();
     },
     redraw: () => strip.redraw(),
   };
+}
+
+/** A piece with its spaces and breaks to be seen. */
+function shownPiece(piece) {
+  return piece === "" ? "∅" : JSON.stringify(visible(piece)).slice(1, -1).replaceAll(" ", "␣");
+}
+
+/** A log-prob as a percentage. */
+function chance(logprob) {
+  const percent = 100 * Math.exp(logprob);
+  return `${percent >= 10 ? Math.round(percent) : fixed(percent, 1)} %`;
 }
 
 /** The quantities that a rollout has. */

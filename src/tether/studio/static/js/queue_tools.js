@@ -14,6 +14,8 @@ export function queueTools(queue) {
     h("a", { class: "button main", href: `#/label/${queue.id}` }, "Judge"),
     button("Fill", () => askFill(queue)),
     button("Import", () => askImport(queue)),
+    queue.kind === "pair" &&
+      button("Least sure first", () => rescore(queue), { title: "Ask first what the newest reward model is least sure of" }),
     button(queue.open ? "Close" : "Open", () => setOpen(queue, !queue.open)),
     FORMATS[queue.kind].map((format) =>
       h(
@@ -168,6 +170,11 @@ function finish(dialog, words) {
   dialog.close();
   notice(words);
   dispatchEvent(new HashChangeEvent("hashchange"));
+}
+
+async function rescore(queue) {
+  const told = await tried(() => post(`label/queues/${queue.id}/rescore`));
+  if (told) notice(`${told.items} pairs are asked in the order in which ${told.by} is unsure of them.`);
 }
 
 async function setOpen(queue, open) {

@@ -1,7 +1,43 @@
 // The curves of a run's page: loading them, drawing them, smoothing them, and zooming in.
 
-import { onceAFrame } from "./dom.js";
+import { makeChart } from "./chart.js";
+import { questionsFor } from "./curves.js";
+import { fill, h, onceAFrame } from "./dom.js";
 import { tried } from "./notices.js";
+
+/** The charts of the metrics that there are, under their questions; the ones from before make room. */
+export function buildCurves(page) {
+  page.charts.forEach((chart) => chart.close());
+  page.charts = [];
+  fill(
+    page.questions,
+    questionsFor(page.run.metric_names).map((group) => questionSection(page, group)),
+  );
+}
+
+function questionSection(page, { question, charts, closed }) {
+  const grid = h("div", { class: "charts" });
+  const body = h(
+    "details",
+    { class: "question", open: !closed },
+    h("summary", {}, h("h2", {}, question), h("small", {}, charts.length)),
+    grid,
+  );
+  const made = charts.map((each) =>
+    makeChart({ ...each, group: "steps", zoomed: (low, high) => zoom(page, [low, high]) }),
+  );
+  for (const chart of made) {
+    chart.isOpen = () => body.open;
+    grid.append(chart.frame);
+  }
+  page.charts.push(...made);
+  body.addEventListener("toggle", async () => {
+    if (!body.open) return;
+    await loadOpen(page);
+    made.forEach((chart) => drawOne(page, chart));
+  });
+  return body;
+}
 
 export async function loadOpen(page) {
   const names = page.charts.filter((chart) => chart.isOpen()).map((chart) => chart.name);

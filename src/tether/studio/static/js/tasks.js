@@ -1,5 +1,6 @@
 // What a person does with an item: choose of two, put in order, or write an answer.
 
+import { makeDraggable } from "./drag.js";
 import { button, fill, h } from "./dom.js";
 import { visible } from "./format.js";
 
@@ -41,7 +42,7 @@ export function rankingTask(item, cast) {
   const list = h("ol", { class: "ranking" });
   const submit = button("Save this order", () => send(), { key: "Enter", kind: "main" });
   const hint = h("small", { role: "status" });
-  let dragged = null;
+  makeDraggable(list, (which, onto) => drop(which, onto));
 
   const send = () => ranked.length === many && cast(ranked);
   const pick = (shown) => {
@@ -54,13 +55,12 @@ export function rankingTask(item, cast) {
     ranked = [];
     draw();
   };
-  const drop = (onto) => {
-    if (dragged === null || dragged === onto) return;
+  const drop = (which, onto) => {
     const all = sequence();
-    all.splice(all.indexOf(dragged), 1);
-    all.splice(sequence().indexOf(onto), 0, dragged);
+    const place = all.indexOf(onto);
+    all.splice(all.indexOf(which), 1);
+    all.splice(place, 0, which);
     ranked = all;
-    dragged = null;
     draw();
   };
   const sequence = () => [
@@ -77,16 +77,7 @@ export function rankingTask(item, cast) {
           "li",
           {
             class: rank >= 0 ? "ranked" : "",
-            draggable: "true",
             "data-shown": shown,
-            ondragstart: () => {
-              dragged = shown;
-            },
-            ondragover: (event) => event.preventDefault(),
-            ondrop: (event) => {
-              event.preventDefault();
-              drop(shown);
-            },
           },
           h(
             "button",
@@ -100,6 +91,7 @@ export function rankingTask(item, cast) {
             h("b", {}, rank >= 0 ? `#${rank + 1}` : "–"),
           ),
           h("span", { class: "text" }, visible(item.answers[shown].text) || "(nothing)"),
+          h("span", { class: "handle", "aria-hidden": "true" }, "⠿"),
         );
       }),
     );

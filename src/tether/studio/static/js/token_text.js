@@ -1,9 +1,11 @@
 // An answer as its tokens: one span a token, coloured by class, walked through with the arrow keys.
 
-import { add, fill, h } from "./dom.js";
+import { fill, h } from "./dom.js";
 import { visible } from "./format.js";
 import { shade } from "./palette.js";
 
+// Tokens stand in blocks that end with a line, so that the browser lays out and paints only those in sight.
+const BLOCK = 64;
 const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/;
 
 /** The text of a rollout. `pointed(place)` is told which token is under the pointer or has the focus. */
@@ -61,8 +63,7 @@ export function makeTokenText({ pointed }) {
         if (RIGHT_TO_LEFT.test(piece)) span.dataset.bidi = ""; // isolating every token would make long answers slow
         return span;
       });
-      fill(box);
-      add(box, spans);
+      fill(box, blocks(spans, rollout.pieces));
     },
     /** Colour every token; `values` are null off the answer. */
     colour(rollout, values, full) {
@@ -73,6 +74,18 @@ export function makeTokenText({ pointed }) {
       });
     },
   };
+}
+
+/** The spans in blocks; each but the last ends with a line break, since the next one starts a line anyway. */
+function blocks(spans, pieces) {
+  const found = [];
+  let block = null;
+  spans.forEach((span, place) => {
+    block ??= found[found.push(document.createElement("div")) - 1];
+    block.append(span);
+    if (block.childElementCount >= BLOCK && pieces[place].endsWith("\n")) block = null;
+  });
+  return found;
 }
 
 /** A piece as it is shown: a line break is seen and breaks the line; a piece without text is still something. */

@@ -1,10 +1,12 @@
 // Chat: talk to one run's model, or to two side by side. Any answer can be sent to a label queue.
 
-import { get, post } from "../api.js";
+import { get, hear, post } from "../api.js";
 import { button, choose, fill, h } from "../dom.js";
 import { visible } from "../format.js";
 import { bindPage } from "../keys.js";
 import { notice, tried } from "../notices.js";
+
+const ENDS = { length: ", cut off", stopped: ", stopped" };
 
 export async function open(view) {
   const [{ runs }, { queues }] = await Promise.all([get("runs"), get("label/queues")]);
@@ -32,6 +34,7 @@ export async function open(view) {
     right: view.query.get("beside") ?? "",
   };
   build(page);
+  view.onClose(() => stop(page));
 }
 
 function build(page) {
@@ -79,10 +82,7 @@ function build(page) {
       h("label", { class: "inline" }, "temperature", page.temperature),
       button(
         "Start over",
-        () => {
-          page.turns = [];
-          draw(page);
-        },
+        () => startOver(page),
         { key: "n" },
       ),
     ),
@@ -98,17 +98,16 @@ function build(page) {
       },
       page.text,
       h("button", { class: "main" }, "Send", h("kbd", {}, "Enter")),
+      (page.stopButton = button("Stop", () => stop(page), { key: "Esc", hidden: true })),
     ),
   );
   bindPage([
     { key: ["e", "/"], does: "Write", run: () => page.text.focus() },
+    { key: "Escape", does: "Stop the answer", run: () => stop(page) },
     {
       key: "n",
       does: "Start over",
-      run: () => {
-        page.turns = [];
-        draw(page);
-      },
+      run: () => startOver(page),
     },
     {
       key: "l",
@@ -118,6 +117,12 @@ function build(page) {
   ]);
   draw(page);
   page.text.focus();
+}
+
+function startOver(page) {
+  stop(page);
+  page.turns = [];
+  draw(page);
 }
 
 /** One turn: what was asked, and what each side said. Each side hears its own answers only. */
@@ -134,20 +139,46 @@ async function say(page) {
   };
   page.turns.push(turn);
   draw(page);
+  page.stopper = new AbortController();
   const limits = { max_new_tokens: Number(page.length.value), temperature: Number(page.temperature.value) };
   await Promise.all(
-    turn.answers.map(async (answer, side) => {
-      const heard = await tried(() =>
-        post("chat", { run: Number(answer.id), messages: conversation(page, side), ...limits }),
-      );
-      answer.text = heard?.text ?? "";
-      answer.failed = !heard;
-      answer.finish = heard?.finish ?? "";
-      draw(page);
+    turn.answers.map((answer, side) => {
+      const question = { run: Number(answer.id), messages: conversation(page, side), stream: true, ...limits };
+      return listen(page, answer, question);
     }),
   );
+  page.stopper = null;
   page.busy = false;
+  draw(page);
   page.text.focus();
+}
+
+/** Put an answer down as it comes. Stopped, it stays as far as it came. */
+async function listen(page, answer, question) {
+  const { signal } = page.stopper;
+  const whole = await tried(async () => {
+    try {
+      for await (const [kind, data] of hear("chat", question, signal)) {
+        if (kind === "error") throw new Error(data.error);
+        if (kind === "done") answer.finish = data.finish;
+        if (kind === "token") {
+          answer.text = (answer.text ?? "") + data.text;
+          answer.box.textContent = visible(answer.text);
+          page.log.lastElementChild?.scrollIntoView({ block: "end" });
+        }
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") throw error;
+      answer.finish = "stopped";
+    }
+    return true;
+  });
+  answer.failed = !whole;
+  answer.text ??= "";
+}
+
+function stop(page) {
+  page.stopper?.abort();
 }
 
 function conversation(page, side) {
@@ -157,11 +188,18 @@ function conversation(page, side) {
   });
 }
 
+function words(page, answer) {
+  if (answer.failed) return "(no answer)";
+  return visible(answer.text ?? "") || (page.busy && !answer.finish ? "…" : "(nothing)");
+}
+
 function nameOf(page, id) {
   return page.runs.find((run) => String(run.id) === String(id))?.name ?? "";
 }
 
 function draw(page) {
+  page.stopButton.hidden = !page.busy;
+  page.log.setAttribute("aria-busy", String(page.busy)); // read aloud as a whole, not token by token
   fill(
     page.log,
     page.turns.length === 0 && h("li", { class: "empty" }, "Nothing said yet."),
@@ -177,12 +215,8 @@ function draw(page) {
             h(
               "div",
               { class: "heard panel" },
-              h("small", {}, answer.name, answer.finish === "length" ? ", cut off" : ""),
-              h(
-                "div",
-                { class: "text" },
-                answer.text === null ? "…" : answer.failed ? "(no answer)" : visible(answer.text) || "(nothing)",
-              ),
+              h("small", {}, answer.name, ENDS[answer.finish] ?? ""),
+              (answer.box = h("div", { class: "text" }, words(page, answer))),
             ),
           ),
         ),

@@ -2,8 +2,6 @@
 
 import { address, get } from "../api.js";
 import { fill, h, onceAFrame } from "../dom.js";
-import { makeChart } from "../chart.js";
-import { questionsFor } from "../curves.js";
 import { clock, number } from "../format.js";
 import { hearDoctor } from "../doctor.js";
 import { bindPage } from "../keys.js";
@@ -11,7 +9,7 @@ import { listen } from "../live.js";
 import { notice, tried } from "../notices.js";
 import { progressBar, stateMark } from "../parts.js";
 import { runActions } from "../run_actions.js";
-import { drawAll, drawOne, loadOpen, setWeight, zoom, zoomBy } from "../run_curves.js";
+import { buildCurves, drawAll, loadOpen, setWeight, zoom, zoomBy } from "../run_curves.js";
 import { RunSeries } from "../series.js";
 
 const DOCTOR_EVERY = 15000; // ms between two consultations of a run that is going on
@@ -61,7 +59,9 @@ function build(page) {
     "Whole run",
     h("kbd", {}, "0"),
   );
-  const questions = questionsFor(run.metric_names).map((group) => questionSection(page, group));
+  page.questions = h("div", { class: "questions" });
+  page.tokens = h("a", { class: "button", href: `#/run/${run.id}/tokens` }, "Tokens", h("kbd", {}, "m"));
+  buildCurves(page);
   fill(
     view.root,
     h(
@@ -72,8 +72,7 @@ function build(page) {
       page.state,
       h("span", { class: "grow" }),
       runActions(run),
-      run.rollout_steps.length > 0 &&
-        h("a", { class: "button", href: `#/run/${run.id}/tokens` }, "Tokens", h("kbd", {}, "m")),
+      page.tokens,
     ),
     page.latest,
     h(
@@ -94,7 +93,7 @@ function build(page) {
       ),
     ),
     page.doctor,
-    questions,
+    page.questions,
     h("section", { class: "question" }, h("h2", {}, "What happened"), page.events),
     settingsOf("Recipe", run.config),
     settingsOf("Made with", run.environment),
@@ -111,30 +110,6 @@ function build(page) {
     removeEventListener("themechange", repaint);
     page.charts.forEach((chart) => chart.close());
   });
-}
-
-function questionSection(page, { question, charts, closed }) {
-  const grid = h("div", { class: "charts" });
-  const body = h(
-    "details",
-    { class: "question", open: !closed },
-    h("summary", {}, h("h2", {}, question), h("small", {}, charts.length)),
-    grid,
-  );
-  const made = charts.map((each) =>
-    makeChart({ ...each, group: "steps", zoomed: (low, high) => zoom(page, [low, high]) }),
-  );
-  for (const chart of made) {
-    chart.isOpen = () => body.open;
-    grid.append(chart.frame);
-  }
-  page.charts.push(...made);
-  body.addEventListener("toggle", async () => {
-    if (!body.open) return;
-    await loadOpen(page);
-    made.forEach((chart) => drawOne(page, chart));
-  });
-  return body;
 }
 
 function overlayPicker(page) {
@@ -197,6 +172,7 @@ function settingsOf(title, values) {
 
 function drawHead(page) {
   const { run } = page;
+  page.tokens.hidden = run.rollout_steps.length === 0;
   fill(page.state, stateMark(run.state), progressBar(run.step, run.steps));
   const names = { score: "Score", "held_out/score": "Held-out", accuracy: "Accuracy", kl_ref_k3: "KL", loss: "Loss" };
   fill(
@@ -246,6 +222,15 @@ function keys(page) {
   ];
 }
 
+/** Metrics that were not there when the page was opened get their charts. */
+function noteNames(page, names) {
+  const fresh = names.filter((name) => !page.run.metric_names.includes(name));
+  if (!fresh.length) return;
+  page.run.metric_names.push(...fresh);
+  buildCurves(page);
+  hearDoctor(page);
+}
+
 // -- live ----------------------------------------------------------------------------------------------------------
 
 function follow(page) {
@@ -257,7 +242,9 @@ function follow(page) {
   const reload = async () => {
     const fresh = await tried(() => get(`runs/${page.run.id}`));
     if (!fresh || !page.view.isOpen()) return;
-    Object.assign(page.run, fresh);
+    const before = page.run.metric_names;
+    Object.assign(page.run, fresh, { metric_names: before });
+    noteNames(page, fresh.metric_names);
     await tried(() => loadOpen(page));
     drawEvents(page);
     redraw();
@@ -281,6 +268,7 @@ function follow(page) {
       for (const name of Object.keys(page.run.latest))
         page.run.latest[name] = news.metrics[name] ?? page.run.latest[name];
       if (page.compared[0].append(news.step, news.metrics)) reload();
+      noteNames(page, Object.keys(news.metrics));
       page.view.root.dataset.step = news.step;
       redraw();
     },

@@ -1,7 +1,7 @@
 // Token microscope: any answer of any kept step, each token coloured by what training made of it.
 
 import { get } from "../api.js";
-import { goTo, loadList, reload, scrub, walk } from "../answer_list.js";
+import { askList, goTo, loadList, reload, scrub, walk } from "../answer_list.js";
 import { follow, look, nearest } from "../answer_view.js";
 import { choose, debounced, fill, h, onceAFrame } from "../dom.js";
 import { bindPage } from "../keys.js";
@@ -28,9 +28,12 @@ export async function open(view) {
     quantity: localStorage.getItem("quantity") ?? "advantage",
     filters: { sort: "row", q: "", truncated: "" },
   };
-  // Where the address says which answer, it is asked for at once.
+  // Where the address says which answer, it is asked for at once, and so is the list beside it.
   const step = view.query.get("step");
-  if (step !== null && row !== null) page.early = get(`runs/${id}/rollouts/${step}/${row}`).catch(() => null);
+  if (step !== null && row !== null) {
+    page.early = get(`runs/${id}/rollouts/${step}/${row}`).catch(() => null);
+    page.earlyList = askList(page, id, step).catch(() => null);
+  }
   [page.run, page.beside] = await Promise.all([get(`runs/${id}`), beside ? get(`runs/${beside}`) : null]);
   page.step = Number(view.query.get("step") ?? page.run.rollout_steps.at(-1) ?? 0);
   if (!page.run.rollout_steps.length) {

@@ -1,0 +1,69 @@
+"""What else a model might have said: the likeliest tokens at each place, without a [batch, time, vocabulary] tensor."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from tether.ops.logprobs import CHUNK_ELEMENTS
+
+BLOCK = 64  # ids that are looked at together: only the blocks with the highest members are searched
+
+
+@torch.no_grad()
+def likeliest_tokens(
+    hidden: Tensor,
+    weight: Tensor,
+    tokens: Tensor,
+    logprobs: Tensor,
+    mask: Tensor,
+    count: int,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_elements: int = CHUNK_ELEMENTS,
+) -> tuple[Tensor, Tensor]:
+    """`(ids, logprobs)` (B, T, K), K = min(count, V), the likeliest first: what stood to choice at `mask`'s tokens.
+
+    `hidden` (B, T, H), `weight` (V, H); `tokens` and their `logprobs` (B, T) are what was sampled. With z the logits as
+    in `chunked_logprobs`, the sum over the vocabulary is known already, from the sampled token y:
+
+        log p(v) = z_v - logsumexp(z) = z_v - z_y + log p(y)
+
+    Off the mask both are 0. Logits exist for a few places at a time.
+    """
+    kept = min(count, weight.shape[0])
+    ids = torch.zeros((*mask.shape, kept), dtype=torch.int32, device=hidden.device)
+    found = torch.zeros((*mask.shape, kept), dtype=torch.float32, device=hidden.device)
+    places = mask.nonzero()
+    rows = max(1, chunk_elements // weight.shape[0])
+    for start in range(0, len(places), rows):
+        row, column = places[start : start + rows].unbind(dim=1)
+        logits = torch.nn.functional.linear(hidden[row, column - 1], weight, bias).float()
+        sampled = logits.gather(1, tokens[row, column, None])
+        highest, which = top_of_blocks(logits, kept)
+
+        def squashed(product: Tensor) -> Tensor:
+            capped = product * scale if softcap is None else softcap * torch.tanh(product * (scale / softcap))
+            return capped / temperature
+
+        ids[row, column] = which.to(torch.int32)
+        found[row, column] = squashed(highest) - squashed(sampled) + logprobs[row, column, None].float()
+    return ids, found
+
+
+def top_of_blocks(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`values.topk(count)` of each row, (N, V) -> (N, K), found in two levels.
+
+    The highest K lie in the K blocks whose highest members are highest, so that one pass over all values is enough.
+    """
+    whole = values.shape[1] - values.shape[1] % BLOCK
+    blocks = values[:, :whole].reshape(len(values), -1, BLOCK)
+    best = blocks.amax(dim=2).topk(min(count, blocks.shape[1]), dim=1).indices  # (N, K)
+    inside = blocks.gather(1, best[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
+    ids = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(1)
+    rest = torch.arange(whole, values.shape[1], device=values.device).expand(len(values), -1)
+    highest, place = torch.cat((inside, values[:, whole:]), dim=1).topk(count, dim=1)
+    return highest, torch.cat((ids, rest), dim=1).gather(1, place)
