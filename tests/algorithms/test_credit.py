@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tether.algorithms.algorithm import Algorithm, Crediting
@@ -135,6 +135,7 @@ def test_where_the_sampler_agrees_the_importance_weight_changes_no_bit():
 @pytest.mark.parametrize(
     "surrogate", [Reinforce(), Unclipped(), Clip(0.2, 0.3), Clip(0.2, 0.2, dual=1.5)], ids=lambda kind: repr(kind)
 )
+@settings(deadline=None)
 @given(st.integers(0, 2**31))
 def test_to_weigh_the_advantage_is_to_weigh_the_policy_loss(surrogate, seed):
     generator = torch.Generator().manual_seed(seed)

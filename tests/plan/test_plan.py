@@ -151,7 +151,8 @@ def test_the_first_iteration_counts_only_where_it_is_alone():
     assert (measured.steps, measured.peak) == (3.0, 2 * GIB)
 
 
-def test_the_command_prints_a_table_in_plain_words(capsys):
+def test_the_command_prints_a_table_in_plain_words(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")  # a narrow terminal breaks lines
     assert main(["plan", "recipes/tiny-ppo.yaml", "--ppo.epochs", "2"]) == 0
     text = capsys.readouterr().out
     assert "64 rollouts, 2 epochs, minibatches of 64: 2 steps" in text

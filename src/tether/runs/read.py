@@ -137,11 +137,22 @@ def list_runs(opened: OpenWorkspace) -> list[RunSummary]:
 
 
 def _summary(opened: OpenWorkspace, row: Row[Any], latest: dict[str, float], ancestors: list[Ancestor]) -> RunSummary:
-    folder = opened.workspace.folder(row.name)
-    state = "interrupted" if row.state == "running" and not is_being_recorded(folder) else row.state
+    folder, state = opened.workspace.folder(row.name), state_now(opened, row)
     names = ("id", "name", "method", "created", "updated", "steps_target", "steps_done", "config", "environment")
     fields = {name: getattr(row, name) for name in names}
     return RunSummary(**fields, state=state, latest=latest, lineage=ancestors, folder=folder)
+
+
+def state_now(opened: OpenWorkspace, row: Any) -> str:
+    """The state of a run's row (id, name, state): running, but written by no living process, means interrupted.
+
+    A run may end between the look at its row and the look for its process, so a row without one is read again.
+    """
+    if row.state != "running" or is_being_recorded(opened.workspace.folder(row.name)):
+        return row.state
+    with opened.reading() as connection:
+        state = connection.execute(select(runs.c.state).where(runs.c.id == row.id)).scalar()
+    return "interrupted" if state == "running" else str(state)
 
 
 def _latest(connection: Connection) -> dict[int, dict[str, float]]:

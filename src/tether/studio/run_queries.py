@@ -8,8 +8,7 @@ from typing import Any
 
 from sqlalchemy import Row, and_, func, select
 
-from tether.runs.read import LATEST, OpenWorkspace, RunSummary, list_runs
-from tether.runs.store.pending import is_being_recorded
+from tether.runs.read import LATEST, OpenWorkspace, RunSummary, list_runs, state_now
 from tether.runs.store.schema import events, metrics, rollouts, runs
 from tether.studio.metric_cache import MetricCache
 from tether.studio.replies import Refused
@@ -113,14 +112,8 @@ def pulses(opened: OpenWorkspace, run_id: int | None = None) -> list[Pulse]:
         if name is not None:
             latest.setdefault(run, {})[name] = value
     return [
-        Pulse(row.id, _state(opened, row.name, row.state), row.steps_done, row.steps_target, latest.get(row.id, {}))
-        for row in rows
+        Pulse(row.id, state_now(opened, row), row.steps_done, row.steps_target, latest.get(row.id, {})) for row in rows
     ]
-
-
-def _state(opened: OpenWorkspace, name: str, state: str) -> str:
-    """A run that says it is running, and that no living process writes, was interrupted."""
-    return "interrupted" if state == "running" and not is_being_recorded(opened.workspace.folder(name)) else state
 
 
 def news(opened: OpenWorkspace, run_id: int, after_step: int, after_event: int) -> tuple[list[Any], list[Any]]:
