@@ -7,7 +7,7 @@ import math
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_experience, make_roles
 
@@ -260,6 +260,7 @@ def test_the_usual_step_needs_no_copy_and_an_unusual_one_gets_it(monkeypatch):
 
 
 @settings(max_examples=300, deadline=None)
+@example(weight=0.0, gradients=[-7e7], rate=1.2e33, epsilon=1e8, decay=0.0, beta1=0.0)  # rate x mean, then / epsilon
 @given(
     weight=st.floats(-3e38, 3e38),
     gradients=st.lists(st.floats(-1e20, 1e20), min_size=1, max_size=4),

@@ -35,8 +35,9 @@ def cannot_overflow(optimizer: torch.optim.Optimizer, largest_norm: float) -> bo
         weights = float(nn.utils.get_total_norm([p.detach() for p in parameters]))  # no less than the largest of them
         scale, shrink = abs(rate) / (1.0 - beta1), 1.0 + abs(rate * group["weight_decay"])
         bound = shrink * weights + scale * largest_norm / epsilon
-        # The kernel's intermediate numbers have to fit as well: infinity times a weight of 0 is not a number.
-        steps_between = (scale, shrink, largest_norm**2, largest_norm / epsilon)
+        # The kernel's intermediate numbers have to fit as well: infinity times a weight of 0 is not a number, and the
+        # rate may meet the mean before it is divided by what epsilon keeps from 0.
+        steps_between = (scale, shrink, largest_norm**2, largest_norm / epsilon, scale * largest_norm)
         if not all(number <= largest for number in (bound, *steps_between)):  # False for what is not a number
             return False
     return True
