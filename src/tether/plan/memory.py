@@ -224,6 +224,15 @@ def _adapters(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -
     count = shape.adapters(recipe.roles.lora_rank, recipe.roles.lora_targets)
     words = f"adapters of rank {recipe.roles.lora_rank}"
     found = [RoleCost("base", "one frozen model under all roles", base)]
+    found += _learning(shape, work, held, one, count, words)
+    if work.reference:
+        found.append(RoleCost("reference", "the base itself"))
+    return found
+
+
+def _learning(shape: Shape, work: Work, held: Held, one: Pass, count: int, words: str) -> list[RoleCost]:
+    """The roles that learn on a shared base: each has `count` weights of its own."""
+    found: list[RoleCost] = []
     own = {"weights": count * held.width, **held.trained(count)}
     policy, critic = _kept(shape, work, one)
     if work.policy:
@@ -233,8 +242,6 @@ def _adapters(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -
         found.append(RoleCost(name, f"{words} and a head", **own, activations=critic))
     elif work.critic == "head":
         found.append(_value_head(shape))
-    if work.reference:
-        found.append(RoleCost("reference", "the base itself"))
     return found
 
 
@@ -244,15 +251,7 @@ def _tops(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> li
     count = top * shape.layer + shape.norm
     words = f"{top} layers of its own"
     found = [RoleCost("base", "one frozen trunk under all roles", (shape.parameters - count) * held.width)]
-    own = {"weights": count * held.width, **held.trained(count)}
-    policy, critic = _kept(shape, work, one)
-    if work.policy:
-        found.append(RoleCost("policy", words, **own, activations=policy))
-    if work.critic == "separate":
-        name = "critic" if work.policy else "reward model"
-        found.append(RoleCost(name, f"{words} and a head", **own, activations=critic))
-    elif work.critic == "head":
-        found.append(_value_head(shape))
+    found += _learning(shape, work, held, one, count, words)
     # The tops as they were loaded are kept whether or not a reference is asked for: other roles start from them.
     found.append(RoleCost("reference", f"the {top} layers as they were loaded", count * held.width))
     return found
