@@ -35,7 +35,7 @@ def serve(options: argparse.Namespace) -> int:
     listening = listen(options.host, options.port)
     settings = settings_for(options, listening.getsockname()[1])
     workspace = workspace_at(options.workspace)
-    if not workspace.directory.is_dir():
+    if workspace.file is not None and not workspace.directory.is_dir():
         print(f"--workspace: there was no {workspace.directory}, so a new, empty one is made.", file=sys.stderr)
     app = create_app(workspace, settings)
     announce(settings, str(workspace.directory), json_output=options.json)
