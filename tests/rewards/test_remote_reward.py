@@ -14,12 +14,12 @@ from tether.errors import ConfigError
 from tether.rewards.combine import part_metrics
 from tether.rewards.remote import RemoteReward, read_scores, token_from
 
-TIMEOUT = 0.4
+TIMEOUT, PATIENT = 0.4, 60.0  # seconds, for servers that never end their answer and for those that do
 ROLLOUTS = [rollout_of(f"answer {n}", "a") for n in range(4)]
 
 
 def remote(url: str, sleeps: list[float] | None = None, **settings) -> RemoteReward:
-    part = RemotePart(kind="remote", url=url, **({"timeout_seconds": TIMEOUT, "retries": 0} | settings))
+    part = RemotePart(kind="remote", url=url, **({"timeout_seconds": PATIENT, "retries": 0} | settings))
     return RemoteReward(part, token="secret", seed=0, sleep=(sleeps if sleeps is not None else []).append)
 
 
@@ -59,9 +59,10 @@ def outcome(behave, **settings) -> tuple[list[str], int]:
     ids=lambda value: getattr(value, "__name__", None),
 )
 def test_what_fails_is_masked_with_its_reason(behave, said, requests):
+    cut_off = said[0] == "timeout"
     began = time.monotonic()
-    assert outcome(behave, retries=1) == (said, requests)
-    assert time.monotonic() - began < 2 * TIMEOUT + 1.0, "the deadline holds for the whole exchange"
+    assert outcome(behave, retries=1, timeout_seconds=TIMEOUT if cut_off else PATIENT) == (said, requests)
+    assert time.monotonic() - began < faults.LONGEST, "the deadline holds for the whole exchange"
 
 
 def test_no_server_at_all():
@@ -114,8 +115,8 @@ def test_the_request_is_the_protocol():
 
 def test_no_thread_outlives_its_deadline_for_long():
     with FaultServer(faults.drip_body) as server:
-        remote(server.url)(ROLLOUTS[:1])
-        for _ in range(100):
+        remote(server.url, timeout_seconds=TIMEOUT)(ROLLOUTS[:1])
+        for _ in range(400):
             if not any(thread.name == "tether-reward-request" for thread in threading.enumerate()):
                 return
             time.sleep(0.02)

@@ -26,6 +26,7 @@ playwright_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright drives the browser: pip install playwright"
 )
 expect = playwright_api.expect
+expect.set_options(timeout=20_000)  # milliseconds: other tests run beside it
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs uvicorn")
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
