@@ -133,9 +133,19 @@ class RolesSettings(Settings):
     lora_alpha: PositiveFloat = Field(default=32.0, description="The adapters are scaled by this over their rank.")
     lora_targets: str = Field(default="all-linear", description="all-linear, or layer names with commas between.")
     top_layers: Positive = Field(default=4, description="How many layers each role owns in mode top.")
+    trunk_states: str | None = Field(
+        default=None,
+        description="In mode top, a folder that keeps what the trunk gave for each text, for later runs on the trunk.",
+    )
     offload_frozen: bool = Field(
         default=False, description="In mode separate the reference waits in host memory and comes in for its pass."
     )
+
+    @model_validator(mode="after")
+    def _a_trunk_to_keep(self) -> RolesSettings:
+        if self.trunk_states is not None and self.mode != "top":
+            raise ValueError(f"trunk_states is for mode top, where a trunk is shared; mode is {self.mode}")
+        return self
 
 
 class OptimizerSettings(Settings):

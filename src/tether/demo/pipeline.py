@@ -181,6 +181,7 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
     if stop():
         raise Stopped(f"stopped after stage preferences; go on with: tether resume {places.root}")
     train("reward", "3 Learn what is preferred", reward_stage(recipe, places))
+    shutil.rmtree(places.states, ignore_errors=True)  # large, and no later stage reads these texts
     train("ppo", "4 PPO against it", ppo_stage(recipe, places))
     advance = show("judging", "5 Compare on unseen prompts", recipe.judging.prompts)
     with timed(run, "judging"):

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tether.config.demo import DemoRecipe
-from tether.config.parts import DataSettings, TaskSettings
+from tether.config.parts import DataSettings, RolesSettings, TaskSettings
 from tether.config.recipes import PPORecipe, RewardRecipe, SFTRecipe
 from tether.config.rewards import ModelPart, TaskPart
 from tether.data.cursor import DataOrder
@@ -20,7 +20,9 @@ from tether.demo.task import DemoTask, data_file
 from tether.errors import DataError
 from tether.loops.evaluate import Evaluation, WinRate, compare, evaluate_model, with_kl
 from tether.loops.judges import ScoreJudge
+from tether.models.forward import trunk_of
 from tether.models.load import LoadedModel, load_causal_lm
+from tether.models.trunk_states import TrunkStates
 from tether.protocols import Sampling
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
@@ -47,11 +49,20 @@ class Places:
         """The choices that it is tested on."""
         return self.root / "preferences" / "held_out.jsonl"
 
+    @property
+    def states(self) -> Path:
+        """What the trunk gave for the texts of one stage, for the next."""
+        return self.root / "states"
+
 
 def sft_stage(recipe: DemoRecipe, places: Places) -> SFTRecipe:
     """Supervised fine-tuning on the shipped demonstrations."""
     return recipe.sft.model_copy(
-        update={"data": DataSettings(train=str(data_file("demonstrations.jsonl"))), "run": _run(recipe, "sft", places)}
+        update={
+            "data": DataSettings(train=str(data_file("demonstrations.jsonl"))),
+            "roles": _roles(recipe.sft, places),
+            "run": _run(recipe, "sft", places),
+        }
     )
 
 
@@ -63,6 +74,7 @@ def reward_stage(recipe: DemoRecipe, places: Places) -> RewardRecipe:
             "model": reward.model.model_copy(update={"path": places.model("sft")}),
             "data": DataSettings(train=str(places.train_pairs), held_out=str(places.held_out_pairs)),
             "reward": reward.reward.model_copy(update={"centre_on": str(data_file("demonstrations.jsonl"))}),
+            "roles": _roles(reward, places),
             "run": _run(recipe, "reward", places),
         }
     )
@@ -93,6 +105,12 @@ def _run(recipe: DemoRecipe, stage: str, places: Places) -> Any:
     )
 
 
+def _roles(stage: SFTRecipe | RewardRecipe, places: Places) -> RolesSettings:
+    """The stage's roles; where they share a trunk, with what it gave for the texts of the stages before."""
+    shared = stage.roles.mode == "top"
+    return stage.roles.model_copy(update={"trunk_states": str(places.states)}) if shared else stage.roles
+
+
 def load(path: str, seed: int) -> LoadedModel:
     """A stage's model, for sampling."""
     return load_causal_lm(path, dtype="float32", device="auto", seed=seed)
@@ -102,12 +120,15 @@ def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model:
     """Sample several answers a prompt, let the rater rank them, and keep the rankings in two files, split by prompt."""
     settings = recipe.rater
     prompts = DataOrder(DemoTask().prompts(), derive_seed(recipe.seed, "preferences")).take(0, settings.prompts)
-    rollouts = NativeEngine(model, max_batch=64).generate(
+    states = _states_for_reward(recipe, places, model)
+    rollouts = NativeEngine(model, max_batch=64, states_for=states).generate(
         prompts,
         Sampling(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature),
         samples_per_prompt=settings.answers,
         seed=derive_seed(recipe.seed, "preferences"),
     )
+    if states is not None:
+        states.write()
     records, pairs, agreed = [], 0, 0
     for start in range(0, len(rollouts), settings.answers):
         answers = rollouts[start : start + settings.answers]
@@ -127,6 +148,13 @@ def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model:
     for path, part in ((places.held_out_pairs, records[:held_out]), (places.train_pairs, records[held_out:])):
         path.write_text("".join(json.dumps(record) + "\n" for record in part), encoding="utf-8")
     return {"prompts": len(records), "pairs": pairs, "held_out_prompts": held_out, "agrees_with_rule": agreed / pairs}
+
+
+def _states_for_reward(recipe: DemoRecipe, places: Places, model: LoadedModel) -> TrunkStates | None:
+    """Where sampling leaves what the reward model's trunk would give for the same tokens, if it has one."""
+    roles, trunk = recipe.reward.roles, trunk_of(model.model)
+    depth = trunk.config.num_hidden_layers - roles.top_layers
+    return TrunkStates(places.states, trunk, depth) if roles.mode == "top" and depth > 0 else None
 
 
 def _record(answers: Sequence[Rollout], ranks: Sequence[int]) -> dict[str, Any]:

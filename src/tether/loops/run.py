@@ -18,9 +18,10 @@ from tether.config.recipes import Recipe
 from tether.errors import Stopped
 from tether.loops.build import load_policy
 from tether.loops.planned import RunPlan
-from tether.loops.session import Session, weights_digest
+from tether.loops.session import Session
 from tether.loops.state import seed_everything
 from tether.loops.training import build_training
+from tether.models.digest import weights_digest
 from tether.plan.shape import Shape
 from tether.plan.table import plan_text
 from tether.runs.checkpoints import Checkpoint

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import hashlib
 import math
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from types import TracebackType
 
-import torch
 from safetensors import SafetensorError
-from torch import nn
 
 from tether.audit.doctor import LiveDoctor
 from tether.audit.measures import step_measures
@@ -292,12 +289,3 @@ def origin_of(folder: RunFolder) -> list[Source]:
     """The run that this one branched off from, where it did."""
     origin = folder.origin
     return [] if origin is None else [Source("fork", f"{origin['folder']}, step {origin['step']}", run=origin["run"])]
-
-
-def weights_digest(model: nn.Module) -> str:
-    """SHA-256 of every parameter."""
-    digest = hashlib.sha256()
-    for name, parameter in model.named_parameters():
-        digest.update(f"{name} {parameter.dtype} {tuple(parameter.shape)}".encode())
-        digest.update(parameter.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()

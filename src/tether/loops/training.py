@@ -123,8 +123,11 @@ class FromRecords:
         restore(checkpoint, self.learner, shared=self.parts.shared)
 
     def finish(self) -> dict[str, Any]:
-        """Centring and the report on held-out records, for a reward model."""
-        return self.parts.report(self.parts)
+        """Centring and the report on held-out records, for a reward model; then what the trunk is to be kept of."""
+        report = self.parts.report(self.parts)
+        if self.parts.shared is not None:
+            self.parts.shared.write_kept()
+        return report
 
 
 def build_training(recipe: Recipe, policy: LoadedModel) -> Training:

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from tether.errors import ConfigError
 from tether.models.forward import hidden_states
+from tether.models.trunk_states import TrunkStates
 from tether.models.trunks import Fast, Trunk, layers_between, probe_batch
 from tether.types import Sequences
 
@@ -36,11 +37,15 @@ class SharedTrunk:
     real token and padding is not attended to. The least recently used rows are forgotten above `memory_bytes`.
 
     `memory` and `remember` carry what is remembered over a checkpoint: not the states, which are large, but which rows
-    were run together, so that they come out the same to the bit when they are next wanted.
+    were run together, so that they come out the same to the bit when they are next wanted. Rows that lie in a folder
+    (`kept`) are read there each time.
     """
 
-    def __init__(self, model: PreTrainedModel, depth: int, memory_bytes: int = 2**29) -> None:
+    def __init__(
+        self, model: PreTrainedModel, depth: int, memory_bytes: int = 2**29, kept: TrunkStates | None = None
+    ) -> None:
         self.depth = depth
+        self.kept = kept
         self.bottom = layers_between(model, 0, depth)
         self.fast = Fast(model)
         self.memory_bytes = memory_bytes
@@ -55,7 +60,7 @@ class SharedTrunk:
         for key in keys:
             if key in self._rows and self._rows[key].states is None:
                 self._find_again(self._rows[key])
-        unknown = [row for row, key in enumerate(keys) if key not in self._rows]
+        unknown = [row for row, key in enumerate(keys) if not self._knows(key)]
         fresh: dict[bytes, Tensor] = {}
         together = _tokens_only(batch.select(torch.tensor(unknown))) if unknown else None
         if together is not None:
@@ -65,12 +70,21 @@ class SharedTrunk:
         width = self.bottom.config.get_text_config().hidden_size
         result = torch.zeros(*batch.tokens.shape, width, dtype=like.dtype, device=like.device)
         for row, key in enumerate(keys):
-            known = fresh[key] if key in fresh else self._rows[key].states
-            assert known is not None
-            result[row, places[row]] = known
+            result[row, places[row]] = fresh[key] if key in fresh else self._known(key).to(like.device)
         for key in keys:
             self._remember(key, fresh.get(key), together)
         return result
+
+    def _knows(self, key: bytes) -> bool:
+        return key in self._rows or (self.kept is not None and key in self.kept)
+
+    def _known(self, key: bytes) -> Tensor:
+        """(T, H) of a row that is known, and found."""
+        if self.kept is not None and key in self.kept:
+            return self.kept.find(key)
+        states = self._rows[key].states
+        assert states is not None
+        return states
 
     def _run(self, batch: Sequences) -> dict[bytes, Tensor]:
         """Each row's states (T, H) by its key."""
@@ -99,6 +113,16 @@ class SharedTrunk:
             self._bytes += states.nbytes
         while self._bytes > self.memory_bytes:
             self._bytes -= self._rows.popitem(last=False)[1].nbytes
+
+    def write_kept(self) -> None:
+        """Put every row that is remembered into the folder, found again where need be; without one do nothing."""
+        if self.kept is None:
+            return
+        for key, row in self._rows.items():
+            if row.states is None:
+                self._find_again(row)
+            self.kept.keep(torch.frombuffer(bytearray(key), dtype=torch.int64), self._known(key))
+        self.kept.write()
 
     def forget(self) -> None:
         """Forget every row."""

@@ -17,6 +17,7 @@ from tether.models.forward import OutputLayer, trunk_of
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import CONFIG, inject_lora, load_lora, lora_config, target_names
 from tether.models.shared_trunk import SharedTrunk, TopTrunk, check_split
+from tether.models.trunk_states import TrunkStates
 from tether.models.trunks import Trunk, own_top, shared_tree, top_parameters
 
 
@@ -119,7 +120,8 @@ class Adapters:
 class Tops:
     """A shared frozen trunk, run once a row; policy, critic, reward and reference each own the top layers."""
 
-    def __init__(self, model: PreTrainedModel, layers: int) -> None:
+    def __init__(self, model: PreTrainedModel, layers: int, states: str | None = None) -> None:
+        """`layers` belong to each role; `states` is a folder in which rows of the trunk are kept between runs."""
         trunk = trunk_of(model)
         depth = trunk.config.num_hidden_layers - layers
         if depth < 1:
@@ -128,7 +130,8 @@ class Tops:
                 "least one to share, or use roles.mode separate"
             )
         self.policy = model.requires_grad_(False)
-        self.shared = SharedTrunk(trunk, depth)
+        kept = TrunkStates(Path(states), trunk, depth) if states else None
+        self.shared = SharedTrunk(trunk, depth, kept=kept)
         check_split(trunk, depth)
         self.start = own_top(trunk, depth)  # the policy as loaded: its own top is about to be trained
         for parameter in top_parameters(trunk, depth):
@@ -172,7 +175,7 @@ def build_sharing(model: PreTrainedModel, settings: RolesSettings, seed: int) ->
     if settings.mode == "adapters":
         return Adapters(model, settings.lora_rank, settings.lora_alpha, settings.lora_targets, seed)
     if settings.mode == "top":
-        return Tops(model, settings.top_layers)
+        return Tops(model, settings.top_layers, settings.trunk_states)
     return Separate(model)
 
 
