@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from smollm_shape import matrix_rate, random_prompts, smollm2
+from smollm_shape import matrix_rate, smollm2
 
 from tether.config.load import load_recipe
 from tether.loops.build import build_rl
@@ -31,28 +31,8 @@ from tether.models.shared_trunk import TopTrunk
 from tether.models.sharing import Separate
 from tether.models.trunks import own_top
 from tether.rewards.model import RewardModelReward
-from tether.types import Prompt
 
 PEER = Path(__file__).with_name("peer_trl_ppo.py")
-
-
-class RandomPrompts:
-    """A task of random tokens; its own reward is replaced by a reward model."""
-
-    def __init__(self, count: int, length: int) -> None:
-        self.count, self.length = count, length
-
-    def prompts(self) -> list[Prompt]:
-        """What is asked."""
-        return random_prompts(self.count, self.length)
-
-    def held_out(self) -> list[Prompt]:
-        """Nothing."""
-        return []
-
-    def reward(self) -> Any:
-        """Never asked."""
-        return lambda rollouts: [0.0 for _ in rollouts]
 
 
 def iteration_parts(mode: str, options: argparse.Namespace) -> RLParts:
@@ -60,7 +40,7 @@ def iteration_parts(mode: str, options: argparse.Namespace) -> RLParts:
     flags = {
         "roles.mode": mode,
         "roles.top_layers": options.top_layers,
-        "task.name": "ppo_cpu:RandomPrompts",
+        "task.name": "smollm_shape:RandomPrompts",
         "task.options": {"count": options.batch * 8, "length": options.prompt},
         "rollout.prompts_per_step": options.batch,
         "rollout.max_new_tokens": options.response,

@@ -10,7 +10,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from tether.models.load import LoadedModel, load_causal_lm
-from tether.types import Prompt
+from tether.protocols import RewardFn
+from tether.types import Prompt, Score
 
 NEVER = -2  # an end token that no model draws
 SHAPE: dict[str, Any] = {
@@ -58,6 +59,25 @@ def random_prompts(count: int, length: int) -> list[Prompt]:
     """Prompts of so many tokens each."""
     rows = random_ids(count, length).tolist()
     return [Prompt.from_text(str(index), " ".join(map(str, row))) for index, row in enumerate(rows)]
+
+
+class RandomPrompts:
+    """A task of random tokens; its reward, the parity of the last token, asks nothing of the device."""
+
+    def __init__(self, count: int, length: int) -> None:
+        self.count, self.length = count, length
+
+    def prompts(self) -> list[Prompt]:
+        """What is asked."""
+        return random_prompts(self.count, self.length)
+
+    def held_out(self) -> list[Prompt]:
+        """Nothing."""
+        return []
+
+    def reward(self) -> RewardFn:
+        """Scores by the last token."""
+        return lambda rollouts: [Score(float(int(rollout.token_ids[-1]) % 2)) for rollout in rollouts]
 
 
 def matrix_rate() -> float:

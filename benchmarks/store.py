@@ -50,7 +50,7 @@ def iteration_parts(options: argparse.Namespace) -> RLParts:
     flags = {
         "roles.mode": "top",
         "roles.top_layers": 4,
-        "task.name": "ppo_cpu:RandomPrompts",
+        "task.name": "smollm_shape:RandomPrompts",
         "task.options": {"count": options.batch * 8, "length": options.prompt},
         "rollout.prompts_per_step": options.batch,
         "rollout.max_new_tokens": options.response,

@@ -15,14 +15,12 @@ import argparse
 import dataclasses
 import gc
 import json
-import sys
 import time
 from pathlib import Path
 from typing import Any
 
 import torch
 from shapes import SHAPES, forward_operations, matrix_rate, random_model
-from smollm_shape import random_prompts
 
 from tether.config.load import load_recipe
 from tether.loops.build import build_rl
@@ -32,35 +30,13 @@ from tether.models.load import LoadedModel
 from tether.models.sharing import Adapters, Separate
 from tether.models.trunks import Trunk, shared_tree
 from tether.rewards.model import RewardModelReward
-from tether.types import Prompt
-
-sys.modules.setdefault("iteration", sys.modules[__name__])  # by this name the recipe finds its task
-
-
-class RandomPrompts:
-    """A task of random tokens; its own reward is replaced by a reward model."""
-
-    def __init__(self, count: int, length: int) -> None:
-        self.count, self.length = count, length
-
-    def prompts(self) -> list[Prompt]:
-        """What is asked."""
-        return random_prompts(self.count, self.length)
-
-    def held_out(self) -> list[Prompt]:
-        """Nothing."""
-        return []
-
-    def reward(self) -> Any:
-        """Never asked."""
-        return lambda rollouts: [0.0 for _ in rollouts]
 
 
 def iteration_parts(options: argparse.Namespace) -> RLParts:
     """A PPO run whose four roles are held as the options say."""
     flags = {
         "model.dtype": "bfloat16", "roles.mode": options.mode, "roles.critic": options.critic,
-        "task.name": "iteration:RandomPrompts",
+        "task.name": "smollm_shape:RandomPrompts",
         "task.options": {"count": options.prompts * 8, "length": options.prompt},
         "rollout.prompts_per_step": options.prompts, "rollout.max_new_tokens": options.new,
         "rollout.max_batch": options.prompts, "ppo.epochs": options.epochs, "ppo.minibatch_size": options.prompts,

@@ -12,16 +12,12 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from shapes import SHAPES, Shape, random_model
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-from smollm_shape import random_prompts
 
 from tether.config.load import load_recipe
 from tether.loops.build import build_rl
@@ -31,30 +27,9 @@ from tether.plan import plan as planning
 from tether.plan.machine import machine_for
 from tether.plan.shape import Shape as PlannedShape
 from tether.plan.work import Lengths
-from tether.types import Prompt, Score
 
-sys.modules.setdefault("plan_benchmark", sys.modules[__name__])  # by this name the recipe finds its task
 GIB = 2**30
 TINY = Shape(64, 128, 3, 4, 2, 40960, head_dim=16)
-
-
-class RandomTask:
-    """Prompts of random tokens, and a reward that asks nothing of the device."""
-
-    def __init__(self, count: int, length: int) -> None:
-        self.count, self.length = count, length
-
-    def prompts(self) -> list[Prompt]:
-        """What is asked."""
-        return random_prompts(self.count, self.length)
-
-    def held_out(self) -> list[Prompt]:
-        """Nothing."""
-        return []
-
-    def reward(self) -> Any:
-        """The parity of the last token."""
-        return lambda rollouts: [Score(float(int(rollout.token_ids[-1]) % 2)) for rollout in rollouts]
 
 
 @dataclass(frozen=True)
@@ -100,7 +75,7 @@ CASES = [
 def recipe_of(case: Case, dtype: str) -> Any:
     """Default settings but for what the case says."""
     flags = {
-        "model.dtype": dtype, "roles.mode": case.mode, "task.name": "plan_benchmark:RandomTask",
+        "model.dtype": dtype, "roles.mode": case.mode, "task.name": "smollm_shape:RandomPrompts",
         "task.options": {"count": case.prompts * 2, "length": case.prompt},
         "rollout.prompts_per_step": case.prompts, "rollout.max_new_tokens": case.new,
         "rollout.max_batch": case.prompts, "ppo.epochs": 1, "ppo.minibatch_size": case.prompts,
