@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from tether.errors import ConfigError, StorageError, UsageError
 from tether.runs.store.open import workspace_at
+from tether.studio.long_lived import settle
 from tether.studio.settings import StudioSettings, is_loopback
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ def serve(options: argparse.Namespace) -> int:
     if workspace.file is not None and not workspace.directory.is_dir():
         print(f"--workspace: there was no {workspace.directory}, so a new, empty one is made.", file=sys.stderr)
     app = create_app(workspace, settings)
+    settle()
     announce(settings, str(workspace.directory), json_output=options.json)
     config = uvicorn.Config(
         app,
