@@ -12,9 +12,7 @@ STEPS, ROLLOUTS, BATCH = 2, 8, 2  # so 4 requests a step
 PATIENT = 60.0  # seconds: where no time-out is meant, a busy machine must not bring one about
 
 
-def train(
-    capsys, tmp_path, behave, limit: float, retries: int = 0, timeout: float = PATIENT
-) -> tuple[int, list[dict]]:
+def train(capsys, tmp_path, behave, limit: float, retries: int = 0, timeout: float = PATIENT) -> tuple[int, list[dict]]:
     with FaultServer(behave) as server:
         part = {"kind": "remote", "url": server.url, "batch_size": BATCH, "timeout_seconds": timeout}
         part["retries"] = retries
