@@ -21,9 +21,8 @@ from tether.studio.metric_cache import MetricCache
 NAMES = ("score", "loss", "held_out/score", "κ")
 Step = dict[str, float | None]
 
-a_number = st.none() | st.floats(allow_nan=False, allow_infinity=False).map(
-    lambda value: value + 0.0
-)  # SQLite has no -0
+finite = st.floats(allow_nan=False, allow_infinity=False)
+a_number = st.none() | finite.map(lambda value: value + 0.0)  # SQLite has no -0
 a_step = st.dictionaries(st.sampled_from(NAMES), a_number)
 a_question = st.none() | st.lists(st.sampled_from([*NAMES, "unheard of"]), unique=True)
 
