@@ -87,13 +87,11 @@ class MetricCache:
     def rows(self, run_id: int) -> list[dict[str, float]]:
         """One mapping a step, in order, each with its "step": the same numbers as `tether.runs.read.read_run` has."""
         with self._looking_at(run_id) as (connection, run):
-            taken = select(steps.c.step).where(steps.c.run_id == run_id, steps.c.step <= run.last)
-            taken = connection.execute(taken.order_by(steps.c.step)).scalars()
-            found: dict[int, dict[str, float]] = {step: {"step": step} for step in taken}
-            for name, column in sorted(_up_to_date(connection, run_id, run, None).items()):
-                for step, value in zip(column.steps, column.values, strict=True):
-                    found[step][name] = value
-            return list(found.values())
+            chosen = select(steps.c.step).where(steps.c.run_id == run_id, steps.c.step <= run.last)
+            taken = list(connection.execute(chosen.order_by(steps.c.step)).scalars())
+            columns = _up_to_date(connection, run_id, run, None)
+            series = {name: column.series() for name, column in columns.items()}
+        return _as_rows(taken, series)  # with nobody kept waiting: it takes longer than reading did
 
     @contextmanager
     def _looking_at(self, run_id: int) -> Iterator[tuple[Connection, _Run]]:
@@ -104,6 +102,18 @@ class MetricCache:
             self._runs[run_id] = run
             while len(self._runs) > MOST_RUNS:
                 self._runs.popitem(last=False)
+
+
+def _as_rows(taken: Sequence[int], series: Mapping[str, Series]) -> list[dict[str, float]]:
+    """The mapping of each step that was taken. What was measured at all of them, as most is, goes in at once."""
+    whole = {name: one.values.tolist() for name, one in series.items() if len(one.steps) == len(taken)}
+    names = ("step", *whole)
+    rows = [dict(zip(names, values, strict=True)) for values in zip(taken, *whole.values(), strict=True)]
+    for name in series.keys() - whole.keys():
+        places = np.searchsorted(np.array(taken, dtype=np.int64), series[name].steps)
+        for place, value in zip(places.tolist(), series[name].values.tolist(), strict=True):
+            rows[place][name] = value
+    return rows
 
 
 def _current(connection: Connection, run_id: int, known: _Run | None) -> _Run:
