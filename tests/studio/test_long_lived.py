@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import gc
+import sys
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +23,9 @@ class Loop:
 
 @pytest.fixture(autouse=True)
 def as_before() -> Iterator[None]:
+    interval = sys.getswitchinterval()
     yield
+    sys.setswitchinterval(interval)
     gc.unfreeze()
 
 
@@ -50,7 +53,9 @@ def test_what_was_here_to_stay_and_was_let_go_of_after_all_goes_the_next_time():
     assert gone() is None
 
 
-def test_the_server_settles_before_it_says_where_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_server_settles_and_shares_time_finely_before_it_says_where_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     pytest.importorskip("uvicorn")
     from tether.studio import serve
 
@@ -61,3 +66,4 @@ def test_the_server_settles_before_it_says_where_it_is(tmp_path: Path, monkeypat
     words = {"host": "127.0.0.1", "port": 0, "token": None, "workspace": str(tmp_path / "runs"), "json": True}
     assert serve.serve(argparse.Namespace(**words)) == 0
     assert seen[0] > 10_000
+    assert sys.getswitchinterval() == pytest.approx(serve.SWITCH_SECONDS)
