@@ -19,9 +19,7 @@ if TYPE_CHECKING:
     from uvicorn import Server
 
 SHORTEST_TOKEN = 16
-SWITCH_SECONDS = (
-    0.001  # a thread at long work, as on a long run's curves, lets the others in this often; by default 5 ms
-)
+SWITCH_SECONDS = 0.001  # so often a thread at long work, as on a long run's curves, lets others in; usually 5 ms
 
 EXPOSED = """Whoever can reach {address} and has the token can do all that you can do here: read every run of {place},
 start and stop training, run code that a recipe names, and talk to its models. The traffic is not encrypted: put a
