@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import httpx
 import numpy as np
 from studio_postgres import throwaway_postgres
+from studio_server import TOKEN, serving
 
-TOKEN = "benchmark-token-of-studio"
 ITEMS = 2000
 
 
@@ -68,7 +66,8 @@ def measured(what: str, seconds: list[float], note: str = "") -> dict[str, Any]:
 
 def votes_under_load(database: str, url: str | None, raters: int, seconds: float) -> dict[str, Any]:
     """From the vote to its acknowledgement."""
-    with tempfile.TemporaryDirectory(prefix="tether-studio-") as folder, serving(Path(folder), url) as client:
+    with tempfile.TemporaryDirectory(prefix="tether-studio-") as folder, serving(Path(folder), url) as address:
+        client = httpx.Client(base_url=address, headers={"authorization": f"Bearer {TOKEN}"}, timeout=60.0)
         queue = client.post("/api/label/queues", json={"name": "benchmark"}).json()["id"]
         records = [{"prompt": f"q{n}", "chosen": "a" * 200, "rejected": "b" * 200} for n in range(ITEMS)]
         client.post(f"/api/label/queues/{queue}/fill", json={"from": "file", "records": records}).raise_for_status()
@@ -87,22 +86,6 @@ def votes_under_load(database: str, url: str | None, raters: int, seconds: float
     others = {name: measured(name, taken[name])["p95_ms"] for name in ("next", "me")}
     note = f"{len(taken['vote'])} votes; p95 of the next item {others['next']:.0f} ms, of /api/me {others['me']:.0f} ms"
     return measured(f"vote, {raters} raters at once, {database}", taken["vote"], note)
-
-
-@contextmanager
-def serving(folder: Path, url: str | None) -> Iterator[httpx.Client]:
-    """A server over a new workspace, and a client of its owner."""
-    environment = {name: value for name, value in os.environ.items() if name != "TETHER_STORE"}
-    words = ["studio", "--workspace", str(folder), "--port", "0", "--token", TOKEN, "--json"]
-    command = [sys.executable, "-m", "tether", *words]
-    environment |= {"TETHER_STORE": url} if url else {}
-    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
-        assert process.stdout is not None
-        address = json.loads(process.stdout.readline())["address"]
-        try:
-            yield httpx.Client(base_url=address, headers={"authorization": f"Bearer {TOKEN}"}, timeout=60.0)
-        finally:
-            process.terminate()
 
 
 if __name__ == "__main__":

@@ -16,7 +16,15 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "studio"))
 
-from studio_browser import Served, Visitor, a_browser, a_rollout, serving, start_run  # pyright: ignore[reportMissingImports]
+from studio_browser import (  # pyright: ignore[reportMissingImports]
+    OWNER_TOKEN,
+    Served,
+    Visitor,
+    a_browser,
+    a_rollout,
+    start_run,
+)
+from studio_server import serving
 
 from tether.runs.store.open import Workspace, open_engine, workspace_at
 from tether.runs.store.schema import metrics, runs, steps
@@ -31,7 +39,8 @@ def measure_pages(repeats: int) -> Iterator[tuple[str, list[float], str]]:
         workspace = workspace_at(Path(folder) / "runs", None)
         long_answer(workspace)
         many_points(workspace)
-        with serving(workspace) as served, a_browser() as browser:
+        with serving(workspace.directory, None, OWNER_TOKEN) as address, a_browser() as browser:
+            served = Served(workspace, address)
             visitor = Visitor(browser, served)
             many = f"#/run/{served.run_id('many')}"
             tokens = f"#/run/{served.run_id('long')}/tokens?step=0&row=0"

@@ -57,6 +57,36 @@ def test_curves_stand_under_the_question_they_answer(visitor: Visitor, served: S
     assert words == "Score of first: 0 at step 0, 0.29 at step 29, between 0 and 0.29"
 
 
+def test_opening_a_run_asks_for_its_curves_once(visitor: Visitor, served: Served):
+    visitor.go("#/runs")
+    asked: list[str] = []
+    visitor.page.on("request", lambda request: asked.append(request.url))
+    page = visitor.go(f"#/run/{served.run_id('first')}")
+    expect(page.locator(".doctor .verdict")).to_be_visible()
+    page.wait_for_load_state("networkidle")
+    assert sum("/metrics?" in url for url in asked) == 1
+
+
+def test_a_question_that_was_shut_draws_what_came_meanwhile_when_it_is_opened(visitor: Visitor, served: Served):
+    page = visitor.go(f"#/run/{served.run_id('first')}")
+    near = page.locator("details.question", has_text="Is it still near the start?")
+    near.locator("summary").click()
+    expect(near.locator(".chart").first).to_be_hidden()
+    with page.expect_response("**/metrics?**"):
+        near.locator("summary").click()
+    expect(near.locator(".chart canvas").first).to_be_visible()
+
+
+def test_pages_open_with_modules_that_were_loaded_before(visitor: Visitor, served: Served):
+    page = visitor.go("#/runs")
+    page.wait_for_load_state("networkidle")
+    page.wait_for_function("performance.getEntriesByName(new URL('/js/token_text.js', location).href).length")
+    asked: list[str] = []
+    page.on("request", lambda request: asked.append(request.url))
+    visitor.go(f"#/run/{served.run_id('first')}/tokens")
+    assert asked and not [url for url in asked if url.endswith(".js")]
+
+
 def test_zoom_and_smoothing_have_keys(visitor: Visitor, served: Served):
     page = visitor.go(f"#/run/{served.run_id('first')}")
     whole = page.locator("button", has_text="Whole run")

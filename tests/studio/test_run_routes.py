@@ -109,12 +109,12 @@ def test_only_new_steps_are_read_from_the_database(plain: Clients, monkeypatch):
     import tether.studio.metric_cache as module
 
     cache = MetricCache(plain.app.state.studio.opened)
-    asked: list[int] = []
+    asked: list[tuple[int, int]] = []
     read = module._new_rows
     monkeypatch.setattr(module, "_new_rows", lambda *words: asked.append(words[2]) or read(*words))
     assert len(cache.series(1, ["score"])["score"].steps) == 6 and len(cache.series(1, ["score"])["score"].steps) == 6
-    assert asked == [-1], "once for the score, and never for the others"
-    assert set(cache.series(1)) == {"score", "entropy", "kl_ref_k3"} and asked == [-1, -1]
+    assert asked == [(-1, 5)], "once for the score, and never for the others"
+    assert set(cache.series(1)) == {"score", "entropy", "kl_ref_k3"} and asked == 2 * [(-1, 5)]
 
 
 def test_the_doctor_findings_are_those_of_the_command_line(clients: Clients):

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tether.runs.chart_scale import LARGEST
-from tether.runs.recorded import RecordedRun
+from tether.runs.recorded import NOTHING, RecordedRun
 
 END_PART = 0.2  # the first and the last fifth of a run stand for its start and its end
 ERRORS = 3.0  # a change counts when it is this many standard errors of the difference of two such means
@@ -87,10 +87,9 @@ class Curve:
 
 def curve(run: RecordedRun, name: str) -> Curve:
     """One metric of a run; what was not finite, or as good as infinite, is left out."""
-    steps, values = run.column(name)
-    column = np.asarray(values, dtype=np.float64)
-    known = np.abs(column) <= LARGEST
-    return Curve(name, np.asarray(steps, dtype=np.int64)[known], column[known])
+    steps, values = run.series.get(name, NOTHING)
+    known = np.abs(values) <= LARGEST
+    return Curve(name, steps[known], values[known])
 
 
 def setting(run: RecordedRun, key: str, default: Any) -> Any:

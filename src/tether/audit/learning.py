@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 
 import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from tether.audit.curves import Curve, curve, percent, rows_per_step, setting
 from tether.audit.findings import Finding, Healthy, TooLittle, Verdict
@@ -142,7 +143,7 @@ def early_stop(run: RecordedRun) -> Verdict:
 
 def gradient_spikes(run: RecordedRun) -> Verdict:
     """Does the gradient's norm jump?"""
-    names = sorted({name for row in run.metrics for name in row if name.startswith("grad_norm/")})
+    names = sorted(name for name in run.series if name.startswith("grad_norm/"))
     curves = [found for name in names if len(found := curve(run, name)) >= 2 * FEWEST]
     if not curves:
         return TooLittle(f"grad_norm of {2 * FEWEST} steps")
@@ -173,12 +174,10 @@ def gradient_spikes(run: RecordedRun) -> Verdict:
 def _spikes(found: Curve) -> list[int]:
     """Where a norm is far above those before it, and above those of the beginning."""
     values, first = found.values, float(found.values[:FEWEST].max())
-    return [
-        place
-        for place in range(FEWEST, len(values))
-        if values[place] > ABOVE_START * first  # which few are, so that the medians cost little
-        and values[place] > SPIKE * float(np.median(values[max(0, place - SPIKE_WINDOW) : place]))
-    ]
+    before = np.concatenate([np.full(SPIKE_WINDOW, np.nan), values])  # NaN: there were no such steps
+    high = FEWEST + np.flatnonzero(values[FEWEST:] > ABOVE_START * first)  # which few are, so that medians cost little
+    usual = np.nanmedian(sliding_window_view(before, SPIKE_WINDOW)[high], axis=1)
+    return high[values[high] > SPIKE * usual].tolist()
 
 
 def not_finite(run: RecordedRun) -> Verdict:

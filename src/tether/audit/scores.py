@@ -232,8 +232,9 @@ def reward_failures(run: RecordedRun) -> Verdict:
 
 
 def _failure_names(run: RecordedRun) -> list[str]:
-    names = dict.fromkeys(name for row in run.metrics for name in row)
-    return [name for name in names if name == "dropped/unscored" or (name.startswith("reward/") and "/failed" in name)]
+    return [
+        name for name in run.series if name == "dropped/unscored" or (name.startswith("reward/") and "/failed" in name)
+    ]
 
 
 def few_prompts(run: RecordedRun) -> Verdict:

@@ -233,13 +233,19 @@ def _named_workspace(folder: Path) -> Path:
 
 def read_run(opened: OpenWorkspace, words: str) -> RecordedRun:
     """All that a run recorded; its rollouts are read when asked for, step by step."""
-    run = find_run(opened, words)
+    return recorded(opened, find_run(opened, words))
+
+
+def recorded(
+    opened: OpenWorkspace, run: RunSummary, metrics: Sequence[Mapping[str, float]] | None = None
+) -> RecordedRun:
+    """The same of a run that was found; `metrics` where they are known already, one mapping a step."""
     with opened.reading() as connection:
         return RecordedRun(
             name=run.name,
             method=run.method,
             config=run.config,
-            metrics=_metrics(connection, run.id),
+            metrics=_metrics(connection, run.id) if metrics is None else metrics,
             events=_events(connection, run.id),
             rollout_steps=_rollout_steps(connection, run.id),
             rollouts=lambda step: read_rollouts(opened, run.id, step),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -93,6 +94,10 @@ class Event:
     data: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
+NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.float64))
+"""The steps and values of a metric that no step has."""
+
+
 @dataclass(frozen=True)
 class RecordedRun:
     """A whole run. `metrics` has one mapping a step, in order, each with its "step"; what was not finite is NaN."""
@@ -107,5 +112,21 @@ class RecordedRun:
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
         """(steps, values) of one metric, where it was measured."""
-        kept = [(int(row["step"]), float(row[name])) for row in self.metrics if name in row]
-        return [step for step, _ in kept], [value for _, value in kept]
+        steps, values = self.series.get(name, NOTHING)
+        return steps.tolist(), values.tolist()
+
+    @cached_property
+    def series(self) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
+        """(steps, values) of every metric, in the order in which they first occur; taken from the rows once."""
+        found: dict[str, tuple[list[float], list[float]]] = {}
+        for row in self.metrics:
+            step = row["step"]
+            for name, value in row.items():
+                if name not in found:
+                    found[name] = ([], [])
+                steps, values = found[name]
+                steps.append(step)
+                values.append(value)
+        return {
+            name: (np.array(steps, np.int64), np.array(values, np.float64)) for name, (steps, values) in found.items()
+        }

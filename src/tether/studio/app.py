@@ -11,6 +11,7 @@ from tether import __version__
 from tether.runs.read import OpenWorkspace, open_workspace
 from tether.runs.store.open import Workspace, open_engine
 from tether.studio import label_routes, launch_routes, run_routes, static_files, stream, talk_routes, train_routes
+from tether.studio.consultations import Consultations
 from tether.studio.context import Studio
 from tether.studio.gate import Gate
 from tether.studio.label_store import Labels
@@ -71,13 +72,14 @@ def open_studio(workspace: Workspace, settings: StudioSettings) -> Studio:
     engine = open_engine(workspace, kept=KEPT_CONNECTIONS)
     open_workspace(workspace.directory, _url(workspace)).close()  # takes in what ended runs could not write
     opened = OpenWorkspace(workspace, engine)
-    labels = Labels(opened)
+    labels, metrics = Labels(opened), MetricCache(opened)
     return Studio(
         opened=opened,
         settings=settings,
         labels=labels,
         desk=VoteDesk(labels),
-        metrics=MetricCache(opened),
+        metrics=metrics,
+        doctor=Consultations(opened, metrics),
         prompts=PromptIndex(opened),
         launcher=Launcher(workspace.directory),
         models=ModelHost(),

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from tether.runs.read import OpenWorkspace
+from tether.studio.consultations import Consultations
 from tether.studio.label_store import Labels
 from tether.studio.launcher import Launcher
 from tether.studio.metric_cache import MetricCache
@@ -26,6 +27,7 @@ class Studio:
     labels: Labels
     desk: VoteDesk
     metrics: MetricCache
+    doctor: Consultations
     prompts: PromptIndex
     launcher: Launcher
     models: ModelHost

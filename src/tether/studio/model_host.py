@@ -9,6 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tether.studio.long_lived import settle
+
 if TYPE_CHECKING:
     from tether.studio.token_stream import Token
 
@@ -93,7 +95,8 @@ class ModelHost:
         key = (str(path), path.stat().st_mtime if path.exists() else 0.0)
         if key not in self._engines:
             self._engines[key] = NativeEngine(load_causal_lm(str(path), dtype="float32", device="auto", seed=0))
+            while len(self._engines) > self._most:
+                self._engines.popitem(last=False)
+            settle()
         self._engines.move_to_end(key)
-        while len(self._engines) > self._most:
-            self._engines.popitem(last=False)
         return self._engines[key]

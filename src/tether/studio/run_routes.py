@@ -10,11 +10,10 @@ from fastapi import APIRouter, Path, Query, Request
 from starlette.responses import Response
 
 from tether import __version__
-from tether.audit.doctor import Doctor
 from tether.audit.findings import Finding, Healthy
 from tether.config import RECIPES
 from tether.config.schema import REQUIRED, Leaf, alternatives, describe
-from tether.runs.read import list_runs, read_rollouts, read_run
+from tether.runs.read import list_runs, read_rollouts
 from tether.studio.context import person_of, studio_of
 from tether.studio.downsample import shown_series
 from tether.studio.replies import BIGGEST, Refused, Reply
@@ -85,8 +84,8 @@ def curves_as_table(request: Request, run: Id) -> Response:
 @router.get("/runs/{run}/findings")
 def findings(request: Request, run: Id) -> Any:
     """What the doctor says of a run."""
-    opened = studio_of(request).opened
-    verdicts = Doctor().examination(read_run(opened, run_with_id(opened, run).name)).verdicts
+    studio = studio_of(request)
+    verdicts = studio.doctor.of(run_with_id(studio.opened, run)).verdicts
     kinds: dict[str, list[Any]] = {"findings": [], "healthy": [], "too_little": []}
     for audit, verdict in verdicts.items():
         if isinstance(verdict, Finding):

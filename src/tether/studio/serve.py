@@ -12,12 +12,14 @@ from typing import TYPE_CHECKING
 
 from tether.errors import ConfigError, StorageError, UsageError
 from tether.runs.store.open import workspace_at
+from tether.studio.long_lived import settle
 from tether.studio.settings import StudioSettings, is_loopback
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
 SHORTEST_TOKEN = 16
+SWITCH_SECONDS = 0.001  # so often a thread at long work, as on a long run's curves, lets others in; usually 5 ms
 
 EXPOSED = """Whoever can reach {address} and has the token can do all that you can do here: read every run of {place},
 start and stop training, run code that a recipe names, and talk to its models. The traffic is not encrypted: put a
@@ -38,6 +40,8 @@ def serve(options: argparse.Namespace) -> int:
     if workspace.file is not None and not workspace.directory.is_dir():
         print(f"--workspace: there was no {workspace.directory}, so a new, empty one is made.", file=sys.stderr)
     app = create_app(workspace, settings)
+    settle()
+    sys.setswitchinterval(SWITCH_SECONDS)
     announce(settings, str(workspace.directory), json_output=options.json)
     config = uvicorn.Config(
         app,

@@ -1,9 +1,10 @@
-"""The page's own files, by a list made when the server starts: a path that is not in it does not exist."""
+"""The page's own files, by a list made once: a path that is not in it does not exist."""
 
 from __future__ import annotations
 
 import mimetypes
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 from fastapi import APIRouter
@@ -32,20 +33,22 @@ class StaticFiles:
 
     def find(self, address: str) -> Path | None:
         """The file at an address; `/` is the page itself."""
-        return self._known().get("index.html" if address in ("", "/") else address.removeprefix("/"))
+        return self._known.get("index.html" if address in ("", "/") else address.removeprefix("/"))
 
+    @cached_property
     def _known(self) -> dict[str, Path]:
         files = (path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
         return {path.relative_to(self.folder).as_posix(): path for path in files}
 
 
+FILES = StaticFiles()
 router = APIRouter(include_in_schema=False)
 
 
 @router.api_route("/{address:path}", methods=["GET", "HEAD"])
 def static_file(address: str) -> Response:
     """A file of the page."""
-    found = StaticFiles().find(address)
+    found = FILES.find(address)
     if found is None or address.startswith("api/") or address == "api":
         return Reply({"error": "there is nothing at this address"}, 404)
     kind = KINDS.get(found.suffix) or mimetypes.guess_type(found.name)[0] or "application/octet-stream"

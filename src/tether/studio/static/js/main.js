@@ -85,6 +85,12 @@ function markNav(current) {
   }
 }
 
+/** Load what the other pages are made of, so that opening one begins with its data and not with its modules. */
+function loadOthers() {
+  const names = me.role === "owner" ? [...Object.values(MODULES), "tokens"] : ["label"];
+  for (const name of names) import(`./pages/${name}.js`).catch(() => {}); // told when it is opened
+}
+
 async function begin() {
   try {
     me = await get("me");
@@ -118,6 +124,7 @@ async function begin() {
   addEventListener("hashchange", open);
   addEventListener("unhandledrejection", (event) => notice(event.reason?.message ?? "Something went wrong.", "error"));
   await open();
+  setTimeout(loadOthers); // after what is shown
 }
 
 await begin();

@@ -31,8 +31,11 @@ function questionSection(page, { question, charts, closed }) {
     grid.append(chart.frame);
   }
   page.charts.push(...made);
+  let wasOpen = !closed; // a browser tells of the state at the beginning too, whose curves are here already
   body.addEventListener("toggle", async () => {
-    if (!body.open) return;
+    if (body.open === wasOpen) return;
+    wasOpen = body.open;
+    if (!wasOpen) return;
     await loadOpen(page);
     made.forEach((chart) => drawOne(page, chart));
   });
