@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import math
 
@@ -12,6 +13,7 @@ from tether.errors import ConfigError, DataError
 from tether.loops.evaluate import compare, differences, evaluate_model, evaluate_rollouts, reference_text, with_kl
 from tether.loops.judges import ScoreJudge, Verdict
 from tether.models.load import load_causal_lm
+from tether.models.shared_trunk import common_depth
 from tether.models.tiny import tiny_tokenizer
 from tether.ops.kl import exact_kl
 from tether.protocols import Sampling
@@ -159,6 +161,22 @@ def test_the_kl_needs_samples_and_one_vocabulary(models):
     sampled = evaluate_model(models[0], PROMPTS[:1], sampling=Sampling(2))
     with pytest.raises(ConfigError, match="vocabulary"):
         with_kl(sampled, models[0], dataclasses.replace(models[1], end_id=3))
+
+
+def test_layers_that_two_models_share_are_run_once_and_the_kl_is_the_same(models, monkeypatch):
+    """A model whose last layer alone was trained, against its start; and against a start that shares nothing."""
+    start, trained = models[0], dataclasses.replace(models[0], model=copy.deepcopy(models[0].model))
+    with torch.no_grad():
+        for parameter in trained.model.model.layers[-1].parameters():
+            parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(0)))
+    sampled = evaluate_model(trained, PROMPTS, sampling=Sampling(6), samples_per_prompt=2)
+    depth = len(start.model.model.layers) - 1
+    assert common_depth(trained.model.model, start.model.model) == depth
+    assert common_depth(models[0].model.model, models[1].model.model) == 0
+    together = with_kl(sampled, trained, start).columns["kl_k3"]
+    monkeypatch.setattr("tether.models.shared_trunk.common_depth", lambda *_: 0)
+    assert together == pytest.approx(with_kl(sampled, trained, start).columns["kl_k3"], rel=1e-3)
+    assert min(together) > 0.0
 
 
 def test_micro_batches_change_no_kl(models):

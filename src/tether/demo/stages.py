@@ -28,6 +28,8 @@ from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
 from tether.types import Rollout
 
+MOST_AT_ONCE = 96  # answers: from 64 on more of them take as much longer, and fewer steps are taken with a few left
+
 
 @dataclass(frozen=True)
 class Places:
@@ -121,7 +123,7 @@ def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model:
     settings = recipe.rater
     prompts = DataOrder(DemoTask().prompts(), derive_seed(recipe.seed, "preferences")).take(0, settings.prompts)
     states = _states_for_reward(recipe, places, model)
-    rollouts = NativeEngine(model, max_batch=64, states_for=states).generate(
+    rollouts = NativeEngine(model, max_batch=MOST_AT_ONCE, states_for=states).generate(
         prompts,
         Sampling(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature),
         samples_per_prompt=settings.answers,
@@ -184,7 +186,13 @@ def judge(recipe: DemoRecipe, before: LoadedModel, after: LoadedModel) -> Judged
     seed = derive_seed(recipe.seed, "judging")
     sides = [
         evaluate_model(
-            model, prompts, sampling=sampling, name=name, rewards={"true": rule_reward}, seed=seed, max_batch=48
+            model,
+            prompts,
+            sampling=sampling,
+            name=name,
+            rewards={"true": rule_reward},
+            seed=seed,
+            max_batch=MOST_AT_ONCE,
         )
         for name, model in (("SFT", before), ("PPO", after))
     ]

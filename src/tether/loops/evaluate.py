@@ -29,7 +29,7 @@ from tether.metrics.rouge import rouge
 from tether.models.forward import OutputLayer, trunk_of
 from tether.models.load import LoadedModel, check_same_vocabulary
 from tether.models.roles import ReferencePolicy
-from tether.models.trunks import Trunk
+from tether.models.shared_trunk import side_by_side
 from tether.ops.kl import Estimator, kl_estimate
 from tether.protocols import RewardFn, Sampling
 from tether.rewards.combine import FAILED
@@ -131,7 +131,7 @@ def with_kl(
         raise ConfigError("the KL is estimated from sampled answers: choose a temperature above 0")
     check_same_vocabulary(model, reference, "reference")
     batch = _batch(evaluation.rollouts, model.pad_id, temperature)
-    ours, theirs = (_logprobs(loaded, batch, micro_tokens) for loaded in (model, reference))
+    ours, theirs = _logprobs(model, reference, batch, micro_tokens)
     groups, columns, metrics = _groups(evaluation.rollouts), dict(evaluation.columns), dict(evaluation.metrics)
     for estimator in ESTIMATORS:
         per_token = kl_estimate(ours, theirs, estimator).masked_fill(~batch.response_mask, 0.0)
@@ -251,13 +251,15 @@ def _batch(rollouts: Sequence[Rollout], pad_id: int, temperature: float) -> Sequ
 
 
 @torch.no_grad()
-def _logprobs(loaded: LoadedModel, batch: Sequences, micro_tokens: int) -> Tensor:
-    """(B, T) log-probs of the answers' tokens, on the CPU."""
-    role = ReferencePolicy(Trunk(trunk_of(loaded.model)), OutputLayer.of(loaded.model))
-    column = torch.zeros(batch.tokens.shape)
+def _logprobs(model: LoadedModel, reference: LoadedModel, batch: Sequences, micro_tokens: int) -> tuple[Tensor, Tensor]:
+    """(B, T) log-probs of the answers' tokens by each model, on the CPU."""
+    models = model.model, reference.model
+    trunks = side_by_side(*map(trunk_of, models))
+    roles = [ReferencePolicy(trunk, OutputLayer.of(whole)) for trunk, whole in zip(trunks, models, strict=True)]
+    columns = torch.zeros(batch.tokens.shape), torch.zeros(batch.tokens.shape)
     for rows in micro_batches(batch, micro_tokens):
         micro = batch.select(rows)
         start, end = micro.span()
-        micro = micro.trimmed().to(loaded.model.device)
-        column[rows, start:end] = role.logprobs(micro).float().cpu()
-    return column
+        for role, whole, column in zip(roles, models, columns, strict=True):
+            column[rows, start:end] = role.logprobs(micro.trimmed().to(whole.device)).float().cpu()
+    return columns

@@ -5,15 +5,17 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError
+from tether.models.families import departure
 from tether.models.forward import hidden_states
 from tether.models.trunk_states import TrunkStates
-from tether.models.trunks import Fast, Trunk, layers_between, probe_batch
+from tether.models.trunks import Fast, Trunk, layer_list, layers_between, probe_batch
 from tether.types import Sequences
 
 
@@ -195,6 +197,38 @@ class TopTrunk(Trunk):
     def plain(self, batch: Sequences) -> Tensor:
         """(B, T, H) the same by the model's own modules, differentiable twice."""
         return hidden_states(self.top, batch, self.shared.states(batch))
+
+
+def side_by_side(first: PreTrainedModel, second: PreTrainedModel) -> tuple[Trunk, Trunk]:
+    """The trunks of two models; the layers in which they do not differ, from the bottom up, are run once for both."""
+    depth = common_depth(first, second)
+    if depth == 0:
+        return Trunk(first), Trunk(second)
+    shared = SharedTrunk(first, depth)
+    return TopTrunk(first, shared), TopTrunk(second, shared)
+
+
+def common_depth(first: PreTrainedModel, second: PreTrainedModel) -> int:
+    """Up to which layer two trunks of a known kind hold the same numbers; the last layer is not counted."""
+    if type(first) is not type(second) or first.device != second.device or departure(first, 1) or departure(second, 1):
+        return 0
+    if _shape(first) != _shape(second) or not _same(first.get_input_embeddings(), second.get_input_embeddings()):
+        return 0
+    layers = list(zip(layer_list(first)[1], layer_list(second)[1], strict=True))[:-1]
+    return next((depth for depth, pair in enumerate(layers) if not _same(*pair)), len(layers))
+
+
+def _shape(trunk: PreTrainedModel) -> dict[str, Any]:
+    """Its configuration, whatever folder it was read from."""
+    return {name: value for name, value in trunk.config.to_dict().items() if name != "_name_or_path"}
+
+
+def _same(first: nn.Module, second: nn.Module) -> bool:
+    """Whether two modules hold the same numbers under the same names."""
+    ours, theirs = first.state_dict(), second.state_dict()
+    return ours.keys() == theirs.keys() and all(
+        tensor.dtype == theirs[name].dtype and torch.equal(tensor, theirs[name]) for name, tensor in ours.items()
+    )
 
 
 @torch.no_grad()
