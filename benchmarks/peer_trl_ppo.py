@@ -1,7 +1,7 @@
 """The peer of the PPO benchmarks: TRL 1.12's PPOTrainer on random weights, timed from log to log.
 
-Runs in an interpreter of its own that has `trl==1.12.0`. It prints one line of JSON: the seconds of each iteration, and
-of the generation in it.
+Runs in an interpreter of its own that has `trl==1.12.0`. Before each iteration it waits for a line, so that others may
+have their turn, and after it prints one of JSON: its seconds, and those of the generation in it.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import sys
 import tempfile
 import time
 import warnings
@@ -34,29 +35,33 @@ CACHE = Path(os.environ.get("TETHER_CACHE", Path.home() / ".cache" / "tether"))
 
 
 class Clock(TrainerCallback):
-    """Notes the time at each log, which TRL writes once an iteration, and how long generation took until then."""
+    """Waits for its turn before an iteration; tells at its log, which TRL writes once in each, how long it took."""
 
     def __init__(self) -> None:
-        self.stamps = [time.perf_counter()]
-        self.generating = [0.0]
+        self.generating = 0.0
         generate = trainer_module.batch_generation
 
         def timed(*arguments: Any, **named: Any) -> Any:
             began = time.perf_counter()
             made = generate(*arguments, **named)
-            self.generating[-1] += time.perf_counter() - began
+            self.generating += time.perf_counter() - began
             return made
 
         trainer_module.batch_generation = timed
 
+    def wait(self) -> None:
+        """For a line."""
+        sys.stdin.readline()
+        self.began, self.generating = time.perf_counter(), 0.0
+
     def on_log(self, *_: Any, **__: Any) -> None:
         """An iteration is over."""
-        self.stamps.append(time.perf_counter())
-        self.generating.append(0.0)
+        print(json.dumps({"seconds": time.perf_counter() - self.began, "rollout": self.generating}), flush=True)
+        self.wait()
 
 
 def main() -> None:
-    """Train for a few iterations and say how long each took."""
+    """Train for a few iterations, one at a time."""
     parser = argparse.ArgumentParser()
     for name in ("batch", "prompt", "response", "epochs", "threads", "iterations"):
         parser.add_argument(f"--{name}", type=int, required=True)
@@ -89,11 +94,8 @@ def main() -> None:
         args=settings, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
         value_model=value, train_dataset=data, eval_dataset=data.select(range(4)), callbacks=[clock],
     )  # fmt: skip
-    clock.stamps = [time.perf_counter()]
+    clock.wait()
     trainer.train()
-    seconds = [after - before for before, after in zip(clock.stamps, clock.stamps[1:], strict=False)]
-    rollout = clock.generating[: len(seconds)]
-    print(json.dumps({"seconds": seconds, "best": min(seconds[1:]), "rollout": min(rollout[1:])}))
 
 
 if __name__ == "__main__":

@@ -3,9 +3,10 @@
     python benchmarks/ppo_cpu.py [--trl-python PYTHON] [--iterations 2] [--modes separate top] [--json]
 
 32 prompts x (32 + 32) tokens, four epochs, one optimiser step an epoch, the shape of SmolLM2-135M with random weights,
-fp32. Rollouts, the reward model, the reference, values, the update: whole iterations are timed, and the best of each is
-kept after a first that is not counted. The peer runs in an interpreter that has `trl==1.12.0`, the last release with
-PPO; without one, only Tether is timed. With `--json` the last line holds the ratios; `ratio` is that of `separate`.
+fp32. Rollouts, the reward model, the reference, values, the update: whole iterations are timed, one of each contender
+after the other, and the best of each is kept after a first that is not counted. The peer runs in an interpreter that
+has `trl==1.12.0`, the last release with PPO; without one, only Tether is timed. With `--json` the last line holds the
+ratios; `ratio` is that of `separate`.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-import re
 import subprocess
+import tempfile
 import time
+from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from smollm_shape import matrix_rate, smollm2
@@ -33,6 +36,13 @@ from tether.models.trunks import own_top
 from tether.rewards.model import RewardModelReward
 
 PEER = Path(__file__).with_name("peer_trl_ppo.py")
+
+
+class Turn(NamedTuple):
+    """How long a whole iteration took, and the rollouts in it."""
+
+    seconds: float
+    rollout: float
 
 
 def iteration_parts(mode: str, options: argparse.Namespace) -> RLParts:
@@ -69,30 +79,36 @@ def reward_model(parts: RLParts, loaded: LoadedModel, options: argparse.Namespac
     return RewardModelReward(model, dataclasses.replace(loaded, model=own.model), options.micro_tokens)
 
 
-def time_tether(mode: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of whole iterations, and of their rollouts."""
+def tether_turns(mode: str, options: argparse.Namespace) -> Iterator[Turn]:
+    """One iteration after the other, as they are asked for."""
     parts = iteration_parts(mode, options)
     controllers = parts.algorithm.controllers
-    seconds, rollouts = [], []
-    for step in range(options.iterations + 1):
+    for step in count():
         result = rl_step(parts, step, controllers)
         controllers = result.controllers
         assert result.metrics["response_length"] == options.response
-        seconds.append(result.metrics["seconds/step"])
-        rollouts.append(result.metrics["seconds/rollout"])
-    return {"seconds": seconds, "best": min(seconds[1:]), "rollout": min(rollouts[1:])}
+        yield Turn(result.metrics["seconds/step"], result.metrics["seconds/rollout"])
 
 
-def time_peer(options: argparse.Namespace) -> dict[str, Any]:
-    """The same of TRL's trainer, in the interpreter that has it."""
+def peer_turns(options: argparse.Namespace) -> Iterator[Turn]:
+    """The same of TRL's trainer, in the interpreter that has it; it waits for a line before each iteration."""
     command = [options.trl_python, str(PEER)]
     for name in ("batch", "prompt", "response", "epochs", "threads", "iterations"):
         command += [f"--{name}", str(getattr(options, name))]
-    found = subprocess.run(command, capture_output=True, text=True, check=False)
-    lines = re.findall(r'^\{"seconds".*\}$', found.stdout, flags=re.MULTILINE)
-    if not lines:
-        raise SystemExit(f"the peer failed:\n{found.stdout[-2000:]}\n{found.stderr[-4000:]}")
-    return json.loads(lines[-1])
+    pipe = subprocess.PIPE
+    with (
+        tempfile.TemporaryFile("w+") as complaints,
+        subprocess.Popen(command, text=True, stdin=pipe, stdout=pipe, stderr=complaints) as peer,
+    ):
+        assert peer.stdin is not None and peer.stdout is not None
+        for _ in range(options.iterations + 1):
+            peer.stdin.write("go\n")
+            peer.stdin.flush()
+            told = next((line for line in peer.stdout if line.startswith('{"seconds"')), None)
+            if told is None:
+                complaints.seek(0)
+                raise SystemExit(f"the peer failed:\n{complaints.read()[-4000:]}")
+            yield Turn(**json.loads(told))
 
 
 def main() -> None:
@@ -113,9 +129,20 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     rate = matrix_rate()
     began = time.perf_counter()
-    found = {mode: time_tether(mode, options) for mode in options.modes}
-    if options.trl_python:
-        found["TRL 1.12"] = time_peer(options)
+    contenders = {mode: tether_turns(mode, options) for mode in options.modes}
+    contenders |= {"TRL 1.12": peer_turns(options)} if options.trl_python else {}
+    turns: dict[str, list[Turn]] = {name: [] for name in contenders}
+    for _ in range(options.iterations + 1):
+        for name, contender in contenders.items():
+            turns[name].append(next(contender))
+    found = {
+        name: {
+            "seconds": [turn.seconds for turn in taken],
+            "best": min(turn.seconds for turn in taken[1:]),
+            "rollout": min(turn.rollout for turn in taken[1:]),
+        }
+        for name, taken in turns.items()
+    }
     print(
         f"{options.batch} prompts x ({options.prompt} + {options.response}) tokens, {options.epochs} epochs, "
         f"SmolLM2-135M shape, fp32, {options.threads} threads, {rate:.0f} to {matrix_rate():.0f} GFLOP/s, "
