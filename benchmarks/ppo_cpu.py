@@ -1,12 +1,12 @@
 """One PPO iteration on a CPU against TRL 1.12's PPOTrainer: same shapes, threads and machine, taking turns.
 
-    python benchmarks/ppo_cpu.py [--trl-python PYTHON] [--iterations 2] [--modes separate top] [--json]
+    python benchmarks/ppo_cpu.py [--trl-python PYTHON] [--iterations 2] [--modes separate top] [--apart] [--json]
 
 32 prompts x (32 + 32) tokens, four epochs, one optimiser step an epoch, the shape of SmolLM2-135M with random weights,
-fp32. Rollouts, the reward model, the reference, values, the update: whole iterations are timed, one of each contender
-after the other, and the best of each is kept after a first that is not counted. The peer runs in an interpreter that
-has `trl==1.12.0`, the last release with PPO; without one, only Tether is timed. With `--json` the last line holds the
-ratios; `ratio` is that of `separate`.
+fp32. Rollouts, the reward model, the reference, values, the update: whole iterations are timed, one of a mode and one
+of the peer by turns, and the best of each is kept after a first that is not counted. The peer runs in an interpreter
+that has `trl==1.12.0`, the last release with PPO; without one, only Tether is timed. With `--json` the last line holds
+the ratios; `ratio` is that of `separate`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 import subprocess
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,6 +36,7 @@ from tether.models.trunks import own_top
 from tether.rewards.model import RewardModelReward
 
 PEER = Path(__file__).with_name("peer_trl_ppo.py")
+TRL = "TRL 1.12"
 
 
 class Turn(NamedTuple):
@@ -79,7 +80,7 @@ def reward_model(parts: RLParts, loaded: LoadedModel, options: argparse.Namespac
     return RewardModelReward(model, dataclasses.replace(loaded, model=own.model), options.micro_tokens)
 
 
-def tether_turns(mode: str, options: argparse.Namespace) -> Iterator[Turn]:
+def tether_turns(mode: str, options: argparse.Namespace) -> Generator[Turn]:
     """One iteration after the other, as they are asked for."""
     parts = iteration_parts(mode, options)
     controllers = parts.algorithm.controllers
@@ -90,7 +91,7 @@ def tether_turns(mode: str, options: argparse.Namespace) -> Iterator[Turn]:
         yield Turn(result.metrics["seconds/step"], result.metrics["seconds/rollout"])
 
 
-def peer_turns(options: argparse.Namespace) -> Iterator[Turn]:
+def peer_turns(options: argparse.Namespace) -> Generator[Turn]:
     """The same of TRL's trainer, in the interpreter that has it; it waits for a line before each iteration."""
     command = [options.trl_python, str(PEER)]
     for name in ("batch", "prompt", "response", "epochs", "threads", "iterations"):
@@ -111,6 +112,20 @@ def peer_turns(options: argparse.Namespace) -> Iterator[Turn]:
             yield Turn(**json.loads(told))
 
 
+def side_by_side(mode: str, options: argparse.Namespace) -> dict[str, list[Turn]]:
+    """The iterations of one mode and of the peer, by turns or one after the other; the first of each is not counted."""
+    contenders = {mode: tether_turns(mode, options)}
+    contenders |= {TRL: peer_turns(options)} if options.trl_python else {}
+    turns: dict[str, list[Turn]] = {name: [] for name in contenders}
+    rounds = range(options.iterations + 1)
+    order = [name for name in contenders for _ in rounds] if options.apart else [*contenders] * len(rounds)
+    for name in order:
+        turns[name].append(next(contenders[name]))
+        if options.apart and len(turns[name]) == len(rounds):
+            contenders[name].close()  # its memory is free for the next
+    return turns
+
+
 def main() -> None:
     """Time them in turn and print the table."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
@@ -124,36 +139,26 @@ def main() -> None:
     parser.add_argument("--iterations", type=int, default=2, help="timed, after one that is not")
     parser.add_argument("--modes", nargs="+", default=["separate", "top"], choices=["separate", "adapters", "top"])
     parser.add_argument("--trl-python", help="an interpreter with trl==1.12.0")
+    parser.add_argument("--apart", action="store_true", help="no turns: two at once do not fit 24 GiB with separate")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     rate = matrix_rate()
     began = time.perf_counter()
-    contenders = {mode: tether_turns(mode, options) for mode in options.modes}
-    contenders |= {"TRL 1.12": peer_turns(options)} if options.trl_python else {}
-    turns: dict[str, list[Turn]] = {name: [] for name in contenders}
-    for _ in range(options.iterations + 1):
-        for name, contender in contenders.items():
-            turns[name].append(next(contender))
-    found = {
-        name: {
-            "seconds": [turn.seconds for turn in taken],
-            "best": min(turn.seconds for turn in taken[1:]),
-            "rollout": min(turn.rollout for turn in taken[1:]),
-        }
-        for name, taken in turns.items()
-    }
+    found = {mode: side_by_side(mode, options) for mode in options.modes}
     print(
         f"{options.batch} prompts x ({options.prompt} + {options.response}) tokens, {options.epochs} epochs, "
         f"SmolLM2-135M shape, fp32, {options.threads} threads, {rate:.0f} to {matrix_rate():.0f} GFLOP/s, "
         f"{time.perf_counter() - began:.0f} s in all"
     )
-    peer = found.get("TRL 1.12")
-    ratios = {mode: peer["best"] / found[mode]["best"] for mode in options.modes} if peer else {}
-    for name, times in found.items():
-        each = " ".join(f"{value:.1f}" for value in times["seconds"])
-        beside = f"{ratios[name]:5.2f}x" if name in ratios else ""
-        print(f"{name:10s} {times['best']:6.1f} s (rollouts {times['rollout']:4.1f}) {beside:6s}  all: {each}")
+    ratios: dict[str, float] = {}
+    for mode, sides in found.items():
+        for name, taken in sides.items():
+            best, rollout = min(taken[1:]), min(turn.rollout for turn in taken[1:])
+            ratios |= {mode: min(sides[TRL][1:]).seconds / best.seconds} if name != TRL and TRL in sides else {}
+            beside = f"{ratios[mode]:5.2f}x" if name in ratios else ""
+            each = " ".join(f"{turn.seconds:.1f}" for turn in taken)
+            print(f"{name:10s} {best.seconds:6.1f} s (rollouts {rollout:4.1f}) {beside:6s}  all: {each}")
     if options.json:
         print(json.dumps({"ratio": ratios.get("separate"), "ratios": ratios, "gflops": rate, "seconds": found}))
 
