@@ -137,6 +137,13 @@ def test_the_whole_demo_on_the_tiny_model(small, tmp_path, capsys):
     assert run_demo(small, human=False, json_output=True) == 0  # an earlier demo's folder is replaced
 
 
+def test_more_prompts_than_are_held_out_are_refused_before_anything_is_trained(small, tmp_path):
+    greedy = small.model_copy(update={"judging": small.judging.model_copy(update={"prompts": 9999})})
+    with pytest.raises(ConfigError, match=r"judging.prompts is 9999, but only 102 prompts are held out"):
+        run_demo(greedy, human=False, json_output=True)
+    assert not (tmp_path / "demo").exists()
+
+
 def test_a_folder_that_is_no_demo_is_left_alone(small, tmp_path):
     (tmp_path / "demo").mkdir()
     (tmp_path / "demo" / "thesis.txt").write_text("years of work")

@@ -101,12 +101,10 @@ def test_a_damaged_file_is_named_with_its_repair(tmp_path):
         trunk_keeping(tmp_path)
 
 
-def test_a_folder_that_cannot_be_written_is_named(tmp_path):
+def test_a_folder_that_cannot_be_made_is_named_before_anything_is_run(tmp_path):
     (tmp_path / "file").write_text("")
-    trunk = trunk_keeping(tmp_path / "file" / "states")
-    trunk.states(rows((7, 1)))
     with pytest.raises(StorageError, match=r"trunk_states: .*cannot be written \(.*make room, or leave"):
-        trunk.write_kept()
+        trunk_keeping(tmp_path / "file" / "states")
 
 
 def test_it_is_for_mode_top():

@@ -20,6 +20,7 @@ from tether.config.recipes import Recipe
 from tether.demo.rater import PersonRater, StandInRater
 from tether.demo.rule import rule_score
 from tether.demo.stages import Judged, Places, collect_preferences, judge, load, ppo_stage, reward_stage, sft_stage
+from tether.demo.task import DemoTask
 from tether.errors import ConfigError, Stopped
 from tether.loops.eval_report import visible
 from tether.loops.run import interruptions, train_recipe
@@ -70,6 +71,11 @@ def run_demo(recipe: DemoRecipe, *, human: bool, json_output: bool, resume: bool
     """Run every stage and write the report; the exit code. With `resume`, go on in the stage that it was stopped in."""
     from tether.demo.report import write_demo_report
 
+    there = len(DemoTask().held_out())
+    if recipe.judging.prompts > there:
+        raise ConfigError(
+            f"judging.prompts is {recipe.judging.prompts}, but only {there} prompts are held out: ask for fewer"
+        )
     console = Console(stderr=True)
     root = Path(recipe.directory) / recipe.name
     if not resume and is_unfinished(root, recipe):

@@ -8,8 +8,8 @@ a folder; what is read stays on disk, in pages that the operating system may dro
 from __future__ import annotations
 
 import secrets
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -42,6 +42,8 @@ class TrunkStates:
         self.digest = weights_digest(layers_between(trunk, 0, depth))
         self._places: dict[bytes, _Place] = {}
         self._new: dict[bytes, Tensor] = {}
+        with self._writing():  # before there is anything to lose
+            folder.mkdir(parents=True, exist_ok=True)
         for file in sorted(folder.glob(f"{self.digest[:16]}-{depth}-*.safetensors")):
             self._read(file)
 
@@ -72,19 +74,24 @@ class TrunkStates:
         }
         file = self.folder / f"{self.digest[:16]}-{self.depth}-{secrets.token_hex(8)}.safetensors"
         unfinished = file.with_suffix(".part")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+        with self._writing(unfinished):
             save_file(content, unfinished, metadata={"trunk": self.digest})
             unfinished.replace(file)
+        self._new.clear()
+        self._read(file)
+
+    @contextmanager
+    def _writing(self, unfinished: Path | None = None) -> Iterator[None]:
+        try:
+            yield
         except (OSError, SafetensorError) as error:
-            with suppress(OSError):
-                unfinished.unlink()
+            if unfinished is not None:
+                with suppress(OSError):
+                    unfinished.unlink()
             raise StorageError(
                 f"roles.trunk_states: {self.folder} cannot be written ({getattr(error, 'strerror', None) or error}): "
                 "make room, or leave the setting out"
             ) from error
-        self._new.clear()
-        self._read(file)
 
     def _read(self, file: Path) -> None:
         """Learn which texts a file holds."""
