@@ -133,6 +133,12 @@ def test_the_ids_that_are_kept_are_those_of_the_definition(dtype: torch.dtype, t
     assert torch.allclose(state.untruncated[:, :1], whole.gather(1, drawn), atol=1e-5)
 
 
+@torch.inference_mode()
+def test_parts_that_are_rounded_to_the_models_type_are_summed(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("tether.rollout.gpu.fused.ROUNDED", 0)
+    assert_twins_agree(build("Llama", intermediate_size=512), Sampling(3))  # 8 blocks: a sum in four parts
+
+
 def order(logits: torch.Tensor, shift: int) -> torch.Tensor:
     bits = logits.view(torch.int32)
     return torch.where(bits < 0, bits ^ 0x7FFFFFFF, bits) >> shift

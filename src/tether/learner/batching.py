@@ -28,17 +28,18 @@ def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
     Units of like length are put together to waste little on padding. A unit that is larger than `max_tokens` by
     itself still goes, alone: the budget bounds memory, it does not drop data.
     """
-    lengths = batch.lengths().cpu()
     real = batch.attention_mask.cpu()
-    firsts = real.int().argmax(dim=1)
-    lasts = real.shape[1] - real.flip(1).int().argmax(dim=1)
+    lengths = real.sum(dim=1).tolist()
+    firsts = real.int().argmax(dim=1).tolist()
+    lasts = (real.shape[1] - real.flip(1).int().argmax(dim=1)).tolist()
     units = batch.units()
-    longest = torch.tensor([int(lengths[unit].max()) for unit in units])
+    members: list[list[int]] = [unit.tolist() for unit in units]  # numbers: thousands of small tensors would take long
+    longest = [max(lengths[row] for row in unit) for unit in members]
     current: list[Tensor] = []
     rows, first, last = 0, 0, 0
-    for index in torch.argsort(longest, descending=True, stable=True).tolist():
+    for index in sorted(range(len(units)), key=lambda index: -longest[index]):
         unit = units[index]
-        low, high = int(firsts[unit].min()), int(lasts[unit].max())
+        low, high = min(firsts[row] for row in members[index]), max(lasts[row] for row in members[index])
         if current and (rows + len(unit)) * (max(last, high) - min(first, low)) > max_tokens:
             yield torch.cat(current)
             current, rows = [], 0

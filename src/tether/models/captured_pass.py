@@ -1,4 +1,4 @@
-"""A trunk's pass as CUDA graphs: for layers so small that launching their kernels takes longer than running them.
+"""A trunk's pass as CUDA graphs: for layers so small that launching their kernels takes about as long as running them.
 
 A graph replays kernels on the very memory it was captured with. So inputs are copied in, what the forward graph keeps
 stays where the backward graph reads it, and gradients are summed in buffers that become the parameters' `.grad`. One
@@ -16,9 +16,9 @@ from torch import Tensor
 
 from tether.models import fused_pass
 from tether.models.fused_pass import Inputs, Layers, Trace
+from tether.models.packed import MOST_WORK
 from tether.ops.deposit import Gradients, watched
 
-SMALL = 2 * 10**11  # tokens x weights of a layer below which the host is slower than the device
 PATIENCE = 4  # passes of another shape in a row until it takes the held one's place
 
 
@@ -36,7 +36,7 @@ class CapturedPass:
         """Whether this pass can be replayed; a shape that keeps coming is captured on the way."""
         weights = layers.layers[0]
         size = sum(part.weight.numel() for part in (weights.query, weights.output, weights.gate, weights.up)) * 2
-        if inputs.hidden.device.type != "cuda" or size * len(inputs.hidden) > 2 * SMALL or any(map(watched, trained)):
+        if inputs.hidden.device.type != "cuda" or size * len(inputs.hidden) > MOST_WORK or any(map(watched, trained)):
             return False
         key = (_shape(inputs), tuple(tensor.data_ptr() for tensor in _tensors(layers)), len(trained))
         if self._held is not None and key == self._key:

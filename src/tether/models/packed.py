@@ -26,6 +26,8 @@ from tether.ops.remember import remembered
 from tether.types import Sequences
 
 HALF = (torch.bfloat16, torch.float16)
+# tokens x twice a layer's large weights, up to which a fused pass is captured: the host may be slower than the device
+MOST_WORK = 8 * 10**11
 
 
 @remembered

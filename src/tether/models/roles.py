@@ -70,6 +70,10 @@ def foresee(moved: Sequences, batch: Sequences) -> None:
     packing_of.know(moved.attention_mask, packing.to(device))
     states_read.know(moved, there)
     rows_of.know(there, packing.rows(wanted).to(device))
+    ends = last_places(batch.attention_mask)  # what a reward model reads
+    ends_there = ends.to(device, non_blocking=True)
+    last_places.know(moved.attention_mask, ends_there)
+    rows_of.know(ends_there, packing.rows(ends).to(device))
     places_of.know(moved.response_mask, places_of(batch.response_mask).to(device, non_blocking=True))
     for count in (true_places, true_rows):
         count.know(moved.response_mask, count(batch.response_mask))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tether.ops.logprobs import CHUNK_ELEMENTS
+from tether.ops.logprobs import places_of, rows_at_a_time, spread, states_before
 
 BLOCK = 64  # ids that are looked at together: only the blocks with the highest members are searched
 
@@ -23,7 +23,7 @@ def likeliest_tokens(
     bias: Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
-    chunk_elements: int = CHUNK_ELEMENTS,
+    chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(ids, logprobs)` (B, T, K), K = min(count, V), the likeliest first: what stood to choice at `mask`'s tokens.
 
@@ -34,24 +34,25 @@ def likeliest_tokens(
 
     Off the mask both are 0. Logits exist for a few places at a time.
     """
+
+    def squashed(product: Tensor) -> Tensor:
+        numbers = product.float()
+        capped = numbers * scale if softcap is None else softcap * torch.tanh(numbers * (scale / softcap))
+        return capped / temperature
+
     kept = min(count, weight.shape[0])
-    ids = torch.zeros((*mask.shape, kept), dtype=torch.int32, device=hidden.device)
-    found = torch.zeros((*mask.shape, kept), dtype=torch.float32, device=hidden.device)
-    places = mask.nonzero()
-    rows = max(1, chunk_elements // weight.shape[0])
+    states, places = states_before(hidden, mask), places_of(mask)
+    targets, known = (column.flatten().index_select(0, places)[:, None] for column in (tokens, logprobs))
+    ids = torch.empty(len(places), kept, dtype=torch.int32, device=hidden.device)
+    found = torch.empty(len(places), kept, dtype=torch.float32, device=hidden.device)
+    rows = rows_at_a_time(states, weight, softcap, chunk_elements)
     for start in range(0, len(places), rows):
-        row, column = places[start : start + rows].unbind(dim=1)
-        logits = torch.nn.functional.linear(hidden[row, column - 1], weight, bias).float()
-        sampled = logits.gather(1, tokens[row, column, None])
+        part = slice(start, start + rows)
+        logits = torch.nn.functional.linear(states[part], weight, bias)
         highest, which = top_of_blocks(logits, kept)
-
-        def squashed(product: Tensor) -> Tensor:
-            capped = product * scale if softcap is None else softcap * torch.tanh(product * (scale / softcap))
-            return capped / temperature
-
-        ids[row, column] = which.to(torch.int32)
-        found[row, column] = squashed(highest) - squashed(sampled) + logprobs[row, column, None].float()
-    return ids, found
+        ids[part] = which
+        found[part] = squashed(highest) - squashed(logits.gather(1, targets[part])) + known[part].float()
+    return spread(ids, mask), spread(found, mask)
 
 
 def top_of_blocks(values: Tensor, count: int) -> tuple[Tensor, Tensor]:

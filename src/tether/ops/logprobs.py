@@ -39,9 +39,9 @@ def places_before(mask: Tensor) -> Tensor:
 
 
 def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, T) the N values laid out on the True places of `mask`, 0 elsewhere: the inverse of reading them off."""
-    flat = torch.zeros(mask.numel(), dtype=values.dtype, device=values.device)
-    return flat.index_copy(0, places_of(mask), values).view(mask.shape)
+    """(B, T, ...) the values (N, ...) laid out on the True places of `mask` (B, T), 0 elsewhere."""
+    flat = torch.zeros(mask.numel(), *values.shape[1:], dtype=values.dtype, device=values.device)
+    return flat.index_copy(0, places_of(mask), values).view(*mask.shape, *values.shape[1:])
 
 
 def token_logprobs(
@@ -98,11 +98,17 @@ def chunked_logprobs(
     the entropy.
     """
     fused = logprob_fused.applies(states, weight, softcap)
-    held = chunk_elements or (logprob_fused.CHUNK_ELEMENTS if fused else CHUNK_ELEMENTS)
+    rows = rows_at_a_time(states, weight, softcap, chunk_elements)
     function: Any = logprob_fused.FusedLogprobs if fused else _ChunkedLogprobs
     how = scale / temperature if fused else _ToLogits(temperature, scale, softcap)
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", function.apply)
-    return apply(states, weight, bias, targets, how, max(1, held // weight.shape[0]))
+    return apply(states, weight, bias, targets, how, rows)
+
+
+def rows_at_a_time(states: Tensor, weight: Tensor, softcap: float | None, chunk_elements: int | None) -> int:
+    """For how many tokens logits are held at once: `chunk_elements` numbers, by default what suits the device."""
+    suits = logprob_fused.CHUNK_ELEMENTS if logprob_fused.applies(states, weight, softcap) else CHUNK_ELEMENTS
+    return max(1, (chunk_elements or suits) // weight.shape[0])
 
 
 def log_distributions(

@@ -7,6 +7,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from tether.ops.remember import remembered
+
 
 def position_ids(attention_mask: Tensor) -> Tensor:
     """(B, T) positions that start at each row's first real token, whichever side the padding stands on.
@@ -37,6 +39,7 @@ def last_index(mask: Tensor) -> Tensor:
     return torch.where(mask, columns, -1).amax(dim=1)
 
 
+@remembered
 def last_places(mask: Tensor) -> Tensor:
     """(B, T) True at each row's last True place, and nowhere in a row without one."""
     columns = torch.arange(mask.shape[1], device=mask.device)

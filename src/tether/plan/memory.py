@@ -10,6 +10,7 @@ from typing import Any
 from tether.config.recipes import Recipe, RLRecipe
 from tether.learner.adamw import BUCKET
 from tether.learner.quantize import BLOCK
+from tether.models.packed import MOST_WORK
 from tether.plan.activations import Pass, Way
 from tether.plan.shape import Shape
 from tether.plan.work import Work
@@ -21,7 +22,6 @@ CUDA_LIBRARIES = 40 * 2**20  # bytes that the libraries of products take from to
 GRAPHS_OWN = 256 * 2**20  # bytes that captured passes take beside what they keep: work space of each graph, measured
 EIGHT_BIT_MEANS = 2 * (1 + 4 / BLOCK)  # bytes of two codes, and their share of the scales of a block
 MOST_SLOTS = {"cuda": 1024, "mps": 64, "cpu": 64}  # of a sampler that chooses for itself
-SMALL = 4 * 10**11  # tokens x weights up to which a pass is held as graphs, as in tether.models.captured_pass
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ def micro_pass(recipe: Recipe, shape: Shape, work: Work, held: Held, micro_rows:
         rank=recipe.roles.lora_rank if mode == "adapters" else 0,
         recompute=held.checkpointing,
         trains_head=mode == "separate",
-        captured=held.way == "fused" and alike and not held.checkpointing and tokens * weights <= SMALL,
+        captured=held.way == "fused" and alike and not held.checkpointing and tokens * weights <= MOST_WORK,
     )
 
 

@@ -18,6 +18,7 @@ from tether.learner.batching import micro_batches
 from tether.models.heads import ScalarModel
 from tether.models.load import NO_LIMIT, LoadedModel, check_same_vocabulary, choose_pad_id, embedding_count
 from tether.models.lora import CONFIG
+from tether.models.roles import onto
 from tether.rewards.combine import failed
 from tether.types import Rollout, Score, Sequences
 
@@ -71,9 +72,11 @@ class RewardModelReward:
         batch = Sequences(tokens=pad_right(rows, self.vocabulary.pad_id), attention_mask=mask, response_mask=mask)
         scores = torch.zeros(len(rows))
         device = self.model.head.weight.device
+        found: list[tuple[Tensor, Tensor]] = []
         for places in micro_batches(batch, self.micro_tokens):
-            micro = batch.select(places).trimmed().to(device)
-            scores[places] = self.model(micro).scores.float().cpu()
+            found.append((places, self.model(onto(batch.select(places).trimmed(), device)).scores.float()))
+        for places, part in found:  # once all are under way: each look makes the host wait for the device
+            scores[places] = part.cpu()
         return scores.tolist()
 
 

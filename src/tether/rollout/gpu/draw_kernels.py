@@ -12,20 +12,23 @@ from tether.rollout.gpu.matmul_kernels import begin, let_next_start, wait_for_in
 
 @triton.jit
 def block_sums_kernel(
-    logits, temperature, highest, sums, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr, EARLY: tl.constexpr
-):
-    # For one slot and one block of ids: the highest z = logit / temperature, and the sum of exp(z - highest).
+    logits, temperature, highest, sums, V: tl.constexpr, BLOCKS: tl.constexpr, BLOCK: tl.constexpr,
+    EACH: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # For one slot and EACH blocks of ids: the highest z = logit / temperature, and the sum of exp(z - highest).
     begin(EARLY)
-    slot, block = tl.program_id(0), tl.program_id(1)
-    token = block * BLOCK + tl.arange(0, BLOCK)
+    slot = tl.program_id(0)
+    block = tl.program_id(1) * EACH + tl.arange(0, EACH)
+    token = block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
     wait_for_inputs(EARLY)
     at = logits + slot.to(tl.int64) * V + token
     z = tl.load(at, mask=token < V, other=-float("inf")).to(tl.float32) / tl.load(temperature)
     let_next_start(EARLY)
-    top = tl.max(z, 0)
+    top = tl.max(z, 1)
     centre = tl.where(top == -float("inf"), 0.0, top)  # so that a block of impossible ids sums to 0, not to NaN
-    tl.store(highest + slot * BLOCKS + block, top)
-    tl.store(sums + slot * BLOCKS + block, tl.sum(tl.exp(z - centre), 0))
+    valid = block < BLOCKS
+    tl.store(highest + slot * BLOCKS + block, top, mask=valid)
+    tl.store(sums + slot * BLOCKS + block, tl.sum(tl.exp(z - centre[:, None]), 1), mask=valid)
 
 
 @triton.jit

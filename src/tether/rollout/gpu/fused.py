@@ -18,6 +18,7 @@ from tether.rollout.gpu.fused_slots import copy_slots, draw
 from tether.rollout.gpu.layers import MOST_RANK, Layer, Linear, Trunk
 from tether.rollout.gpu.state import PARTS, PROCESSORS, SPLITS, Cache, SlotState, Workspace
 from tether.rollout.gpu.tiles import (
+    ROUNDED,
     TILES,
     WIDE,
     ahead,
@@ -187,16 +188,17 @@ def linear(work: Workspace, n: int, module: Linear, x: Tensor) -> Tensor:
     most, columns, inner, warps, stages = tile(key, n)
     inner = inner if width % inner == 0 else 64
     rows = tile_rows(n, most)
-    split = split_of(-(-n // rows) * -(-size // columns), width // inner, len(work.parts) // n)
+    out = work.rounded_parts if n > ROUNDED else work.parts
+    split = split_of(-(-n // rows) * -(-size // columns), width // inner, len(out) // n)
     stages = stages_within(stages, (rows + columns) * inner, x)
     weight, bias = module.weight, module.bias
     matmul_kernels.linear_kernel[(-(-n // rows), -(-size // columns), split)](
         described(x, rows, inner), described(weight, columns, inner), weight,
-        weight if bias is None else bias, work.parts, n, n * size, work.thin, *ups(work, module), work.thin.stride(0),
+        weight if bias is None else bias, out, n, n * size, work.thin, *ups(work, module), work.thin.stride(0),
         N=size, K=width, HAS_BIAS=bias is not None, BM=rows, BN=columns, BK=inner, SPLIT=split, AHEAD=ahead(n),
         num_warps=warps, num_stages=stages, **adapters, **launch(n),
     )  # fmt: skip
-    return work.parts[: split * n].view(split, n, size)
+    return out[: split * n].view(split, n, size)
 
 
 def logits(work: Workspace, n: int, trunk: Trunk) -> None:

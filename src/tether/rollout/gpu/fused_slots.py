@@ -11,6 +11,7 @@ from tether.rollout.gpu import draw_kernels, slot_kernels
 from tether.rollout.gpu.state import BLOCK, Cache, SlotState, Workspace
 from tether.rollout.gpu.tiles import launch, power_of_two
 
+SUMMED = 4  # blocks of ids that one program sums
 COPIED = 4096  # numbers of a slot that one program copies
 
 
@@ -24,8 +25,8 @@ def draw(work: Workspace, n: int, state: SlotState, sampling: Sampling) -> None:
     truncated = not greedy and (bool(sampling.top_k) or sampling.top_p < 1.0)
     shift = 16 if work.logits.dtype == torch.bfloat16 else 0
     shape = {"V": vocabulary, "BLOCKS": blocks, "BLOCK": BLOCK}
-    draw_kernels.block_sums_kernel[(n, blocks)](
-        work.logits, state.temperature, work.highest, work.sums, **shape, num_warps=4, **launch(n)
+    draw_kernels.block_sums_kernel[(n, -(-blocks // SUMMED))](
+        work.logits, state.temperature, work.highest, work.sums, **shape, EACH=SUMMED, num_warps=4, **launch(n)
     )
     if truncated:
         draw_kernels.truncate_kernel[(n,)](

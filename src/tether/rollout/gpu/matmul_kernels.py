@@ -285,7 +285,7 @@ def add_norm_kernel(
         x = tl.load(hidden + at, mask=valid, other=0.0).to(tl.float32)
         added = tl.zeros((BLOCK,), tl.float32)
         for part in tl.static_range(PARTS):
-            added += tl.load(parts + part * stride_part + at, mask=valid, other=0.0)
+            added += tl.load(parts + part * stride_part + at, mask=valid, other=0.0).to(tl.float32)
         if AFTER:
             added = added.to(dtype).to(tl.float32)
             size = tl.rsqrt(tl.sum(added * added, 0) / H + after_epsilon)

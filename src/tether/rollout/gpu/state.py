@@ -93,6 +93,8 @@ class Workspace:
         self.query, self.mixed = empty(rows, features), empty(rows, features)
         self.inner = empty(rows, trunk.inner)
         self.parts = empty(max(PARTS * min(rows, PART_ROWS), rows), trunk.hidden, dtype=torch.float32)
+        # with many slots the parts of a sum are rounded as a linear layer's output would be: half as much to move
+        self.rounded_parts = self.parts.view(trunk.dtype).view(-1, trunk.hidden)
         self.thin = empty(PARTS, rows, 3, MOST_RANK, dtype=torch.float32)  # adapters' inner states, in parts
         self.logits = empty(rows, trunk.vocabulary)
         blocks = -(-trunk.vocabulary // BLOCK)

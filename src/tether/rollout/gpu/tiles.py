@@ -14,6 +14,7 @@ from tether.rollout.gpu.state import PARTS, PROCESSORS
 FEW = 32  # slots up to which a step is bound by how soon it asks for the weights, not by how fast it reads them
 AHEAD = 4  # lines of each row of a weight that are asked for before the kernel's inputs are there
 AHEAD_FEW = 8
+ROUNDED = 64  # slots above which a sum's parts are rounded to the model's type
 WIDE = 4096 * 2048  # numbers in a weight from which larger tiles pay
 # rows, columns, inner, warps, stages of a tile; "project": a head has its columns; "attend": columns of the cache
 TILES: dict[str, tuple[int, ...]] = {
@@ -23,7 +24,7 @@ TILES: dict[str, tuple[int, ...]] = {
     "gated": (64, 64, 64, 4, 4),
     "gated wide": (128, 128, 64, 8, 4),
     "gated few": (32, 32, 256, 4, 4),
-    "gated wide few": (32, 64, 128, 4, 5),
+    "gated wide few": (32, 64, 256, 4, 3),
     "linear": (64, 64, 64, 4, 4),
     "linear wide": (128, 64, 64, 4, 4),
     "linear widest": (128, 128, 64, 4, 4),
