@@ -190,8 +190,9 @@ class GpuBatch:
     def _answers(self) -> list[Draw]:
         owners = [sequence for sequences, _ in self.ended for sequence in sequences]
         columns = zip(*(tables for _, tables in self.ended), strict=True)
-        lengths, tokens, behavior, untruncated = (torch.cat(column).cpu() for column in columns)
+        lengths, *tables = (torch.cat(column).cpu() for column in columns)
+        rows = zip(owners, lengths.tolist(), *(table.unbind() for table in tables), strict=True)
         found: dict[int, Draw] = {}
-        for row, (sequence, length) in enumerate(zip(owners, lengths.tolist(), strict=True)):
-            found[sequence] = Draw(tokens[row, :length], behavior[row, :length], untruncated[row, :length])
+        for sequence, length, *drawn in rows:
+            found[sequence] = Draw(*(row if length == self.room else row[:length] for row in drawn))
         return [found[sequence] for sequence in range(len(owners))]
