@@ -9,6 +9,7 @@ from torch import Tensor
 from tether.models.layer_kernels import (
     add_norm_backward_kernel,
     add_norm_kernel,
+    column_sum_kernel,
     gate_backward_kernel,
     gate_kernel,
     rotate_kernel,
@@ -47,7 +48,15 @@ def add_norm_backward(
             grad_normed.contiguous(), grad_normed if past is None else past, added, weight, inverse, grad, partial,
             rows, width, PASSES=past is not None, WEIGHTS=learns, BLOCK=_power_of_two(width), num_warps=_warps(width),
         )  # fmt: skip
-    return grad, partial.sum(dim=0) if learns else None
+    return grad, _column_sums(partial) if learns else None
+
+
+def _column_sums(numbers: Tensor) -> Tensor:
+    """(width,) the sums of fp32 numbers (rows, width)."""
+    rows, width = numbers.shape
+    sums = torch.empty(width, dtype=torch.float32, device=numbers.device)
+    column_sum_kernel[(-(-width // 32),)](numbers, sums, rows, width, ROWS=128, COLUMNS=32, num_warps=4)
+    return sums
 
 
 def rotate(query: Tensor, key: Tensor, asked: tuple[Tensor, Tensor], angles: tuple[Tensor, Tensor], way: float) -> None:

@@ -57,6 +57,18 @@ def add_norm_backward_kernel(
 
 
 @triton.jit
+def column_sum_kernel(numbers, sums, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """Sums of the columns of a float32 matrix (rows, width); a program has COLUMNS of them, and adds in one order."""
+    columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros([ROWS, COLUMNS], dtype=tl.float32)
+    for first in range(0, rows, ROWS):
+        row = first + tl.arange(0, ROWS)[:, None]
+        real = (row < rows) & (columns[None, :] < width)
+        total += tl.load(numbers + row * width + columns[None, :], mask=real, other=0.0)
+    tl.store(sums + columns, tl.sum(total, axis=0), mask=columns < width)
+
+
+@triton.jit
 def turn_heads(x, cos, sin, row, heads, way, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
     """One token's heads in place: pairs (i, i + D/2) turned by the token's angles, forward or (way = -1) back."""
     head, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
