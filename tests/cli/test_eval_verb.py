@@ -46,6 +46,7 @@ def test_one_model_on_a_file(capsys):
     assert {key: found[key] for key in ("prompts", "samples", "temperature", "max_new_tokens", "seed", "level")} == {
         "prompts": 4, "samples": 2, "temperature": 1.0, "max_new_tokens": 6, "seed": 5, "level": 0.95,
     }  # fmt: skip
+    assert found["dtype"] == "float32"
     [model] = found["models"]
     assert set(model["metrics"]) == {
         *("rouge1", "rouge2", "rougeL", "ended", "length", "repetition", "distinct_1", "distinct_2"),

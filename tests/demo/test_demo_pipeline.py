@@ -13,6 +13,7 @@ from tether.config.load import load_settings
 from tether.demo.pipeline import run_demo
 from tether.demo.rater import PersonRater, StandInRater
 from tether.demo.rule import parts_of, rule_score
+from tether.demo.stages import Places, ppo_stage, reward_stage, sft_stage
 from tether.demo.task import DemoTask
 from tether.errors import ConfigError
 from tether.runs.read import open_workspace, read_run
@@ -150,3 +151,12 @@ def test_a_folder_that_is_no_demo_is_left_alone(small, tmp_path):
     with pytest.raises(ConfigError, match="not an earlier demo"):
         run_demo(small, human=False, json_output=True)
     assert (tmp_path / "demo" / "thesis.txt").exists()
+
+
+def test_the_demo_is_held_in_float32_on_every_device(tmp_path):
+    recipe = load_settings(DemoRecipe, RECIPE)
+    stages = [stage(recipe, Places(tmp_path)) for stage in (sft_stage, reward_stage, ppo_stage)]
+    assert [stage.model.dtype for stage in stages] == ["float32"] * 3
+    assert stages[-1].reward.parts[0].dtype == "float32"
+    aloud = load_settings(DemoRecipe, RECIPE, ["--ppo.model.dtype", "bfloat16"])
+    assert ppo_stage(aloud, Places(tmp_path)).model.dtype == "bfloat16"

@@ -27,7 +27,6 @@ from tether.models.load import (
     disable_dropout,
     load_causal_lm,
     resolve_device,
-    resolve_dtype,
     train_every_embedding,
 )
 from tether.models.tiny import tiny_model, tiny_tokenizer
@@ -148,12 +147,6 @@ def test_devices(monkeypatch: pytest.MonkeyPatch):
 def test_half_precision_is_refused_on_the_cpu(dtype: str | torch.dtype):
     with pytest.raises(ValueError, match="use float32 on CPU"):
         load_causal_lm("tiny-bytes", dtype=dtype, device="cpu", seed=0)
-
-
-def test_dtypes():
-    assert resolve_dtype("bfloat16", torch.device("cuda")) is torch.bfloat16
-    with pytest.raises(ValueError, match=r"model\.dtype is 'int8'"):
-        resolve_dtype("int8", torch.device("cpu"))
 
 
 def small(**options: object) -> LlamaForCausalLM:

@@ -58,6 +58,7 @@ def kept_bytes(run, parameters) -> int:
 def test_activations_are_what_autograd_keeps(mode, critic, kv_heads):
     rows, prompt, new = 8, 24, 40
     flags = {
+        "model.dtype": "float32",
         "roles.mode": mode,
         "roles.critic": critic,
         "roles.top_layers": "2",
@@ -87,7 +88,7 @@ def test_activations_are_what_autograd_keeps(mode, critic, kv_heads):
 
 def test_layers_that_are_run_again_keep_two_numbers_of_width_a_token():
     shape = Shape.of(wide_model(6).model)
-    recipe = load_recipe("ppo", None, [])
+    recipe = load_recipe("ppo", None, ["--model.dtype=float32"])
     work = work_of(recipe, Lengths.assumed(24, "as given"))
     one = micro_pass(recipe, shape, work, Held.of(recipe, shape, "cpu"), 8)
     again = dataclasses.replace(one, recompute=True)

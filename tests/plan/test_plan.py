@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
 
 from tether.cli import main
 from tether.config.load import load_recipe
 from tether.errors import ConfigError
+from tether.models.precision import with_precision
 from tether.plan.advice import advice
 from tether.plan.machine import Machine, machine_for, parse_memory
 from tether.plan.measured import Measured
@@ -36,7 +38,7 @@ def billion() -> Shape:
 
 
 def plan_of(*flags: str, method: str = "ppo", machine: Machine = BIG, prompt: int = 128):
-    recipe = load_recipe(method, None, [*flags])
+    recipe = with_precision(load_recipe(method, None, [*flags]), torch.device(machine.kind))
     return recipe, make_plan(recipe, billion(), Lengths.assumed(prompt, "as given"), machine)
 
 
@@ -158,6 +160,25 @@ def test_the_command_prints_a_table_in_plain_words(capsys, monkeypatch):
     assert "64 rollouts, 2 epochs, minibatches of 64: 2 steps" in text
     assert "It fits" in text
     assert main(["plan", "recipes/ppo-lora-1gpu.yaml", "--model.path", "tiny-bytes", "--device", "cuda"]) == 2
+
+
+def test_a_plan_says_in_which_precision_weights_are_held(capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "140")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    elsewhere = ["plan", "ppo", "--device", "cuda", "--memory", "24GiB", "--reward.parts=[{kind: model, path: x}]"]
+    assert main(elsewhere) == 0
+    assert "parameters, bfloat16) on a CUDA device" in capsys.readouterr().out
+
+    def weights(*words: str) -> tuple[str, int, int]:
+        assert main([*words, "--json"]) == 0
+        told = json.loads(capsys.readouterr().out)
+        held = {role["role"]: role["weights"] for role in told["roles"]}
+        return told["model"]["dtype"], held["policy"], held["reward"]
+
+    half, policy, reward = weights(*elsewhere)
+    assert half == "bfloat16"
+    assert weights(*elsewhere, "--model.dtype", "float32") == ("float32", 2 * policy, reward)
+    assert weights("plan", "ppo", "--device", "cpu", elsewhere[-1]) == ("float32", 2 * policy, 2 * reward)
 
 
 def test_the_command_gives_json_and_advice(capsys):

@@ -7,10 +7,11 @@ from typing import ClassVar
 from pydantic import Field
 
 from tether.config.base import Count, Fraction, Positive, PositiveFloat, Settings
-from tether.config.parts import DataSettings
+from tether.config.parts import DataSettings, ModelSettings
 from tether.config.recipes import PPORecipe, RewardRecipe, SFTRecipe
 
 FILLED_IN = DataSettings(train="(the demo's own)")
+TUNED_IN = ModelSettings(dtype="float32")  # on every device: its rates and steps were found so
 
 
 class RaterSettings(Settings):
@@ -44,8 +45,8 @@ class DemoRecipe(Settings):
     name: str = Field(default="demo", description="The demo's folder.")
     directory: str = Field(default="runs", description="Where runs are kept.")
     seed: int = Field(default=0, ge=0, description="Everything random follows from it.")
-    sft: SFTRecipe = Field(default_factory=lambda: SFTRecipe(data=FILLED_IN))
+    sft: SFTRecipe = Field(default_factory=lambda: SFTRecipe(data=FILLED_IN, model=TUNED_IN))
     rater: RaterSettings = Field(default_factory=RaterSettings)
-    reward: RewardRecipe = Field(default_factory=lambda: RewardRecipe(data=FILLED_IN))
-    ppo: PPORecipe = Field(default_factory=PPORecipe)
+    reward: RewardRecipe = Field(default_factory=lambda: RewardRecipe(data=FILLED_IN, model=TUNED_IN))
+    ppo: PPORecipe = Field(default_factory=lambda: PPORecipe(model=TUNED_IN))
     judging: JudgingSettings = Field(default_factory=JudgingSettings)

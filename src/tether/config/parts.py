@@ -16,7 +16,10 @@ class ModelSettings(Settings):
     path: str = Field(
         default="tiny-bytes", description="A folder, a Hugging Face id, or tiny-bytes (random, byte-level)."
     )
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Precision of the weights.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto",
+        description="Precision of the weights; auto is bfloat16 on a CUDA device that computes in it, else float32.",
+    )
     device: str = Field(default="auto", description="auto picks CUDA, then MPS, then CPU; or name one, such as cuda:1.")
     attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="Attention kernels.")
     gradient_checkpointing: bool = Field(

@@ -120,6 +120,8 @@ class TRPORecipe(RLRecipe):
     """A hard trust region. The critic is a model of its own: the trust region is over the policy's parameters alone."""
 
     method: ClassVar[str] = "trpo"
+    # Its step is written into the weights themselves: no float32 copy catches what bfloat16 would round away.
+    model: ModelSettings = Field(default_factory=lambda: ModelSettings(dtype="float32"))
     trpo: TRPOSettings = Field(default_factory=TRPOSettings)
 
     @model_validator(mode="after")

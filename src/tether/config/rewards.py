@@ -38,7 +38,9 @@ class ModelPart(Part):
 
     kind: Literal["model"]
     path: str = Field(description="The folder of a saved reward model, such as runs/reward/model.")
-    dtype: Literal["float32", "bfloat16"] = Field(default="float32", description="Precision of its weights.")
+    dtype: Literal["auto", "float32", "bfloat16"] = Field(
+        default="auto", description="Precision of its weights; auto as for model.dtype, on its own device."
+    )
     device: str = Field(default="auto", description="auto is where the policy is; or name one, such as cuda:1.")
     micro_tokens: Positive = Field(default=8192, description="Padded tokens in one forward pass.")
     shared: bool = Field(

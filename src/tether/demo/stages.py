@@ -86,7 +86,7 @@ def ppo_stage(recipe: DemoRecipe, places: Places) -> PPORecipe:
     """PPO against the reward model. The true rule is measured beside it with weight 0: the policy never feels it."""
     ppo = recipe.ppo
     shared = ppo.roles.mode != "separate"
-    proxy = ModelPart(kind="model", name="proxy", path=places.model("reward"), shared=shared)
+    proxy = ModelPart(kind="model", name="proxy", path=places.model("reward"), dtype=ppo.model.dtype, shared=shared)
     truth = TaskPart(kind="task", name="true", weight=0.0)
     return ppo.model_copy(
         update={

@@ -89,6 +89,7 @@ def _table(report: Report) -> Table:
     settings = report.settings
     sampled = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
     title = f"{settings['prompts']} prompts x {settings['samples']}, {sampled}, seed {settings['seed']}"
+    title += f", {settings['dtype']}"
     table = Table(title=f"{title}; {LEVEL:.0%} intervals", title_justify="left")
     table.add_column("")
     for evaluation in report.evaluations:

@@ -24,6 +24,7 @@ from tether.loops.evaluate import Evaluation, WinRate, compare, differences, eva
 from tether.loops.judges import Judge, RemoteJudge, ScoreJudge
 from tether.metrics.intervals import Estimate
 from tether.models.load import LoadedModel, check_same_vocabulary, load_causal_lm
+from tether.models.precision import AUTO, dtype_name
 from tether.protocols import RewardFn, Sampling
 from tether.rewards.build import build_reward, function_reward
 from tether.rewards.model import RewardModelReward
@@ -101,6 +102,7 @@ def evaluate(options: argparse.Namespace, console: Console) -> Report:
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens,
         "seed": options.seed,
+        "dtype": dtype_name(models[0].model.dtype),
     }
     return Report(tuple(evaluations), apart, wins, settings, tuple(dict.fromkeys(notices)))
 
@@ -156,7 +158,17 @@ def _of_run(config: dict[str, Any], policy: LoadedModel, seed: int) -> Question:
     if settings.prompts:
         raise UsageError(f"the run was trained on {settings.prompts}: name other prompts with --prompts FILE")
     question = _of_task(settings)
+    parts = tuple(held_here(part) for part in parts)
     return Question(question.prompts, build_reward(parts, own=question.reward, policy=policy, seed=seed))
+
+
+def held_here(part: Any) -> Any:
+    """A part of a run's reward, as it can be held on this machine, whatever device the run was on.
+
+    A reward model in bfloat16 stays in it where the device computes in it, and is in float32 elsewhere.
+    """
+    bfloat16 = isinstance(part, ModelPart) and part.dtype == "bfloat16"
+    return part.model_copy(update={"dtype": AUTO}) if bfloat16 else part
 
 
 def default_judges(question: Question) -> list[str]:
@@ -176,7 +188,7 @@ def find_judge(spec: str, options: argparse.Namespace, question: Question, model
             token = token_from(options.judge_token_env)
             return NamedJudge(spec, RemoteJudge(part, token=token, seed=options.seed), None)
         if Path(spec).expanduser().is_dir():
-            reward = _reward_model(spec, models)
+            reward = _reward_model(spec, options.dtype, models)
         elif ":" in spec:
             reward = function_reward(FunctionPart(kind="function", function=spec, takes="text"))
         else:
@@ -186,9 +198,10 @@ def find_judge(spec: str, options: argparse.Namespace, question: Question, model
     return NamedJudge(spec, ScoreJudge(reward), reward)
 
 
-def _reward_model(folder: str, models: Sequence[LoadedModel]) -> RewardModelReward:
+def _reward_model(folder: str, dtype: Any, models: Sequence[LoadedModel]) -> RewardModelReward:
     """It reads token ids, so every model must share its vocabulary."""
-    reward = RewardModelReward.load(ModelPart(kind="model", path=find_model(folder)), models[0])
+    part = ModelPart(kind="model", path=find_model(folder), dtype=dtype)
+    reward = RewardModelReward.load(part, models[0])
     for model in models[1:]:
         check_same_vocabulary(model, reward.vocabulary, f"reward model {folder}")
     return reward

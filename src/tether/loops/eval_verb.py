@@ -50,7 +50,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """How models are held; `tether chat` has these too."""
     held = parser.add_argument_group("how models are held")
-    held.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="precision (float32)")
+    held.add_argument(
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="precision; auto is bfloat16 on a CUDA device that computes in it, else float32",
+    )
     held.add_argument("--device", default="auto", help="auto picks CUDA, then MPS, then CPU")
     held.add_argument("--max-batch", type=count, metavar="N", help="answers decoded at once (64; on a GPU what fits)")
 

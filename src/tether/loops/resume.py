@@ -13,6 +13,8 @@ from tether.errors import ConfigError, UsageError
 from tether.loops.build import load_policy
 from tether.loops.run import Forked, run_recipe
 from tether.loops.training import build_training
+from tether.models.load import resolve_device
+from tether.models.precision import AUTO
 from tether.models.save import save_model
 from tether.runs import checkpoints
 from tether.runs.folder import RECIPE, RunFolder, is_run, recipe_record, run_path
@@ -56,7 +58,8 @@ def _workspace_around(folder: Path, name: str | None) -> Path:
 
 def resume_run(words: str, directory: str, *, json_output: bool) -> int:
     """Go on with a run to its last step."""
-    return run_recipe(stored_recipe(run_folder(words, directory)), json_output=json_output, resume=True)
+    folder = run_folder(words, directory)
+    return _go_on(stored_recipe(folder), folder, json_output=json_output)
 
 
 def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
@@ -66,14 +69,22 @@ def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
     folder = run_path(recipe)
     if not is_run(folder):
         return run_recipe(recipe, json_output=json_output)
-    before, now = _flat(recipe_record(stored_recipe(folder))), _flat(recipe_record(recipe))
-    where = ("run.directory", "run.name")  # which may be spelt in many ways; the folder is the same
-    changed = [key for key, value in now.items() if key not in where and before.get(key) != value]
+    stored = stored_recipe(folder)
+    before, now = _flat(recipe_record(stored)), _flat(recipe_record(recipe))
+    changed = [key for key in {**before, **now} if not _agree(key, before.get(key), now.get(key))]
     if changed:
         raise ConfigError(
             f"{folder} was begun with another recipe ({', '.join(changed)} differ): give it another run.name, or "
             f"branch off with `tether fork {folder}`"
         )
+    # As it is recorded, precisions and all; but for a database's password, which is not.
+    begun = stored.model_copy(update={"run": recipe.run, "store": recipe.store})
+    return _go_on(begun, folder, json_output=json_output)
+
+
+def _go_on(recipe: Recipe, folder: Path, *, json_output: bool) -> int:
+    if not RunFolder(folder).is_finished:
+        check_precision(recipe, folder)
     return run_recipe(recipe, json_output=json_output, resume=True)
 
 
@@ -88,6 +99,7 @@ def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str],
     child = change_settings(parent.model_copy(update={"run": named}), flags)
     if checkpoint.step >= child.run.steps:
         raise ConfigError(f"run.steps is {child.run.steps}, and step {checkpoint.step} is not before it: set it higher")
+    check_precision(child, folder)
     return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, parent_name, str(folder)))
 
 
@@ -100,12 +112,31 @@ def export_checkpoint(options: argparse.Namespace) -> int:
         raise UsageError(f"--model: {target} exists already; name a new folder")
     checkpoint = checkpoints.read(_checkpoint_at(folder, options.checkpoint if options.checkpoint >= 0 else None))
     recipe = stored_recipe(folder)
+    check_precision(recipe, folder)
     policy = load_policy(recipe)
     training = build_training(recipe, policy)
     training.restore(checkpoint)
     save_model(training.model, policy.tokenizer, target)
     print(json.dumps({"model": str(target), "step": checkpoint.step}) if options.json else f"model: {target}")
     return 0
+
+
+def check_precision(recipe: Recipe, folder: Path) -> None:
+    """Refuse to go on where the device cannot compute in the run's precision: a checkpoint's weights keep theirs."""
+    device = resolve_device(recipe.model.device)
+    if device.type == "cpu" and recipe.model.dtype == "bfloat16":
+        raise ConfigError(
+            f"{folder} was begun in bfloat16, which is slow and imprecise on the CPU, and its checkpoints stay in it: "
+            "go on on a CUDA device, or start a new run here"
+        )
+
+
+def _agree(key: str, before: object, now: object) -> bool:
+    """Whether a key of a recipe leaves a run as it was begun."""
+    if key in ("run.directory", "run.name"):  # which may be spelt in many ways; the folder is the same
+        return True
+    chosen_then = key.endswith("dtype") and now == AUTO  # and recorded as what it was where the run began
+    return chosen_then or before == now
 
 
 def _checkpoint_at(folder: Path, step: int | None) -> Path:
@@ -122,10 +153,10 @@ def _checkpoint_at(folder: Path, step: int | None) -> Path:
 
 
 def _flat(record: object, prefix: str = "") -> dict[str, object]:
-    """A nested record by dotted keys."""
-    if not isinstance(record, dict):
+    """A nested record by dotted keys; the items of a list by their places."""
+    if not isinstance(record, dict | list):
         return {prefix: record}
     flat: dict[str, object] = {}
-    for key, value in record.items():
+    for key, value in record.items() if isinstance(record, dict) else enumerate(record):
         flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
     return flat

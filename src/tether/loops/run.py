@@ -22,6 +22,8 @@ from tether.loops.session import Session
 from tether.loops.state import seed_everything
 from tether.loops.training import build_training
 from tether.models.digest import weights_digest
+from tether.models.load import resolve_device
+from tether.models.precision import precision_notice, with_precision
 from tether.plan.shape import Shape
 from tether.plan.table import plan_text
 from tether.runs.checkpoints import Checkpoint
@@ -102,12 +104,14 @@ def train_recipe(
     if resume and (folder := RunFolder(run_path(recipe))).is_finished:
         return Trained(folder, recipe.run.steps)
     seed_everything(recipe.run.seed)
+    asked, recipe = recipe, with_precision(recipe, resolve_device(recipe.model.device))
     policy = load_policy(recipe)
     loaded = weights_digest(policy.model)
     shape = Shape.of(policy.model)
     training = build_training(recipe, policy)
-    for notice in (*policy.notices, *training.notices):
-        notify(notice)
+    for notice in (precision_notice(asked, recipe), *policy.notices, *training.notices):
+        if notice is not None:
+            notify(notice)
     workspace_at(recipe.run.directory, recipe.store.url).name_of(run_path(recipe))
     if forked is not None:
         training.restore(forked.checkpoint)

@@ -162,6 +162,8 @@ class Session:
         if changed:
             words = ", ".join(f"{name} {before.get(name)} -> {self._environment.get(name)}" for name in changed)
             self._trouble(f"Since the run was stopped its ground has changed ({words}): the last bits may differ.")
+        if "device" in changed:
+            self._trouble(f"The run was begun in {self.recipe.model.dtype} and goes on in it.")
 
     # -- step by step -------------------------------------------------------------------------------------------------
 

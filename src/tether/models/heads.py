@@ -14,8 +14,9 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from tether.errors import ConfigError
 from tether.models.forward import OutputLayer, trunk_of
-from tether.models.load import disable_dropout, resolve_device, resolve_dtype
+from tether.models.load import disable_dropout, resolve_device
 from tether.models.lora import has_lora, save_lora
+from tether.models.precision import resolve_dtype
 from tether.models.trunks import Trunk
 from tether.ops.logprobs import spread, states_before
 from tether.ops.masks import last_index, last_places

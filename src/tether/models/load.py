@@ -24,6 +24,7 @@ from transformers.utils import logging as transformers_logging
 from tether.errors import ConfigError
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
 from tether.models.lora import inject_lora, load_config, load_lora, merge_lora, saved_config
+from tether.models.precision import resolve_dtype
 from tether.models.store import resolve_model_path
 from tether.models.tiny import tiny_model, tiny_tokenizer
 
@@ -31,7 +32,6 @@ transformers_logging.disable_progress_bar()  # its bars for reading and writing 
 
 TINY = "tiny-bytes"
 NO_LIMIT = 1 << 30  # the context of a model that states none
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -155,17 +155,6 @@ def resolve_device(device: torch.device | str) -> torch.device:
     if chosen.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("model.device is mps, and this machine offers no MPS device: use auto or cpu")
     return chosen
-
-
-def resolve_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
-    """The dtype named, refused where the device cannot compute in it well."""
-    if isinstance(dtype, str):
-        if dtype not in DTYPES:
-            raise ConfigError(f"model.dtype is {dtype!r}: choose one of {', '.join(DTYPES)}")
-        dtype = DTYPES[dtype]
-    if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-        raise ConfigError(f"model.dtype is {dtype}, which is slow and imprecise on the CPU: use float32 on CPU")
-    return dtype
 
 
 def choose_pad_id(tokenizer: PreTrainedTokenizerBase, end_id: int, embeddings: int) -> tuple[int, str | None]:

@@ -38,16 +38,21 @@ class Machine:
 def machine_for(device: str, dtype: str, memory: str | None = None) -> Machine:
     """The device named, measured where it is here; `memory` plans for another size, such as 24GiB."""
     wanted = parse_memory(memory) if memory else None
-    kind = device.partition(":")[0]
-    if kind == "cuda" and not torch.cuda.is_available():
+    place = planned_device(device)
+    if place.type == "cuda" and not torch.cuda.is_available():
         if wanted is None:
             raise ConfigError("no CUDA device is here: say how much memory to plan for, such as --memory 24GiB")
         rate, bandwidth = STATED["cuda"]
         basis = f"no such device is here; {rate / 1e12:.0f} TFLOP/s and {bandwidth / 1e12:.0f} TB/s are assumed"
         return Machine("cuda", "a CUDA device", wanted, rate, bandwidth, basis)
-    place = resolve_device(device)
     rate, bandwidth, basis = measured(place, dtype)
     return Machine(place.type, device_name(place), wanted or device_memory(place), rate, bandwidth, basis)
+
+
+def planned_device(name: str) -> torch.device:
+    """The device to plan for, as `resolve_device` finds it; a CUDA device need not be here."""
+    absent = name.partition(":")[0] == "cuda" and not torch.cuda.is_available()
+    return torch.device("cuda") if absent else resolve_device(name)
 
 
 def parse_memory(text: str) -> int:

@@ -21,6 +21,7 @@ class Plan:
 
     method: str
     model: str
+    dtype: str  # of the policy's weights
     shape: Shape
     lengths: Lengths
     work: Work
@@ -42,7 +43,7 @@ class Plan:
         """Plain data, sizes in bytes."""
         return {
             "method": self.method,
-            "model": {"path": self.model, "parameters": self.shape.parameters},
+            "model": {"path": self.model, "parameters": self.shape.parameters, "dtype": self.dtype},
             "device": asdict(self.machine),
             "fits": self.fits,
             "roles": [asdict(role) for role in self.memory.roles],
@@ -65,8 +66,9 @@ class Plan:
 
 
 def make_plan(recipe: Recipe, shape: Shape, lengths: Lengths, machine: Machine) -> Plan:
-    """What the recipe will cost there."""
+    """What the recipe will cost there. Its precisions are said aloud: see tether.models.precision.with_precision."""
     work = work_of(recipe, lengths)
     memory = memory_of(recipe, shape, work, machine.kind)
     seconds = seconds_of(recipe, shape, work, memory, machine)
-    return Plan(recipe.method, recipe.model.path, shape, lengths, work, memory, seconds, machine)
+    named = (recipe.method, recipe.model.path, recipe.model.dtype)
+    return Plan(*named, shape, lengths, work, memory, seconds, machine)

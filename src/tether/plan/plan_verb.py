@@ -10,7 +10,7 @@ EPILOG = """A flag sets one key of the recipe, as for tether train: tether plan 
 
 examples:
   tether plan recipes/tiny-ppo.yaml
-  tether plan recipes/ppo-verifiable.yaml --memory 24GiB --device cuda --model.dtype bfloat16
+  tether plan recipes/ppo-verifiable.yaml --memory 24GiB --device cuda
 """
 
 

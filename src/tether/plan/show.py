@@ -14,10 +14,11 @@ from tether.config.load import load_recipe
 from tether.config.read_yaml import read_mapping
 from tether.config.recipes import RECIPES, Recipe, RLRecipe
 from tether.errors import ConfigError, TetherError
+from tether.models.precision import with_precision
 from tether.models.store import EMBEDDED, cached_model
 from tether.models.tiny import tiny_tokenizer
 from tether.plan.advice import advice
-from tether.plan.machine import Machine, machine_for
+from tether.plan.machine import machine_for, planned_device
 from tether.plan.plan import make_plan
 from tether.plan.shape import TINY, shape_of
 from tether.plan.table import plan_text
@@ -32,7 +33,9 @@ def show_plan(options: argparse.Namespace) -> int:
     recipe = recipe_named(options.recipe, options.flags)
     path = find_model(recipe.model.path)
     shape = shape_of(path)
-    machine = _machine(options, recipe)
+    device = planned_device(options.device or recipe.model.device)
+    recipe = with_precision(recipe, device)
+    machine = machine_for(str(device), recipe.model.dtype, options.memory)
     lengths = lengths_of(recipe, path, options.prompt_tokens)
     plan = make_plan(recipe, shape, lengths, machine)
     alone, together = advice(recipe, plan) if not plan.fits else ([], [])
@@ -70,11 +73,6 @@ def method_of(path: str) -> str:
     finally:
         loader.dispose()
     raise ConfigError(f"{path} does not say its method: add a line such as `method: ppo`")
-
-
-def _machine(options: argparse.Namespace, recipe: Recipe) -> Machine:
-    device = options.device or recipe.model.device
-    return machine_for(device, recipe.model.dtype, options.memory)
 
 
 def lengths_of(recipe: Recipe, path: str, given: int | None) -> Lengths:

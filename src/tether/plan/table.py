@@ -35,7 +35,7 @@ def size(number: int | float) -> str:
 def _roles(plan: Plan) -> Table:
     millions = plan.shape.parameters / 1e6
     count = f"{millions / 1e3:.2f} billion" if millions >= 1e3 else f"{millions:.1f} million"
-    title = f"{plan.method} with {plan.model} ({count} parameters) on {plan.machine.name}"
+    title = f"{plan.method} with {plan.model} ({count} parameters, {plan.dtype}) on {plan.machine.name}"
     table = Table("role", "what it is", *COLUMNS, box=None, title=title, title_justify="left", pad_edge=False)
     for column in table.columns[2:]:
         column.justify = "right"

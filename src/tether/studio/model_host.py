@@ -94,7 +94,7 @@ class ModelHost:
         path = Path(find_model(str(folder)))
         key = (str(path), path.stat().st_mtime if path.exists() else 0.0)
         if key not in self._engines:
-            self._engines[key] = NativeEngine(load_causal_lm(str(path), dtype="float32", device="auto", seed=0))
+            self._engines[key] = NativeEngine(load_causal_lm(str(path), dtype="auto", device="auto", seed=0))
             while len(self._engines) > self._most:
                 self._engines.popitem(last=False)
             settle()
