@@ -42,6 +42,12 @@ def test_a_mismatch_is_graver_the_larger_it_is(gap: float, severity: str):
     assert "1.50 at one token" in finding.saw
 
 
+@pytest.mark.parametrize(("gap", "severity"), [(0.04, None), (0.15, "warning"), (0.3, "alarm")])
+def test_bfloat16_is_allowed_the_rounding_that_it_has(gap: float, severity: str | None):
+    verdict = rollout_mismatch(made_up(config={"model": {"dtype": "bfloat16"}}, sampler_gap=gap))
+    assert silent(verdict) if severity is None else found(verdict).severity == severity
+
+
 def test_the_token_with_the_largest_gap_comes_first():
     rollout = answered([7, 8, 9], old_logprob=[-1.0, -2.0, -3.0], untruncated_logprob=[-1.0, -2.9, -3.1])
     finding = found(rollout_mismatch(made_up(rollouts=[rollout], sampler_gap=0.3)))
