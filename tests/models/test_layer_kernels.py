@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3Config, Qwen3Model
 
 if importlib.util.find_spec("triton") is None:
@@ -87,12 +88,16 @@ def trunk(kind: str, adapted: tuple[str, ...] = (), rank: int = 4, alpha: float 
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
-    if adapted:
-        inject_lora(model, lora_config(rank, alpha, list(adapted)), 1)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(0, 0.1)
+    return adapt(model, lora_config(rank, alpha, list(adapted))) if adapted else model
+
+
+def adapt(model: Any, config: LoraConfig) -> Any:
+    """The model with adapters that have learned something."""
+    inject_lora(model, config, 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
     return model
 
 
@@ -141,6 +146,12 @@ def test_whatever_has_adapters_states_and_gradients_are_those_of_the_plain_parts
 def test_adapters_of_any_rank_give_the_plain_gradients(rank: int):
     model = trunk("qwen2", ADAPTED["all"], rank=rank)
     assert_near(*(states_and_gradients(model, way, rows().response_mask) for way in ("plain", "fused")))
+
+
+def test_an_adapter_too_wide_for_a_tile_behind_gates_that_are_not_gives_the_plain_gradients():
+    config = LoraConfig(r=4, target_modules=list(ADAPTED["all"]), rank_pattern={"down_proj": 70})
+    model = adapt(trunk("llama"), config)
+    assert_near(*(states_and_gradients(model, way, None) for way in ("plain", "fused")))
 
 
 def test_what_is_only_looked_at_has_the_same_bits_as_what_is_trained():

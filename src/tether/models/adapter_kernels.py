@@ -75,8 +75,7 @@ def adapted_gate_backward_kernel(
     rank = tl.arange(0, RANKS)
     thin_gate = tile(thin, row, rank, rows, GATE_RANK, GATE_RANK + UP_RANK)
     thin_up = tile(thin + GATE_RANK, row, rank, rows, UP_RANK, GATE_RANK + UP_RANK)
-    if DOWN_RANK:
-        narrow_product = tile(narrow_down, row, rank, rows, DOWN_RANK, DOWN_RANK)
+    narrow_product = tile(narrow_down, row, rank, rows, DOWN_RANK, DOWN_RANK)
     narrow_gate = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     narrow_up = tl.zeros((ROWS, RANKS), dtype=tl.float32)
     first = tl.program_id(1) * span

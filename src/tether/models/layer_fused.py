@@ -167,7 +167,7 @@ def layer_forward(layer: Layer, place: Place, hidden: Tensor, change: Tensor | N
 
 
 def _gated(layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """`(gate, up, their gated product, thin)`; gate and up lack what adapters add where the product's kernel adds it."""
+    """`(gate, up, gated product, thin)`; gate and up lack what adapters add where the product's kernel adds it."""
     readers, adapters = Readers((layer.gate, layer.up)), layer.gate_adapters()
     if adapters is None:
         (opened, up), thin = readers(normed)
