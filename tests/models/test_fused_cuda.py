@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -12,7 +13,9 @@ from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device here", allow_module_level=True)
 
+from tether.models.adapter_gate import GateAdapters
 from tether.models.forward import hidden_states
+from tether.models.linear_parts import Adapter
 from tether.models.lora import inject_lora, lora_config
 from tether.models.packed import packed_states
 from tether.models.roles import Roles, onto
@@ -38,13 +41,13 @@ KINDS: dict[str, tuple[Any, Any]] = {
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def trunk(kind: str, adapters: bool) -> Any:
+def trunk(kind: str, adapters: bool, rank: int = 8, targets: Sequence[str] = LINEAR) -> Any:
     """Weights that are bf16 numbers, held in float32."""
     model_class, config = KINDS[kind]
     torch.manual_seed(0)
     model = model_class(config).cuda().eval()
     if adapters:
-        inject_lora(model, lora_config(8, 16.0, LINEAR), 1)
+        inject_lora(model, lora_config(rank, 16.0, list(targets)), 1)
     for name, parameter in model.named_parameters():
         parameter.data = (torch.randn_like(parameter) * 0.05 if "lora_" in name else parameter.data).bfloat16().float()
     return model
@@ -69,7 +72,20 @@ def distance(found: Any, expected: Any) -> float:
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_as_near_to_float32_as_the_models_own_modules(kind: str, adapters: bool, gaps: bool):
-    exact, batch = trunk(kind, adapters), rows(gaps)
+    assert_as_near_as_the_models_own_modules(trunk(kind, adapters), rows(gaps))
+
+
+@pytest.mark.parametrize("rank", [4, 16, 24, 64, 80])
+def test_adapters_of_any_rank_are_as_near(rank: int):
+    assert_as_near_as_the_models_own_modules(trunk("llama", True, rank), rows(False))
+
+
+@pytest.mark.parametrize("targets", [LINEAR[:4], LINEAR[4:5], LINEAR[4:6], LINEAR[6:], LINEAR[1:5]], ids=" ".join)
+def test_adapters_on_some_layers_are_as_near(targets: list[str]):
+    assert_as_near_as_the_models_own_modules(trunk("qwen2", True, 16, targets), rows(False))
+
+
+def assert_as_near_as_the_models_own_modules(exact: Any, batch: Sequences) -> None:
     fused, own = copy.deepcopy(exact).bfloat16(), copy.deepcopy(exact).bfloat16()
     wanted = batch.response_mask
     weights = torch.randn(4, 70, 256, device="cuda") * wanted[..., None]
@@ -82,6 +98,33 @@ def test_it_is_as_near_to_float32_as_the_models_own_modules(kind: str, adapters:
     gradients = [[p.grad for p in model.parameters() if p.grad is not None] for model in (exact, fused, own)]
     ours, theirs = ([distance(a, b) for a, b in zip(given, gradients[0], strict=True)] for given in gradients[1:])
     assert max(ours) < 1.5 * max(theirs) < 0.06
+
+
+@pytest.mark.parametrize("rank", [16, 24, 64])
+def test_the_adapted_gate_is_that_of_float32_rounded_and_the_same_every_time(rank: int):
+    torch.manual_seed(0)
+    count, width = 1000, 2000  # blocks that are not full, sums in several parts
+    half = [torch.randn(count, width, device="cuda").bfloat16() for _ in range(3)]
+    thin, narrow_down = (torch.randn(count, n * rank, device="cuda").bfloat16() for n in (2, 1))
+    up = [(torch.randn(width, rank, device="cuda") / rank).bfloat16() for _ in range(2)]
+    down = (torch.randn(rank, width, device="cuda") / rank).bfloat16()
+    adapters = GateAdapters(*(Adapter(down, each, 1.5) for each in up), Adapter(down, up[0], 1.5))
+    base = [x.float().requires_grad_() for x in half[:2]]
+    opened, raised = (
+        x + 1.5 * part.float() @ each.float().t() for x, part, each in zip(base, thin.split(rank, 1), up, strict=True)
+    )
+    product = torch.nn.functional.silu(opened) * raised
+    expected = list(torch.autograd.grad(product, base, half[2].float() + narrow_down.float() @ down.float()))
+    expected.append(torch.cat([1.5 * slope @ each.float() for slope, each in zip(expected, up, strict=True)], dim=1))
+    assert distance(adapters.product(half[0], half[1], thin), product.detach()) < 0.004
+    found = []
+    for _ in range(3):
+        again = torch.full_like(half[0], torch.nan)
+        slopes = adapters.backward(half[0], half[1], thin, half[2].clone(), narrow_down, again)
+        found.append([*slopes, again])
+    for got, wanted in zip(found[0], [*expected, product.detach()], strict=True):
+        assert distance(got, wanted) < 0.004
+    assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "run again"])

@@ -10,6 +10,7 @@ from typing import Any
 import numpy
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3Config, Qwen3Model
 
 if importlib.util.find_spec("triton") is None:
@@ -22,7 +23,9 @@ if "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("Triton was imported before it could be told to interpret", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 
-from tether.models import layer_fused, plain_ops
+from tether.models import adapter_gate, layer_fused, plain_ops
+from tether.models.adapter_gate import GateAdapters
+from tether.models.linear_parts import Adapter, Linear
 from tether.models.lora import inject_lora, lora_config
 from tether.models.packed import packed_states
 from tether.ops import logprob_fused
@@ -67,7 +70,17 @@ KINDS: dict[str, tuple[Any, Any]] = {
 }
 
 
-def trunk(kind: str, adapters: bool = False) -> Any:
+MIXED = ("q_proj", "v_proj", "o_proj", "gate_proj", "down_proj")  # a gate whose up has none
+ADAPTED: dict[str, tuple[str, ...]] = {
+    "all": ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
+    "gate and up": ("gate_proj", "up_proj"),
+    "gate": ("gate_proj",),
+    "down": ("down_proj",),
+    "attention": ("q_proj", "k_proj", "v_proj", "o_proj"),
+}
+
+
+def trunk(kind: str, adapted: tuple[str, ...] = (), rank: int = 4, alpha: float = 8.0) -> Any:
     model_class, config = KINDS[kind]
     torch.manual_seed(0)
     model = model_class(config).eval()
@@ -75,12 +88,16 @@ def trunk(kind: str, adapters: bool = False) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:
                 parameter.uniform_(0.5, 1.5)
-    if adapters:
-        inject_lora(model, lora_config(4, 8.0, ["q_proj", "v_proj", "o_proj", "gate_proj", "down_proj"]), 1)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(0, 0.1)
+    return adapt(model, lora_config(rank, alpha, list(adapted))) if adapted else model
+
+
+def adapt(model: Any, config: LoraConfig) -> Any:
+    """The model with adapters that have learned something."""
+    inject_lora(model, config, 1)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(0, 0.1)
     return model
 
 
@@ -105,11 +122,88 @@ def states_and_gradients(model: Any, way: Any, wanted: Any, times: int = 1, reco
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_and_gradients_are_those_of_the_plain_parts(kind: str, adapters: bool, wanted: bool):
-    model, read = trunk(kind, adapters), rows().response_mask if wanted else None
+    model, read = trunk(kind, MIXED if adapters else ()), rows().response_mask if wanted else None
     plain, fused = (states_and_gradients(model, way, read) for way in ("plain", "fused"))
     assert len(plain) > 8
+    assert_near(plain, fused)
+
+
+def assert_near(plain: list[Any], fused: list[Any]) -> None:
     for expected, found in zip(plain, fused, strict=True):
         assert (found - expected).norm() <= 1e-4 * expected.norm()  # float32, whose sums cancel in keys
+
+
+@pytest.mark.parametrize("wanted", [False, True], ids=["all tokens", "wanted"])
+@pytest.mark.parametrize("adapted", ADAPTED)
+def test_whatever_has_adapters_states_and_gradients_are_those_of_the_plain_parts(adapted: str, wanted: bool):
+    model, read = trunk("llama", ADAPTED[adapted], rank=8, alpha=12.0), rows().response_mask if wanted else None
+    plain, fused = (states_and_gradients(model, way, read, times=2) for way in ("plain", "fused"))
+    assert len(plain) == 1 + 2 * 2 * len(ADAPTED[adapted])
+    assert_near(plain, fused)
+
+
+@pytest.mark.parametrize("rank", [4, 16, 24, 65])
+def test_adapters_of_any_rank_give_the_plain_gradients(rank: int):
+    model = trunk("qwen2", ADAPTED["all"], rank=rank)
+    assert_near(*(states_and_gradients(model, way, rows().response_mask) for way in ("plain", "fused")))
+
+
+def test_an_adapter_too_wide_for_a_tile_behind_gates_that_are_not_gives_the_plain_gradients():
+    config = LoraConfig(r=4, target_modules=list(ADAPTED["all"]), rank_pattern={"down_proj": 70})
+    model = adapt(trunk("llama"), config)
+    assert_near(*(states_and_gradients(model, way, None) for way in ("plain", "fused")))
+
+
+def test_what_is_only_looked_at_has_the_same_bits_as_what_is_trained():
+    model, batch = trunk("llama", ADAPTED["all"]), rows()
+    with torch.no_grad():
+        looked = packed_states(model, batch, wanted=None, way="fused")
+    trained, again = (states_and_gradients(model, "fused", None, recompute=again) for again in (False, True))
+    assert looked is not None and torch.equal(looked, trained[0])
+    for before, now in zip(trained, again, strict=True):
+        assert torch.equal(now, before)
+
+
+def gate_adapters(ranks: tuple[int, int, int | None], width: int, hidden: int = 12) -> GateAdapters:
+    """Adapters of gate, up and down; scalings that are no powers of two."""
+    gate, up, down = (
+        None if rank is None else Adapter(torch.randn(rank, into), torch.randn(out, rank) / rank, scaling)
+        for rank, into, out, scaling in zip(
+            ranks, (hidden, hidden, width), (width, width, hidden), (0.7, 1.3, 0.9), strict=True
+        )
+    )
+    linear = [Linear(torch.empty(0), None, adapter) for adapter in (gate, up, down)]
+    found = GateAdapters.of(linear[0], linear[1], linear[2])
+    assert found is not None
+    return found
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["", "product again"])
+@pytest.mark.parametrize("ranks", [(8, 8, 8), (16, 4, 24), (3, 20, None)], ids=str)
+@pytest.mark.parametrize("shape", [(37, 70), (5, 24)], ids=str)
+def test_the_adapted_gate_is_the_plain_product_and_its_slopes(
+    monkeypatch, shape: tuple[int, int], ranks: tuple[int, int, int | None], again: bool
+):
+    monkeypatch.setattr(adapter_gate, "SPAN", 1)  # so that the columns are summed in several parts
+    torch.manual_seed(0)
+    count, adapters = shape[0], gate_adapters(ranks, shape[1])
+    base = [torch.randn(shape, requires_grad=True) for _ in range(2)]
+    thin, grad = torch.randn(count, ranks[0] + ranks[1]), torch.randn(shape)
+    narrow_down = None if ranks[2] is None else torch.randn(count, ranks[2])
+    opened = base[0] + 0.7 * thin[:, : ranks[0]] @ adapters.gate.up.t()
+    raised = base[1] + 1.3 * thin[:, ranks[0] :] @ adapters.up.up.t()
+    product = torch.nn.functional.silu(opened) * raised
+    arriving = grad if narrow_down is None or adapters.down is None else grad + narrow_down @ adapters.down.down
+    expected = torch.autograd.grad(product, base, arriving)
+    narrow = torch.cat([0.7 * expected[0] @ adapters.gate.up, 1.3 * expected[1] @ adapters.up.up], dim=1)
+    gate, up = (x.detach() for x in base)
+    torch.testing.assert_close(adapters.product(gate, up, thin), product.detach())
+    filled = torch.full_like(gate, torch.nan) if again else None
+    found = adapters.backward(gate, up, thin, grad.clone(), narrow_down, filled)
+    for got, wanted in zip(found, (*expected, narrow), strict=True):
+        torch.testing.assert_close(got, wanted, rtol=1e-5, atol=1e-5)
+    if filled is not None:
+        torch.testing.assert_close(filled, product.detach())
 
 
 def test_a_second_micro_batch_adds_to_the_gradient():

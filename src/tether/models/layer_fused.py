@@ -3,7 +3,8 @@
 What only reads and writes is done by Triton kernels, each in one pass over its inputs; products stay with the library.
 The gradient of a weight is added to `.grad` by the product that makes it, and gradients of one input by several
 products likewise. A layer keeps for its backward pass what enters its two norms, queries, keys, values, what attention
-mixed, gates and ups; normed states and the gated product are made again, in one cheap pass each.
+mixed, gates and ups; normed states and the gated product are made again, in one cheap pass each. Where gate and up have
+adapters, what is kept of them is what their weights alone gave (`adapter_gate.py`).
 
 Padding never exists: attention runs over rows laid end to end (torch's own flash attention, which groups query heads
 over a key head by itself).
@@ -12,15 +13,16 @@ over a key head by itself).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
+from tether.models.adapter_gate import GateAdapters
 from tether.models.flash import Attention
 from tether.models.fused_ops import add_norm, add_norm_backward, gate, gate_backward, rotate
-from tether.models.linear_parts import Linear
+from tether.models.linear_parts import Linear, Readers
 from tether.models.packing import Packing, Rows
 from tether.ops.deposit import Gradients
 
@@ -77,6 +79,16 @@ class Layer:
         parts: dict[str, Any] = found | {name: Norm.of(module) for name, module in norms.items()}
         return cls(**parts, width=attention.head_dim, scaling=attention.scaling)
 
+    def readers(self, rows: Rows | None) -> tuple[Readers, Readers | None]:
+        """Who reads the states of the first norm: those of all tokens, and those of `rows` where these are fewer."""
+        if rows is None:
+            return Readers((self.query, self.key, self.value)), None
+        return Readers((self.key, self.value)), Readers((self.query,))
+
+    def gate_adapters(self) -> GateAdapters | None:
+        """The adapters that are added as the gated product is made."""
+        return GateAdapters.of(self.gate, self.up, self.down)
+
     def trained(self) -> list[Tensor]:
         """The tensors that a gradient goes to."""
         norms = (self.before_attention, self.before_mlp, self.query_norm, self.key_norm)
@@ -96,7 +108,7 @@ class Place:
 
 
 class Kept(NamedTuple):
-    """What the backward pass reads; thin products of adapters stand behind the products they belong to."""
+    """What the backward pass reads."""
 
     added: Tensor  # (N, H) what entered the first norm
     inverse: Tensor  # (N,) 1 / its root mean square
@@ -111,13 +123,17 @@ class Kept(NamedTuple):
     again_inverse: Tensor
     gate: Tensor  # (n, I)
     up: Tensor
-    thin: tuple[Tensor | None, ...]  # x A^T of query, key, value, output, gate, up, down
+    thin: Thin
 
 
-def layers_of(trunk: Any) -> list[Layer] | None:
-    """The trunk's layers, or None where one of them is not known."""
-    found = [Layer.of(layer) for layer in trunk.layers]
-    return None if any(layer is None for layer in found) else cast("list[Layer]", found)
+class Thin(NamedTuple):
+    """x A^T of the adapters, by what they read; those of several layers that read the same stand side by side."""
+
+    normed: Tensor | None  # (N, R) of keys and values, and queries before them unless their tokens are fewer
+    asking: Tensor | None  # (n, rank) of queries whose tokens are fewer
+    mixed: Tensor | None  # (n, rank) of the output
+    again: Tensor | None  # (n, R) of gate and up
+    product: Tensor | None  # (n, rank) of down
 
 
 def layer_forward(layer: Layer, place: Place, hidden: Tensor, change: Tensor | None) -> tuple[Tensor, Kept]:
@@ -130,24 +146,36 @@ def layer_forward(layer: Layer, place: Place, hidden: Tensor, change: Tensor | N
     asking, going_on = normed, added
     if rows is not None:
         asking, going_on = normed.index_select(0, rows.tokens), added.index_select(0, rows.tokens)
-    query, thin_query = layer.query(asking)
-    key, thin_key = layer.key(normed)
-    value, thin_value = layer.value(normed)
+    readers, askers = layer.readers(rows)
+    read, thin_normed = readers(normed)
+    asked, thin_asking = askers(asking) if askers is not None else ([], None)
+    query, key, value = *asked, *read
     query, raw_query = _normed_heads(query.unflatten(-1, (-1, width)), layer.query_norm)
     key, raw_key = _normed_heads(key.unflatten(-1, (-1, width)), layer.key_norm)
     value = value.unflatten(-1, (-1, width))
     rotate(query, key, place.asked, place.angles, 1.0)
     mixed, lse = Attention.forward(query, key, value, place.packing, rows, layer.scaling)
-    output, thin_output = layer.output(mixed)
+    (output,), thin_mixed = Readers((layer.output,))(mixed)
     again, normed, again_inverse = add_norm(going_on, output, layer.before_mlp.weight, layer.before_mlp.epsilon)
-    opened, thin_gate = layer.gate(normed)
-    up, thin_up = layer.up(normed)
-    result, thin_down = layer.down(gate(opened, up))
-    thin = (thin_query, thin_key, thin_value, thin_output, thin_gate, thin_up, thin_down)
+    opened, up, product, thin_again = _gated(layer, normed)
+    (result,), thin_product = Readers((layer.down,))(product)
+    thin = Thin(thin_normed, thin_asking, thin_mixed, thin_again, thin_product)
     kept = Kept(
         added, inverse, query, key, value, raw_query, raw_key, mixed, lse, again, again_inverse, opened, up, thin
     )
     return result, kept
+
+
+def _gated(layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """`(gate, up, gated product, thin)`; gate and up lack what adapters add where the product's kernel adds it."""
+    readers, adapters = Readers((layer.gate, layer.up)), layer.gate_adapters()
+    if adapters is None:
+        (opened, up), thin = readers(normed)
+        return opened, up, gate(opened, up), thin
+    thin = readers.thin(normed)
+    assert thin is not None
+    opened, up = (part(normed, None) for part in readers.parts)
+    return opened, up, adapters.product(opened, up, thin), thin
 
 
 def _normed_heads(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
@@ -174,60 +202,61 @@ def layer_backward(
 
 def _mlp_backward(layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, gradients: Gradients) -> Tensor:
     """(n, H) the gradient of what entered the second norm."""
-    *_, thin_gate, thin_up, thin_down = kept.thin
     grad_change = grad_change.contiguous()
-    narrow = layer.down.narrow(grad_change)
-    grad_product = layer.down.grad_input(None, grad_change, narrow)
-    product = torch.empty_like(kept.gate) if layer.down.learns() else None
-    grad_gate, grad_up = gate_backward(kept.gate, kept.up, grad_product, product)
+    reader, readers, norm = Readers((layer.down,)), Readers((layer.gate, layer.up)), layer.before_mlp
+    narrow_down = reader.narrow([grad_change])
+    product = torch.empty_like(kept.gate) if reader.learns() else None
+    slopes, narrow = _gated_backward(layer, kept, grad_change, narrow_down, product)
     if product is not None:
-        layer.down.learn(gradients, grad_change, narrow, product, thin_down)
-    del product, grad_product
-    norm = layer.before_mlp
-    normed = None
-    if layer.gate.learns() or layer.up.learns():
+        reader.learn(gradients, [grad_change], product, kept.thin.product, narrow_down)
+    del product
+    grad_normed = readers.grad_input(slopes, narrow)
+    if readers.learns():
         normed = add_norm(kept.again, None, norm.weight, norm.epsilon)[1]
-    grad_normed: Tensor | None = None
-    for part, grad, thin in ((layer.gate, grad_gate, thin_gate), (layer.up, grad_up, thin_up)):
-        narrow = part.narrow(grad)
-        grad_normed = part.grad_input(grad_normed, grad, narrow)
-        if normed is not None:
-            part.learn(gradients, grad, narrow, normed, thin)
-    assert grad_normed is not None
+        readers.learn(gradients, slopes, normed, kept.thin.again, narrow)
     return norm_backward(norm, grad_normed, grad_hidden, kept.again, kept.again_inverse, gradients)
+
+
+def _gated_backward(
+    layer: Layer, kept: Kept, grad_change: Tensor, narrow_down: Tensor | None, product: Tensor | None
+) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
+    """`((d gate, d up), their narrow products)`; `product`, where there is one, is filled with the gated product."""
+    reader, adapters = Readers((layer.down,)), layer.gate_adapters()
+    if adapters is None:
+        grad = reader.grad_input([grad_change], narrow_down)
+        slopes = gate_backward(kept.gate, kept.up, grad, product)
+        return slopes, Readers((layer.gate, layer.up)).narrow(slopes)
+    assert kept.thin.again is not None
+    apart = adapters.down is None  # what comes through the adapter of down is not the kernel's to add
+    grad = reader.grad_input([grad_change], narrow_down if apart else None)
+    found = adapters.backward(kept.gate, kept.up, kept.thin.again, grad, None if apart else narrow_down, product)
+    return (found.gate, found.up), found.narrow
 
 
 def _attention_backward(
     layer: Layer, place: Place, kept: Kept, grad_again: Tensor, gradients: Gradients, wants_input: bool
 ) -> Tensor | None:
     """(N, H) the gradient of what entered the first norm; None where nobody wants it."""
-    thin_query, thin_key, thin_value, thin_output, *_ = kept.thin
-    rows, norm = place.rows, layer.before_attention
-    narrow = layer.output.narrow(grad_again)
-    grad_mixed = layer.output.grad_input(None, grad_again, narrow)
-    layer.output.learn(gradients, grad_again, narrow, kept.mixed, thin_output)
+    rows, norm, reader = place.rows, layer.before_attention, Readers((layer.output,))
+    narrow = reader.narrow([grad_again])
+    grad_mixed = reader.grad_input([grad_again], narrow)
+    reader.learn(gradients, [grad_again], kept.mixed, kept.thin.mixed, narrow)
     grad_query, grad_key, grad_value = Attention.backward(
         grad_mixed, kept.query, kept.key, kept.value, kept.mixed, kept.lse, place.packing, rows, layer.scaling
     )
     rotate(grad_query, grad_key, place.asked, place.angles, -1.0)
     grad_query = _heads_backward(grad_query, kept.raw_query, layer.query_norm, gradients).flatten(1)
     grad_key = _heads_backward(grad_key, kept.raw_key, layer.key_norm, gradients).flatten(1)
+    grads = [grad_query, grad_key, grad_value.flatten(1)]
     wants = wants_input or norm.weight.requires_grad
-    learns = layer.query.learns() or layer.key.learns() or layer.value.learns()
+    readers, askers = layer.readers(rows)
+    learns = readers.learns() or (askers is not None and askers.learns())
     normed = add_norm(kept.added, None, norm.weight, norm.epsilon)[1] if learns else None
-    asking = normed if normed is None or rows is None else normed.index_select(0, rows.tokens)
-    totals: list[Tensor | None] = [None, None]  # of all tokens, and of those that went on where they are fewer
-    for part, grad, x, thin, which in (
-        (layer.query, grad_query, asking, thin_query, 0 if rows is None else 1),
-        (layer.key, grad_key, normed, thin_key, 0),
-        (layer.value, grad_value.flatten(1), normed, thin_value, 0),
-    ):
-        narrow = part.narrow(grad)
-        if wants:
-            totals[which] = part.grad_input(totals[which], grad, narrow)
-        if x is not None:
-            part.learn(gradients, grad, narrow, x, thin)
-    grad_normed, of_asking = totals
+    of_asking: Tensor | None = None
+    if askers is not None and rows is not None:
+        asking = None if normed is None else normed.index_select(0, rows.tokens)
+        of_asking = _read_backward(askers, [grads.pop(0)], asking, kept.thin.asking, gradients, wants)
+    grad_normed = _read_backward(readers, grads, normed, kept.thin.normed, gradients, wants)
     if grad_normed is None:
         return None
     if rows is not None:
@@ -235,6 +264,16 @@ def _attention_backward(
         grad_normed.index_add_(0, rows.tokens, of_asking)
         grad_again = torch.zeros_like(grad_normed).index_copy_(0, rows.tokens, grad_again)
     return norm_backward(norm, grad_normed, grad_again, kept.added, kept.inverse, gradients)
+
+
+def _read_backward(
+    readers: Readers, grads: list[Tensor], x: Tensor | None, thin: Tensor | None, gradients: Gradients, wants: bool
+) -> Tensor | None:
+    """The gradient of what layers read, where it `wants` it; they learn where x is given."""
+    narrow = readers.narrow(grads)
+    if x is not None:
+        readers.learn(gradients, grads, x, thin, narrow)
+    return readers.grad_input(grads, narrow) if wants else None
 
 
 def norm_backward(
