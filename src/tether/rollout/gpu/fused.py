@@ -14,6 +14,14 @@ from torch import Tensor, nn
 
 from tether.models.families import Norm
 from tether.rollout.gpu import matmul_kernels, reference, slot_kernels
+from tether.rollout.gpu.fused_prefill import (
+    add_norm_pass,
+    angles_pass,
+    gated_pass,
+    heads_pass,
+    linear_pass,
+    store_pass,
+)
 from tether.rollout.gpu.fused_slots import copy_slots, draw
 from tether.rollout.gpu.layers import MOST_RANK, Layer, Linear, Trunk
 from tether.rollout.gpu.state import PARTS, PROCESSORS, SPLITS, Cache, SlotState, Workspace
@@ -31,6 +39,7 @@ from tether.rollout.gpu.tiles import (
 )
 
 __all__ = ["add_norm", "attend", "copy_slots", "draw", "embed", "gated", "linear", "logits", "project"]
+__all__ += ["add_norm_pass", "angles_pass", "gated_pass", "heads_pass", "linear_pass", "store_pass"]
 
 
 def embed(work: Workspace, n: int, trunk: Trunk, state: SlotState, norm: Norm) -> None:

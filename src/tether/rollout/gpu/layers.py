@@ -20,6 +20,7 @@ from tether.models.families import (
     layer_facts,
     rotary_tables,
 )
+from tether.models.linear_parts import Linear as Product
 
 MOST_RANK = 64  # of an adapter that the kernels compute
 
@@ -41,6 +42,7 @@ class Linear:
 
     def __init__(self, module: Any) -> None:
         self.module = module
+        self.product = Product.of(module)  # the same over many tokens, in fewer passes; None where it is not known
         self.adapter: Adapter | None = None
         base: Any = module
         self.fused = True
