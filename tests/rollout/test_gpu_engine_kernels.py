@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 import os
@@ -138,6 +139,23 @@ def test_adapters_are_added_to_the_prompts_that_are_read(rank: int):
         if isinstance(module, LoraLayer):
             module.enable_adapters(False)  # nothing but the module itself says what it computes then
     assert_prompts_are_cached(model, fused)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2"])
+@torch.inference_mode()
+def test_in_half_precision_fused_reading_is_no_farther_from_the_exact_than_plain_reading(kind: str):
+    model = build(kind, num_hidden_layers=2)
+    for parameter in inject_lora(model, lora_config(20, 30.0, ["q_proj", "k_proj", "up_proj", "down_proj"]), seed=0):
+        parameter.normal_(std=0.05)
+    model.half()  # in this half precision the interpreter rounds as a device does
+    found = []
+    for read, kernels in ((copy.deepcopy(model).double(), reference), (model, reference), (model, fused)):
+        decoder = GpuDecoder(read, 5, 64, 1, kernels=kernels)
+        decoder.prefill(PROMPTS, SLOTS)
+        both = torch.cat([decoder.cache.keys, decoder.cache.values]).double()
+        found.append(torch.cat([both[:, slot, :, : len(ids)] for ids, slot in zip(PROMPTS, SLOTS, strict=True)], dim=2))
+    exact, plain, fast = found
+    assert 0.0 < (fast - exact).norm() <= 1.1 * (plain - exact).norm()
 
 
 def exact_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
