@@ -1,6 +1,7 @@
 """A decode step's parts by Triton kernels, with the same names and meanings as in `reference.py`.
 
 A part that a kernel does not cover (an adapter of an unusual kind, an odd shape) is computed by its plain twin.
+Those for whole prompts, whose names end in `_pass`, are written in `fused_prefill.py`.
 """
 
 # pyright: reportIndexIssue=false
