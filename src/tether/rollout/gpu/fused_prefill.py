@@ -9,6 +9,7 @@ kernels. Tensors between them are contiguous.
 from __future__ import annotations
 
 from torch import Tensor
+from torch.nn import functional as F
 
 from tether.models import fused_ops
 from tether.models.families import Norm
@@ -46,9 +47,14 @@ def _add_norm(x: Tensor, change: Tensor | None, norm: Norm) -> tuple[Tensor, Ten
 
 def linear_pass(part: Linear, x: Tensor) -> Tensor:
     """(P, L, out) of x (P, L, in)."""
-    if part.product is None:
+    if not part.known:
         return reference.linear_pass(part, x).contiguous()
-    return part.product(x.flatten(0, 1))[0].unflatten(0, x.shape[:2])
+    rows = x.flatten(0, 1)
+    y = F.linear(rows, part.weight, part.bias)
+    if part.adapter is not None:
+        thin = F.linear(rows, part.adapter.down.to(x.dtype))  # (P * L, rank)
+        y.addmm_(thin, part.adapter.up.t().to(x.dtype), alpha=part.adapter.scaling)
+    return y.unflatten(0, x.shape[:2])
 
 
 def heads_pass(part: Linear, norm: Norm | None, x: Tensor, width: int, angles: tuple[Tensor, Tensor]) -> Tensor:
