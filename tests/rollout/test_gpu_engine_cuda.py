@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ from tether.models.load import LoadedModel, describe, disable_dropout
 from tether.models.lora import inject_lora, lora_config
 from tether.models.tiny import tiny_tokenizer
 from tether.protocols import Sampling
+from tether.rollout.gpu import reference
+from tether.rollout.gpu.decoder import GpuDecoder
 from tether.rollout.native import NativeEngine
 from tether.types import Prompt, Rollout
 
@@ -146,14 +149,43 @@ def test_answers_of_many_lengths_in_many_slots():
 TARGETS = ["q_proj down_proj gate_proj", "v_proj k_proj o_proj up_proj", "q_proj k_proj v_proj gate_proj up_proj"]
 
 
-@pytest.mark.parametrize("targets", TARGETS)
-def test_adapters_are_applied(targets: str):
-    loaded = build()
+def adapted(dtype: torch.dtype, targets: str, kind: str = "Llama") -> LoadedModel:
+    loaded = build(kind, dtype)
     parameters = inject_lora(loaded.model, lora_config(24, 48.0, targets.split()), seed=0)
     loaded.model.cuda()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
     with torch.no_grad():
         for parameter in parameters:
             parameter.normal_(std=0.05)
+    return loaded
+
+
+@pytest.mark.parametrize("targets", TARGETS)
+def test_adapters_are_applied(targets: str):
+    loaded = adapted(torch.float32, targets)
     engine = NativeEngine(loaded, max_batch=8)
     assert not engine.notices
     assert gap(loaded, engine.generate(PROMPTS, Sampling(10), samples_per_prompt=2, seed=0)) < 5e-4
+
+
+@pytest.mark.parametrize(
+    "targets", ["", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"], ids=["bare", "lora"]
+)
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3"])
+@torch.inference_mode()
+def test_fused_reading_of_prompts_is_no_farther_from_the_exact_than_plain_reading(kind: str, targets: str):
+    loaded = adapted(torch.bfloat16, targets, kind) if targets else build(kind, torch.bfloat16)
+    prompts, slots = [[5, 6, 7], list(range(200)), [9]], [3, 0, 2]
+    found = []
+    for model, kernels in (
+        (copy.deepcopy(loaded.model).double(), reference),
+        (loaded.model, reference),
+        (loaded.model, None),
+    ):
+        decoder = GpuDecoder(model, 5, 256, 1, kernels=kernels)
+        decoder.prefill(prompts, slots)
+        both = torch.cat([decoder.cache.keys, decoder.cache.values]).double()
+        assert not both[:, [1, 4]].any(), "other slots are left alone"
+        found.append(torch.cat([both[:, slot, :, : len(ids)] for ids, slot in zip(prompts, slots, strict=True)], dim=2))
+    assert decoder.kernels is not reference
+    exact, plain, fast = found
+    assert 0.0 < (fast - exact).norm() <= 1.1 * (plain - exact).norm()

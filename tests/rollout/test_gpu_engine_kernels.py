@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import math
 import os
@@ -23,6 +24,9 @@ if "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET"):
     pytest.skip("Triton was imported before it could be told to interpret", allow_module_level=True)
 os.environ["TRITON_INTERPRET"] = "1"
 
+from peft.tuners.lora import LoraLayer
+
+from tether.models.families import Norm
 from tether.models.lora import inject_lora, lora_config
 from tether.protocols import Sampling
 from tether.rollout.gpu import fused, reference
@@ -88,6 +92,105 @@ def test_adapters_are_added_by_the_kernels(targets: str):
         for parameter in inject_lora(model, lora_config(20, 30.0, names.split()), seed=0):
             parameter.normal_(std=0.1)
     assert_no_twin_is_used(model, lambda: assert_twins_agree(model, Sampling(3)))
+
+
+PROMPTS = [[5, 6, 7], list(range(40, 75)), [9]]
+SLOTS = [3, 0, 2]
+
+
+@torch.inference_mode()
+def assert_prompts_are_cached(model: Any, kernels: Any) -> None:
+    """What lies in the slots that prompts are read into is what the model's own modules cache, prompt by prompt."""
+    decoder = GpuDecoder(model, 5, 64, 1, kernels=kernels)
+    decoder.prefill(PROMPTS, SLOTS)
+    for tables, name in ((decoder.cache.keys, "keys"), (decoder.cache.values, "values")):
+        for ids, slot in zip(PROMPTS, SLOTS, strict=True):
+            own = model(input_ids=torch.tensor([ids]), use_cache=True).past_key_values
+            for layer, found in enumerate(tables[:, slot]):
+                torch.testing.assert_close(
+                    found[:, : len(ids)], getattr(own.layers[layer], name)[0], atol=1e-5, rtol=1e-4
+                )
+        assert not tables[:, [1, 4]].any(), "other slots are left alone"
+        assert not tables[..., 35:, :].any(), "and so is what lies past the longest prompt"
+
+
+@pytest.mark.parametrize("kernels", [reference, fused], ids=["plain", "fused"])
+@pytest.mark.parametrize("width", [32, 24])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3"])
+def test_prompts_are_read_as_the_models_own_modules_read_them(kind: str, width: int, kernels: Any):
+    # a window that the longest prompt fits into: past it, the model's own cache forgets
+    gemma = {"sliding_window": 48} if "Gemma" in kind else {}
+    model = build(kind, num_hidden_layers=2, head_dim=width, **gemma)
+    assert_prompts_are_cached(model, kernels)
+
+
+@pytest.mark.parametrize("rank", [20, 80])
+def test_adapters_are_added_to_the_prompts_that_are_read(rank: int):
+    model = build("Qwen2", num_hidden_layers=2)
+    names = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+    with torch.no_grad():
+        for parameter in inject_lora(model, lora_config(rank, 1.5 * rank, names), seed=0):
+            parameter.normal_(std=0.05)
+    layers = GpuDecoder(model, 1, 4, 1).trunk.layers
+    parts = [(layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down) for layer in layers]
+    assert all(part.known and part.adapter and part.fused == (rank <= 64) for layer in parts for part in layer)
+    assert_prompts_are_cached(model, fused)
+    for module in model.modules():
+        if isinstance(module, LoraLayer):
+            module.enable_adapters(False)
+    assert_prompts_are_cached(model, fused)
+
+
+@pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2"])
+@torch.inference_mode()
+def test_in_half_precision_fused_reading_is_no_farther_from_the_exact_than_plain_reading(kind: str):
+    model = build(kind, num_hidden_layers=2)
+    for parameter in inject_lora(model, lora_config(20, 30.0, ["k_proj", "gate_proj", "up_proj", "down_proj"]), seed=0):
+        parameter.normal_(std=0.05)
+    model.half()  # in this half precision the interpreter rounds as a device does
+    found = []
+    for read, kernels in ((copy.deepcopy(model).double(), reference), (model, reference), (model, fused)):
+        decoder = GpuDecoder(read, 5, 64, 1, kernels=kernels)
+        decoder.prefill(PROMPTS, SLOTS)
+        both = torch.cat([decoder.cache.keys, decoder.cache.values]).double()
+        found.append(torch.cat([both[:, slot, :, : len(ids)] for ids, slot in zip(PROMPTS, SLOTS, strict=True)], dim=2))
+    exact, plain, fast = found
+    assert 0.0 < (fast - exact).norm() <= 1.1 * (plain - exact).norm()
+
+
+def exact_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    root = (x.double().pow(2).mean(-1, keepdim=True) + norm.epsilon).sqrt()
+    return x.double() / root * (norm.weight.double() + norm.offset)
+
+
+@pytest.mark.parametrize("kernels", [reference, fused], ids=["plain", "fused"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("offset, after", [(0.0, False), (1.0, True)], ids=["Llama", "Gemma"])
+def test_sums_and_norms_are_rounded_where_they_are_written_and_nowhere_else(
+    dtype: torch.dtype, offset: float, after: bool, kernels: Any
+):
+    torch.manual_seed(0)
+    unit = torch.finfo(dtype).eps  # the interpreter cuts bits off, a device rounds to the nearest
+    hidden, change = torch.randn(2, 2, 7, 24).to(dtype)
+    first, second = (Norm(torch.randn(24).to(dtype), 1e-5, offset) for _ in range(2))
+    added, normed = kernels.add_norm_pass(hidden, change, first if after else None, second)
+    assert added.dtype == normed.dtype == dtype
+    part = exact_norm(change, first) if after else change.double()
+    error = (added - (hidden.double() + part)).abs()
+    assert (error <= unit * (1.01 * added.abs() + (part.abs() if after else 0.0)) + 1e-6).all()
+    assert torch.allclose(normed.double(), exact_norm(added, second), rtol=1.01 * unit, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_keys_and_values_are_stored_unchanged(dtype: torch.dtype):
+    model = build("Llama", num_hidden_layers=2, head_dim=96)  # 32 tokens a program, of which the last has 6
+    caches = [GpuDecoder(model, 4, 128, 1).cache for _ in range(2)]
+    key, value = torch.randn(2, 3, 70, 2, 96).to(dtype)
+    for kernels, cache in zip((reference, fused), caches, strict=True):
+        cache.keys, cache.values = cache.keys.to(dtype), cache.values.to(dtype)
+        kernels.store_pass(cache, 1, torch.tensor([2, 0, 3]), key, value)
+    assert caches[1].keys.any()
+    assert torch.equal(caches[0].keys, caches[1].keys) and torch.equal(caches[0].values, caches[1].values)
 
 
 def assert_no_twin_is_used(model: Any, check: Any) -> None:

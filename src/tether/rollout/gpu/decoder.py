@@ -63,7 +63,7 @@ class GpuDecoder:
 
     def prefill(self, prompts: list[list[int]], slots: list[int]) -> None:
         """Read `prompts[i]` into slot `slots[i]`."""
-        read_prompts(self.trunk, self.cache, prompts, slots)
+        read_prompts(self.kernels, self.trunk, self.cache, prompts, slots)
 
     def advance(self, n: int, sampling: Sampling, steps: int) -> None:
         """Step the slots 0 to n - 1 this many times: each live one draws a token a step. Nothing is waited for."""

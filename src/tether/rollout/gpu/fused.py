@@ -1,6 +1,7 @@
 """A decode step's parts by Triton kernels, with the same names and meanings as in `reference.py`.
 
 A part that a kernel does not cover (an adapter of an unusual kind, an odd shape) is computed by its plain twin.
+Those for whole prompts, whose names end in `_pass`, are written in `fused_prefill.py`.
 """
 
 # pyright: reportIndexIssue=false
@@ -14,6 +15,14 @@ from torch import Tensor, nn
 
 from tether.models.families import Norm
 from tether.rollout.gpu import matmul_kernels, reference, slot_kernels
+from tether.rollout.gpu.fused_prefill import (
+    add_norm_pass,
+    angles_pass,
+    gated_pass,
+    heads_pass,
+    linear_pass,
+    store_pass,
+)
 from tether.rollout.gpu.fused_slots import copy_slots, draw
 from tether.rollout.gpu.layers import MOST_RANK, Layer, Linear, Trunk
 from tether.rollout.gpu.state import PARTS, PROCESSORS, SPLITS, Cache, SlotState, Workspace
@@ -32,6 +41,7 @@ from tether.rollout.gpu.tiles import (
 )
 
 __all__ = ["add_norm", "attend", "copy_slots", "draw", "embed", "gated", "linear", "logits", "project"]
+__all__ += ["add_norm_pass", "angles_pass", "gated_pass", "heads_pass", "linear_pass", "store_pass"]
 
 
 def embed(work: Workspace, n: int, trunk: Trunk, state: SlotState, norm: Norm) -> None:

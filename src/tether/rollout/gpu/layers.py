@@ -34,42 +34,44 @@ class Adapter:
 
 
 class Linear:
-    """A linear layer: its module, and where the kernels may compute it, what they read of it.
+    """A linear layer: its module, and where no more than this is in it, what it computes with.
 
-    That is a weight, a bias and at most one adapter of small rank. Any other module is called as it is.
+    That is a weight, a bias and at most one adapter, which a decode step's kernels compute where its rank is small. Any
+    other module is called as it is.
     """
 
     def __init__(self, module: Any) -> None:
         self.module = module
         self.adapter: Adapter | None = None
         base: Any = module
-        self.fused = True
+        self.known = True
         if type(module) is LoraLinear:
             base = cast(Any, module).get_base_layer()
             names = [name for name in module.active_adapters if name in module.lora_A]
             if module.disable_adapters:
-                self.fused = not module.merged  # else the call takes the adapters out of the weight first
+                self.known = not module.merged  # else the call takes the adapters out of the weight first
             elif names and not module.merged:
-                self.adapter = small_adapter(module, names)
-                self.fused = self.adapter is not None
-        self.fused = self.fused and type(base) is nn.Linear and base.weight.is_contiguous()
-        self.weight: Tensor = base.weight.detach() if self.fused else torch.empty(0)
-        self.bias: Tensor | None = base.bias.detach() if self.fused and base.bias is not None else None
+                self.adapter = plain_adapter(module, names)
+                self.known = self.adapter is not None
+        self.known = self.known and type(base) is nn.Linear and base.weight.is_contiguous()
+        self.fused = self.known and (self.adapter is None or len(self.adapter.down) <= MOST_RANK)
+        self.weight: Tensor = base.weight.detach() if self.known else torch.empty(0)
+        self.bias: Tensor | None = base.bias.detach() if self.known and base.bias is not None else None
 
     def __call__(self, x: Tensor) -> Tensor:
         """The module's output."""
         return self.module(x)
 
 
-def small_adapter(module: Any, names: list[str]) -> Adapter | None:
-    """The module's adapter, where it is one, of the plain kind, and of small rank."""
+def plain_adapter(module: Any, names: list[str]) -> Adapter | None:
+    """The module's adapter, where it is one and of the plain kind."""
     if len(names) > 1 or names[0] in module.lora_variant or module.lora_bias.get(names[0]):
         return None
     down, up = module.lora_A[names[0]].weight.detach(), module.lora_B[names[0]].weight.detach()
     dropout = module.lora_dropout[names[0]]
     if dropout.training and not isinstance(dropout, nn.Identity):
         return None
-    if len(down) > MOST_RANK or not (down.is_contiguous() and up.is_contiguous()):
+    if not (down.is_contiguous() and up.is_contiguous()):
         return None
     return Adapter(down, up, module.scaling[names[0]])
 

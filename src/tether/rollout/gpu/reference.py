@@ -2,12 +2,15 @@
 
 `n` slots, 0 to n - 1, take one token each. Every function works on the first n rows of the buffers it is given. No
 shape depends on what the buffers hold, so nothing is read back by the host.
+
+The functions whose names end in `_pass` are for whole prompts, P of them padded to L tokens; these are never captured.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from tether.models.families import Norm
 from tether.protocols import Sampling
@@ -15,6 +18,8 @@ from tether.rollout.attention import capped, out_of_window
 from tether.rollout.gpu.layers import Layer, Linear, Trunk
 from tether.rollout.gpu.state import Cache, SlotState, Workspace
 from tether.rollout.sampling import Draw, draw_columns
+
+Angles = dict[str | None, tuple[Tensor, Tensor]]  # cos and sin, by the rotary table that a layer names
 
 
 def rms_norm(x: Tensor, norm: Norm) -> Tensor:
@@ -124,3 +129,44 @@ def copy_slots(cache: Cache, sources: Tensor, targets: Tensor, lengths: Tensor, 
     """
     for table in (cache.keys, cache.values) if longest else ():
         table[:, targets, :, :longest] = table[:, sources, :, :longest]
+
+
+def angles_pass(trunk: Trunk, prompts: int, longest: int) -> Angles:  # noqa: ARG001
+    """Positions 0 to longest - 1 of each prompt, (L, 1, D / 2) for all."""
+    return {kind: (cos[:longest, None], sin[:longest, None]) for kind, (cos, sin) in trunk.angles.items()}
+
+
+def add_norm_pass(hidden: Tensor, change: Tensor | None, after: Norm | None, norm: Norm) -> tuple[Tensor, Tensor]:
+    """`(hidden + change, its norm)`, (P, L, H) each; the change is normed first where `after` is a norm."""
+    if change is not None:
+        hidden = hidden + norm_pass(change, after)
+    return hidden, norm_pass(hidden, norm)
+
+
+def norm_pass(x: Tensor, norm: Norm | None) -> Tensor:
+    """The norm of many tokens, or x where there is none; torch's own kernel where it has one for this."""
+    if norm is None:
+        return x
+    plain = x.is_cuda and norm.offset == 0.0
+    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.epsilon) if plain else rms_norm(x, norm)
+
+
+def linear_pass(part: Linear, x: Tensor) -> Tensor:
+    """(P, L, out) of x (P, L, in)."""
+    return part(x)
+
+
+def heads_pass(part: Linear, norm: Norm | None, x: Tensor, width: int, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """(P, L, heads, width) queries or keys of x (P, L, H): normed by head where there is a norm, then turned."""
+    return rotate(norm_pass(part(x).unflatten(-1, (-1, width)), norm), *angles)
+
+
+def gated_pass(layer: Layer, x: Tensor) -> Tensor:
+    """(P, L, I) act(gate · x) * (up · x)."""
+    return layer.activation(layer.gate(x)) * layer.up(x)
+
+
+def store_pass(cache: Cache, index: int, slots: Tensor, key: Tensor, value: Tensor) -> None:
+    """Put a layer's keys and values (P, L, K, D) into the first L columns of `slots` (P,)."""
+    for table, new in ((cache.keys, key), (cache.values, value)):
+        table[index, slots, :, : new.shape[1]] = new.transpose(1, 2)

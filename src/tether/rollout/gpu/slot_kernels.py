@@ -1,4 +1,4 @@
-"""Triton kernels over the slots' cache: attention to it, and copies within it."""
+"""Triton kernels over the slots' cache: attention to it, and copies into it and within it."""
 
 # pyright: reportMissingImports=false, reportArgumentType=false, reportOperatorIssue=false, reportCallIssue=false
 # ruff: noqa: D103 (a kernel's comment stands inside it)
@@ -116,3 +116,19 @@ def copy_slots_kernel(
         target = ((layer + tl.load(targets + pair)) * KV + head % KV) * length * D + at
         tl.store(keys + target, tl.load(keys + source, mask=inside), mask=inside)
         tl.store(values + target, tl.load(values + source, mask=inside), mask=inside)
+
+
+@triton.jit
+def store_kernel(
+    key, value, keys, values, slots, tokens, length,
+    KV: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One key head of one prompt: BLOCK tokens of key and value (prompts, tokens, KV, D) into the same columns of the
+    # prompt's slot of one layer's keys and values (slots, KV, length, D).
+    prompt, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, feature = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PADDED)
+    inside = (token[:, None] < tokens) & (feature[None, :] < D)
+    source = prompt * tokens * KV * D + (token[:, None] * KV + head) * D + feature[None, :]
+    target = (tl.load(slots + prompt) * KV + head) * length * D + token[:, None] * D + feature[None, :]
+    tl.store(keys + target, tl.load(key + source, mask=inside), mask=inside)
+    tl.store(values + target, tl.load(value + source, mask=inside), mask=inside)
