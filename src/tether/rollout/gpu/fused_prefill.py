@@ -8,10 +8,12 @@ kernels. Tensors between them are contiguous.
 # pyright: reportIndexIssue=false
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
 from tether.models import fused_ops
+from tether.models.adapter_gate import GateAdapters
 from tether.models.families import Norm
 from tether.rollout.gpu import reference, slot_kernels
 from tether.rollout.gpu.layers import Layer, Linear, Trunk
@@ -68,8 +70,14 @@ def heads_pass(part: Linear, norm: Norm | None, x: Tensor, width: int, angles: t
 
 
 def gated_pass(layer: Layer, x: Tensor) -> Tensor:
-    """(P, L, I) act(gate · x) * (up · x)."""
-    opened, up = linear_pass(layer.gate, x), linear_pass(layer.up, x)
+    """(P, L, I) act(gate · x) * (up · x); adapters of small rank are added as the gated product is made."""
+    gate, raised = layer.gate, layer.up
+    if layer.is_silu and gate.fused and raised.fused and gate.adapter and raised.adapter:
+        rows = x.flatten(0, 1)
+        thin = F.linear(rows, torch.cat((gate.adapter.down, raised.adapter.down)).to(x.dtype))  # (P * L, both ranks)
+        products = F.linear(rows, gate.weight, gate.bias), F.linear(rows, raised.weight, raised.bias)
+        return GateAdapters(gate.adapter, raised.adapter, None).product(*products, thin).unflatten(0, x.shape[:2])
+    opened, up = linear_pass(gate, x), linear_pass(raised, x)
     return fused_ops.gate(opened, up) if layer.is_silu else layer.activation(opened) * up
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
@@ -20,17 +19,9 @@ from tether.models.families import (
     layer_facts,
     rotary_tables,
 )
+from tether.models.linear_parts import Adapter
 
 MOST_RANK = 64  # of an adapter that the kernels compute
-
-
-@dataclass(frozen=True)
-class Adapter:
-    """A low-rank addition: y += scaling * up · (down · x)."""
-
-    down: Tensor  # (rank, in)
-    up: Tensor  # (out, rank)
-    scaling: float
 
 
 class Linear:
