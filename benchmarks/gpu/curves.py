@@ -56,6 +56,12 @@ def curve(folder: Path, engine: str, seed: int) -> list[dict[str, Any]]:
     return [step for step in map(json.loads, whole) if "score" in step]
 
 
+def held_out_curve(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
+    """`(steps taken, held-out score)`, before the first step and after each that was followed by an evaluation."""
+    start = [(0, row["start/held_out/score"]) for row in rows[:1] if "start/held_out/score" in row]
+    return start + [(row["step"] + 1, row["held_out/score"]) for row in rows if "held_out/score" in row]
+
+
 def smoothed(values: list[float]) -> list[float]:
     """Means over windows that end at each place."""
     return [statistics.fmean(values[max(0, end - SMOOTH + 1) : end + 1]) for end in range(len(values))]
@@ -131,11 +137,14 @@ def main() -> None:
     shortest = min(len(rows) for engine in ENGINES for rows in steps[engine])
     steps = {engine: [rows[:shortest] for rows in steps[engine]] for engine in ENGINES}
     runs = {engine: [[row["score"] for row in rows] for rows in steps[engine]] for engine in ENGINES}
-    held_out = {e: [[row.get("held_out/score") for row in rows][-1:] for rows in steps[e]] for e in ENGINES}
-    seconds = {e: [round(sum(row["seconds/rollout"] for row in rows), 1) for rows in steps[e]] for e in ENGINES}
+    held_out = {engine: [held_out_curve(rows) for rows in steps[engine]] for engine in ENGINES}
+    seconds = {
+        phase: {e: [round(sum(row[f"seconds/{phase}"] for row in rows), 1) for rows in steps[e]] for e in ENGINES}
+        for phase in ("rollout", "step")
+    }
     result = {
         "recipe": options.recipe, "set": options.set, "steps": shortest, "seeds": options.seeds,
-        **verdict(runs), "held_out_at_the_end": held_out, "rollout_seconds": seconds, "scores": runs,
+        **verdict(runs), "held_out": held_out, "seconds": seconds, "scores": runs,
     }  # fmt: skip
     for engine in ENGINES:
         columns = list(zip(*map(smoothed, runs[engine]), strict=True))

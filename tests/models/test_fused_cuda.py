@@ -148,7 +148,7 @@ def test_a_replayed_pass_and_layers_run_again_give_the_same_bits(kind: str, adap
         if seed == 2:
             plain.zero_grad()
             other.zero_grad()
-    assert other.fast.captured.captures == 1
+    assert other.fast.captured.captures == (0 if recompute else 1)  # graphs would hold what is to be run again
     for ours, theirs in zip(plain.parameters(), other.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad)
