@@ -135,7 +135,7 @@ def train(options: argparse.Namespace, loss: str, rankings: list[Ranked], folder
         "model.path": options.model, "data.train": file, "data.max_length": options.max_length,
         "reward.batch_size": max(1, round(options.epochs * len(examples) / steps)),
         "optimizer.critic_rate": options.rate, "optimizer.schedule": "linear", "run.steps": steps,
-        "run.directory": folder, "run.name": loss,
+        "run.directory": folder, "run.name": loss, "store.url": f"sqlite:///{folder}/store.db", "checkpoint.every": 0,
     }  # fmt: skip
     arguments = [f"--{key}={value}" for key, value in flags.items()] + [f"--{each}" for each in options.set]
     trained = train_recipe(
