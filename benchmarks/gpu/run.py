@@ -79,7 +79,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         arguments = [str(HERE / "iteration.py"), *OURS[name][1], "--repeats", str(options.repeats)]
         found["ours"][name] = last_json(*process(arguments))
         options.json.write_text(json.dumps(found, indent=1) + "\n")
-    shapes = sorted({OURS[name][1][1] for name in options.only} & {"135m", "1b"})
+    shapes = [shape for shape in dict.fromkeys(OURS[name][1][1] for name in options.only) if shape in ("135m", "1b")]
     for shape in shapes if options.tokenizer else []:
         arguments = [str(HERE / "peer_trl.py"), "--shape", shape, "--tokenizer", options.tokenizer]
         arguments += ["--iterations", str(options.peer_iterations)]

@@ -77,11 +77,11 @@ class Compiled:
         """All of them."""
         from torch._dynamo.utils import counters
 
-        decoder: Any = getattr(parts.engine, "_gpu", None)
+        keeper: Any = getattr(parts.engine, "gpu", None)
         return {
             "triton_kernels": self.kernels,
             "torch_compile_graphs": int(counters["stats"]["unique_graphs"]),
-            "captured_steps": int(getattr(decoder, "captures", 0)),
+            "captured_steps": keeper.decoder.captures if keeper is not None and keeper.decoder is not None else 0,
         }
 
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tether.learner.adamw import MixedAdamW
+from tether.learner.adamw import MixedAdamW, drawn_master
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.quantize import BLOCK, SIGNED, UNSIGNED, Codes
 from tether.learner.settings import LearnerSettings as Settings
@@ -35,13 +35,15 @@ def test_steps_too_small_for_bf16_add_up_in_the_master():
     for optimizer, weight in ((with_masters, kept), (without, lost)):
         stepped(optimizer, weight, [torch.ones(1)] * 1000)
     assert lost.item() == 1.0
-    assert with_masters.state[kept]["master"].item() == pytest.approx(0.99, abs=1e-4)
-    assert kept.item() == torch.tensor(0.99).bfloat16().item()
+    master = with_masters.state[kept]["master"].item()
+    assert master == pytest.approx(drawn_master(torch.ones(1).bfloat16(), seed=0).item() - 0.01, abs=1e-4)
+    assert kept.item() == torch.tensor(master).bfloat16().item() < 1.0
 
 
 def test_masters_step_as_fp32_weights_do():
     start = torch.randn(300, generator=torch.Generator().manual_seed(0))
-    half, full = parameter(start.tolist(), torch.bfloat16), parameter(start.bfloat16().tolist(), torch.float32)
+    half = parameter(start.tolist(), torch.bfloat16)
+    full = nn.Parameter(drawn_master(half, seed=0))
     gradients = [torch.randn(300, generator=torch.Generator().manual_seed(i)).bfloat16() for i in range(1, 20)]
     options = {"lr": 1e-2, "betas": (0.8, 0.9), "eps": 1e-6, "weight_decay": 0.1}
     mixed, plain = MixedAdamW([{"params": [half]}], **options), torch.optim.AdamW([full], fused=True, **options)
@@ -49,6 +51,40 @@ def test_masters_step_as_fp32_weights_do():
     stepped(plain, full, gradients)
     assert torch.equal(mixed.state[half]["master"], full.detach())
     assert torch.equal(half.detach(), full.detach().bfloat16())
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    numbers=st.lists(st.floats(-6e4, 6e4, width=16), min_size=1, max_size=50),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16]),
+    seed=st.integers(0, 1000),
+)
+def test_a_drawn_master_rounds_to_its_weight(numbers: list[float], dtype: torch.dtype, seed: int):
+    edges = [0.0, 1.0, -2.0, 2.0**-14, 2.0**-24, torch.finfo(dtype).max, torch.finfo(dtype).smallest_normal]
+    weights = torch.tensor([*numbers, *edges, *(-edge for edge in edges)]).to(dtype)
+    master = drawn_master(weights, seed)
+    assert torch.equal(master.to(dtype), weights)
+    assert torch.equal(master == 0, weights == 0) and torch.equal(master, drawn_master(weights, seed))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_masters_fill_the_whole_of_their_cells(dtype: torch.dtype):
+    """At 1.5 the spacing is the same on both sides: drawn masters are 0 on average, 1 / sqrt(12) of it apart."""
+    spacing = torch.finfo(dtype).eps
+    places = (drawn_master(torch.full((40_000,), 1.5, dtype=dtype), 0) - 1.5).double() / spacing
+    assert abs(float(places.mean())) < 0.01 and abs(float(places.std()) * math.sqrt(12.0) - 1.0) < 0.01
+    assert float(places.max()) > 0.499 and float(places.min()) < -0.499
+
+
+def test_the_weights_move_on_average_as_their_masters_do():
+    """Steps of a tenth of the spacing are nothing to a weight in the middle of its cell; here they are a tenth."""
+    spacing = torch.finfo(torch.bfloat16).eps
+    weight = parameter([1.5] * 20_000, torch.bfloat16)
+    optimizer = MixedAdamW([{"params": [weight]}], lr=0.1 * spacing)
+    stepped(optimizer, weight, [-torch.ones(20_000)])
+    moved = (weight.detach().double() - 1.5) / spacing
+    assert set(moved.tolist()) == {0.0, 1.0}
+    assert float(moved.mean()) == pytest.approx(0.1, abs=0.01)
 
 
 def test_fp32_weights_get_the_optimiser_they_always_had():

@@ -2,8 +2,9 @@
 
 A bf16 number has 8 significant bits: a step below 1/256 of a weight rounds to nothing, and with rates of RL that is
 most of them. So the optimiser keeps each weight in fp32 as well (its master), steps that, and rounds the result into
-the model. With 8-bit state the two running means are kept as codes (`quantize.py`) and exist in fp32 only while their
-parameter is stepped.
+the model. Masters start anywhere among the numbers that round to their weight (`drawn_master`), so that the model moves
+with them from the first step on. With 8-bit state the two running means are kept as codes (`quantize.py`) and exist in
+fp32 only while their parameter is stepped.
 
 Everything it keeps is a plain tensor by parameter, as in torch's own optimisers, so checkpoints hold it bit for bit:
 `step`, `master` where the weight is in half precision, and `exp_avg`, `exp_avg_sq`, or their codes and scales.
@@ -22,6 +23,7 @@ from tether.learner.quantize import SIGNED, UNSIGNED, Codes
 
 HALF = (torch.bfloat16, torch.float16)
 BUCKET = 2**26  # numbers whose fp32 copies exist at a time: 256 MiB each
+LOST = {torch.bfloat16: 2**16, torch.float16: 2**13}  # fp32 numbers for one of theirs: bits that rounding takes away
 
 
 class MixedAdamW(torch.optim.Optimizer):
@@ -45,6 +47,8 @@ class MixedAdamW(torch.optim.Optimizer):
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "masters": masters}
         super().__init__(params, defaults | {"eight_bit": eight_bit, "fused": fused})
+        parameters = [parameter for group in self.param_groups for parameter in group["params"]]
+        self._places = {parameter: place for place, parameter in enumerate(parameters)}
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -86,7 +90,7 @@ class MixedAdamW(torch.optim.Optimizer):
             return state
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
         if group["masters"] and parameter.dtype in HALF:
-            state["master"] = parameter.float()
+            state["master"] = drawn_master(parameter, seed=self._places[parameter])
         zeros = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
         for name, codes in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED)):
             if group["eight_bit"]:
@@ -94,6 +98,23 @@ class MixedAdamW(torch.optim.Optimizer):
             else:
                 state[name] = zeros.clone()
         return state
+
+
+def drawn_master(weight: Tensor, seed: int) -> Tensor:
+    """fp32 numbers that round to the weights, drawn evenly from all that do; 0 stays 0.
+
+    A weight stands in the middle of the numbers that round to it. A master that starts there must move by half of the
+    spacing (1/512 of a weight in bf16, or up to twice that) before the model sees any of it. With masters drawn from
+    the whole cell, a move by a tenth of the spacing changes one weight in ten, so that on average the model moves as
+    its masters do. In fp32 read as integers, neighbours differ by 1, and a cell is `LOST` of them wide everywhere.
+    """
+    master = weight.detach().float().contiguous()
+    most = LOST[weight.dtype] // 2
+    draws = torch.Generator(device=weight.device).manual_seed(seed)
+    for part in master.view(-1).split(BUCKET):
+        moves = torch.randint(1 - most, most, part.shape, generator=draws, device=part.device, dtype=torch.int32)
+        part.view(torch.int32).add_(moves.masked_fill_((part == 0) | ~part.isfinite(), 0))
+    return master
 
 
 def _open(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
