@@ -21,7 +21,6 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import trl.experimental.ppo.ppo_trainer as trainer_module  # noqa: E402
-from datasets import Dataset  # noqa: E402
 from transformers import (  # noqa: E402
     AutoTokenizer,
     LlamaConfig,
@@ -81,7 +80,7 @@ def main() -> None:
     iterations = options.iterations + 1
     draws = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 40000, (options.batch * iterations, options.prompt), generator=draws).tolist()
-    data = Dataset.from_list([{"input_ids": row} for row in ids])
+    data: Any = [{"input_ids": row} for row in ids]
     settings = PPOConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=options.batch, gradient_accumulation_steps=1,
         total_episodes=options.batch * iterations, num_ppo_epochs=options.epochs, num_mini_batches=1,
@@ -92,7 +91,7 @@ def main() -> None:
     clock = Clock()
     trainer = PPOTrainer(
         args=settings, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
-        value_model=value, train_dataset=data, eval_dataset=data.select(range(4)), callbacks=[clock],
+        value_model=value, train_dataset=data, eval_dataset=data[:4], callbacks=[clock],
     )  # fmt: skip
     clock.wait()
     trainer.train()

@@ -19,7 +19,6 @@ warnings.filterwarnings("ignore")
 
 import torch  # noqa: E402
 import trl.experimental.ppo.ppo_trainer as trainer_module  # noqa: E402
-from datasets import Dataset  # noqa: E402
 from shapes import SHAPES  # noqa: E402
 from transformers import (  # noqa: E402
     AutoTokenizer,
@@ -77,7 +76,7 @@ def trainer(options: argparse.Namespace, clock: Clock) -> Any:
     count = options.prompts * (options.iterations + 1)
     draws = torch.Generator().manual_seed(1)
     ids = torch.randint(5, 40000, (count, options.prompt), generator=draws).tolist()
-    data = Dataset.from_list([{"input_ids": row} for row in ids])
+    data: Any = [{"input_ids": row} for row in ids]
     settings = PPOConfig(
         output_dir=tempfile.mkdtemp(), per_device_train_batch_size=options.micro,
         gradient_accumulation_steps=options.prompts // options.micro, total_episodes=count,
@@ -87,7 +86,7 @@ def trainer(options: argparse.Namespace, clock: Clock) -> Any:
     )  # fmt: skip
     return PPOTrainer(
         args=settings, processing_class=tokenizer, model=policy, ref_model=reference, reward_model=reward,
-        value_model=value, train_dataset=data, eval_dataset=data.select(range(4)), callbacks=[clock],
+        value_model=value, train_dataset=data, eval_dataset=data[:4], callbacks=[clock],
     )  # fmt: skip
 
 

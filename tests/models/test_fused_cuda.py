@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from tether.models.roles import Roles, onto
 from tether.models.sharing import Separate
 from tether.models.tiny import tiny_model
 from tether.models.trunks import Trunk
+from tether.ops.masks import last_places
 from tether.types import Sequences
 
 SHAPE = {
@@ -83,6 +85,14 @@ def test_adapters_of_any_rank_are_as_near(rank: int):
 @pytest.mark.parametrize("targets", [LINEAR[:4], LINEAR[4:5], LINEAR[4:6], LINEAR[6:], LINEAR[1:5]], ids=" ".join)
 def test_adapters_on_some_layers_are_as_near(targets: list[str]):
     assert_as_near_as_the_models_own_modules(trunk("qwen2", True, 16, targets), rows(False))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_last_states_alone_are_as_near(kind: str):
+    """What a reward model is trained through: every row asks once."""
+    batch = rows(False)
+    ends = dataclasses.replace(batch, response_mask=last_places(batch.attention_mask))
+    assert_as_near_as_the_models_own_modules(trunk(kind, False), ends)
 
 
 def assert_as_near_as_the_models_own_modules(exact: Any, batch: Sequences) -> None:

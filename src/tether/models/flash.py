@@ -53,13 +53,18 @@ class Attention:
 
 
 def _laid_out(x: Tensor, packing: Packing, rows: Rows | None) -> tuple[Tensor, Tensor, int]:
-    """`(x, where its rows start, how long the longest is)`; x (n, ...) among zeros where its tokens end no rows."""
+    """`(x, where its rows start, a bound on their length)`; x (n, ...) among zeros where its tokens end no rows.
+
+    The bound is never 1, as of a reward model, which reads each row's last state alone: where rows ask once and query
+    heads share a key head, flash attention swaps the two in its forward pass, and the normalisers it leaves then lie in
+    another order than its backward pass reads.
+    """
     if rows is None:
-        return x, packing.starts, packing.longest
+        return x, packing.starts, max(2, packing.longest)
     if rows.starts is not None:
-        return x, rows.starts, rows.most
+        return x, rows.starts, max(2, rows.most)
     among = x.new_zeros(len(packing.places), *x.shape[1:]).index_copy_(0, rows.tokens, x)
-    return among, packing.starts, packing.longest
+    return among, packing.starts, max(2, packing.longest)
 
 
 def _picked(x: Tensor, rows: Rows | None) -> Tensor:
