@@ -153,6 +153,8 @@ class RewardRecipe(Recipe):
     """A reward model."""
 
     method: ClassVar[str] = "reward"
+    # Preferences are few and its rate is small: the figures in docs/results.md are float32's.
+    model: ModelSettings = Field(default_factory=lambda: ModelSettings(dtype="float32"))
     data: DataSettings
     reward: RewardModelSettings = Field(default_factory=RewardModelSettings)
 
