@@ -178,3 +178,11 @@ def test_a_batch_that_is_put_onto_the_device_is_never_waited_for():
         (outputs.logprobs.sum() + outputs.values.sum()).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_batch_that_comes_home_is_whole_when_it_is_read():
+    there = rows(False)
+    torch.cuda._sleep(10**9)  # the device is busy for some tenths of a second, and what is copied is made after that
+    seen = there.map_tensors(lambda column: column + 0 if column.dtype != torch.bool else ~~column).to("cpu")
+    tokens, mask = seen.tokens.clone(), seen.attention_mask.clone()
+    assert torch.equal(tokens, there.tokens.cpu()) and torch.equal(mask, there.attention_mask.cpu())

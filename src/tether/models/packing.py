@@ -10,6 +10,8 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
+from tether.types import sent
+
 Moved = TypeVar("Moved", "Rows", "Packing")
 
 
@@ -99,7 +101,7 @@ class Packing:
 
 def _moved(places: Moved, device: torch.device | str) -> Moved:
     columns = {field.name: getattr(places, field.name) for field in dataclasses.fields(places)}
-    there = {name: x.to(device, non_blocking=True) for name, x in columns.items() if isinstance(x, Tensor)}
+    there = {name: sent(x, device) for name, x in columns.items() if isinstance(x, Tensor)}
     return dataclasses.replace(places, **there)
 
 

@@ -25,7 +25,7 @@ from tether.ops.likeliest import likeliest_tokens
 from tether.ops.logprobs import places_before, places_of
 from tether.ops.masks import last_places
 from tether.ops.remember import remembered
-from tether.types import BatchT, Sequences, TokenOutputs
+from tether.types import BatchT, Sequences, TokenOutputs, sent
 
 
 @dataclass(frozen=True)
@@ -66,15 +66,15 @@ def foresee(moved: Sequences, batch: Sequences) -> None:
     """Answer of `moved`, which is `batch` elsewhere, what will be asked of its masks."""
     device = moved.tokens.device
     packing, wanted = packing_of(batch.attention_mask), states_read(batch)
-    there = wanted.to(device, non_blocking=True)
+    there = sent(wanted, device)
     packing_of.know(moved.attention_mask, packing.to(device))
     states_read.know(moved, there)
     rows_of.know(there, packing.rows(wanted).to(device))
     ends = last_places(batch.attention_mask)  # what a reward model reads
-    ends_there = ends.to(device, non_blocking=True)
+    ends_there = sent(ends, device)
     last_places.know(moved.attention_mask, ends_there)
     rows_of.know(ends_there, packing.rows(ends).to(device))
-    places_of.know(moved.response_mask, places_of(batch.response_mask).to(device, non_blocking=True))
+    places_of.know(moved.response_mask, sent(places_of(batch.response_mask), device))
     for count in (true_places, true_rows):
         count.know(moved.response_mask, count(batch.response_mask))
 
