@@ -24,7 +24,7 @@ ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
 ABOVE["conformance"] = set(ORDER[: ORDER.index("loops")])  # whatever a loop is made of, and no loop
 ABOVE["cli"] |= {"conformance"}
 ABOVE["__main__"] = {"cli"}
-FOR_ALL = {"errors", "seeds", "__init__"}  # these stand on nothing; __init__ holds the version
+FOR_ALL = {"errors", "seeds", "travel", "__init__"}  # these stand on nothing; __init__ holds the version
 ABOVE |= {name: set() for name in FOR_ALL}
 
 # What can run code on being read.

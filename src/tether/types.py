@@ -19,6 +19,8 @@ from typing import Any, Literal, Self, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
+from tether.travel import sent
+
 Finish = Literal["stop", "length", "error"]
 
 
@@ -267,15 +269,6 @@ def _scalar(value: Tensor | float) -> Tensor:
     if isinstance(value, Tensor):
         return value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64, copy=True)
     return torch.tensor(value, dtype=torch.float64)
-
-
-def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on a device, where later work finds it; only what comes home to the host is waited for.
-
-    A copy to the host that is not waited for arrives in pinned memory at some later time, and until then whatever lies
-    there is read.
-    """
-    return tensor.to(device, non_blocking=torch.device(device).type != "cpu")
 
 
 def columns_of(batch: Sequences) -> dict[str, Any]:

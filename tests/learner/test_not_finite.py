@@ -194,7 +194,7 @@ def test_places_are_rows_and_tokens_of_the_batch_and_not_of_the_micro_batch():
     learner, faults = fresh_learner(), []
     learner.on_fault = faults.append
     target = (6, 14)
-    parts = [(part.rows.tolist(), part.first) for part in learner._parts(experience)]
+    parts = [(part.rows.tolist(), part.first) for part in learner._parts.of(experience, learner.micro_tokens)]
     which = next(index for index, (rows, _) in enumerate(parts) if target[0] in rows)
     assert parts[which][1] > 0  # the test would prove nothing otherwise
     micro = list(learner.micro_batches(experience))[which]

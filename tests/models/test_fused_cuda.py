@@ -21,9 +21,10 @@ from tether.models.lora import inject_lora, lora_config
 from tether.models.packed import packed_states
 from tether.models.roles import Roles, onto
 from tether.models.sharing import Separate
-from tether.models.tiny import tiny_model
+from tether.models.tiny import VOCABULARY, tiny_model
 from tether.models.trunks import Trunk
 from tether.ops.masks import last_places
+from tether.travel import brought, sent
 from tether.types import Sequences
 
 SHAPE = {
@@ -167,6 +168,7 @@ def test_a_replayed_pass_and_layers_run_again_give_the_same_bits(kind: str, adap
 def test_a_batch_that_is_put_onto_the_device_is_never_waited_for():
     roles = Roles.build(Separate(tiny_model(seed=1).bfloat16().cuda()), critic="separate", with_reference=True, seed=0)
     here = rows(False).to("cpu")
+    here = dataclasses.replace(here, tokens=here.tokens % VOCABULARY)
     for _ in range(3):  # kernels and graphs are made
         roles.evaluate(onto(here, "cuda"))
     torch.cuda.synchronize()
@@ -186,3 +188,12 @@ def test_a_batch_that_comes_home_is_whole_when_it_is_read():
     seen = there.map_tensors(lambda column: column + 0 if column.dtype != torch.bool else ~~column).to("cpu")
     tokens, mask = seen.tokens.clone(), seen.attention_mask.clone()
     assert torch.equal(tokens, there.tokens.cpu()) and torch.equal(mask, there.attention_mask.cpu())
+
+
+def test_what_is_sent_and_brought_is_the_same_however_busy_the_device_is():
+    large, small = torch.arange(1_000_000), torch.rand(3, 5)
+    torch.cuda._sleep(10**9)
+    there = [sent(large, "cuda"), sent(small, "cuda"), sent(large[::2].view(5, -1)[:, 3:], "cuda")]
+    large_again, small_again, cut = brought(there)
+    assert torch.equal(large_again, large) and torch.equal(small_again, small)
+    assert torch.equal(cut, large[::2].view(5, -1)[:, 3:])

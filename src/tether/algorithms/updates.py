@@ -45,8 +45,13 @@ class MinibatchEpochs:
             return refused
         measures = Measures()
         stopped = False
-        for rows in self._steps(experience, generator):
-            seen = learner.backward(experience.select(rows), objective)
+        steps = map(experience.select, self._steps(experience, generator))
+        batch = next(steps, None)
+        while batch is not None:
+            seen = learner.backward(batch, objective)
+            batch = next(steps, None)
+            if batch is not None:
+                learner.begin(batch)  # while the device is at work on the one before
             if learner.finite:
                 if not measures.weighted and "kl_old" in seen.weighted:
                     measures.add("first_kl_old", seen.mean("kl_old"))  # of the very policy that sampled: 0, or a fault

@@ -10,6 +10,7 @@ from torch import Tensor
 from tether.learner.batching import micro_batches, minibatches
 from tether.learner.memory import within_memory
 from tether.models.roles import Evaluation, Roles, onto
+from tether.travel import brought
 from tether.types import EvaluatedBatch, Sequences, TokenBatch, extend
 
 Halve = Callable[[Sequence[Sequences]], int]
@@ -63,15 +64,21 @@ def _evaluate(
             micro = batch.select(places)
             evaluation = roles.evaluate(onto(micro.trimmed(), device), ahead=len(parts) == 1, likeliest=likeliest)
             found.append((places, slice(*micro.span()), evaluation))
-    columns: dict[str, Tensor | None] = dict.fromkeys(Evaluation.__dataclass_fields__)
-    for places, span, evaluation in found:
-        for name in columns:
-            part: Tensor | None = getattr(evaluation, name)
-            if part is None:
-                continue
-            shape = (*batch.tokens.shape, *part.shape[2:]) if part.dim() >= 2 else (len(batch),)
-            column = columns[name]
-            if column is None:
-                column = columns[name] = torch.zeros(shape, dtype=part.dtype)
-            column[(places, span) if part.dim() >= 2 else places] = part.cpu()
+    columns = {
+        name: _column(batch, [(places, span, getattr(evaluation, name)) for places, span, evaluation in found])
+        for name in Evaluation.__dataclass_fields__
+    }
     return extend(batch, EvaluatedBatch, **columns)
+
+
+def _column(batch: TokenBatch, found: Sequence[tuple[Tensor, slice, Tensor | None]]) -> Tensor | None:
+    """(B, ...) or (B, T, ...) of what was found of each part's rows and columns; 0 elsewhere."""
+    parts = brought([part for _, _, part in found if part is not None])  # every part has the column, or none
+    if not parts:
+        return None
+    by_token = parts[0].dim() >= 2
+    shape = (*batch.tokens.shape, *parts[0].shape[2:]) if by_token else (len(batch),)
+    column = torch.zeros(shape, dtype=parts[0].dtype)
+    for (places, span, _), part in zip(found, parts, strict=True):
+        column[(places, span) if by_token else places] = part
+    return column

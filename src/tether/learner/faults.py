@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from tether.learner.parts import Part
 from tether.types import ScoreOutputs, Sequences, TokenOutputs, columns_of
 
 PLACES_KEPT = 8
@@ -36,15 +36,6 @@ class Fault:
     batches: tuple[Sequences, ...]  # what its gradient was gathered over, in order
     norms: Mapping[str, float]  # of the gradient, by group; empty where it was not gathered to the end
     micro_tokens: int
-
-
-@dataclass(frozen=True)
-class Part:
-    """A micro-batch, and where it stands in its batch."""
-
-    micro: Any  # a Sequences, of whatever stage
-    rows: Tensor  # (B,) its rows' places in the batch
-    first: int  # the batch's column that is its first
 
 
 def find(name: str, tensor: Tensor, mask: Tensor | None = None) -> Finding | None:

@@ -10,23 +10,14 @@ import torch
 from torch import Tensor, nn
 
 from tether.errors import Diverged
-from tether.learner.batching import micro_batches
-from tether.learner.faults import (
-    Fault,
-    Finding,
-    Part,
-    Unread,
-    find_all,
-    in_columns,
-    read_all,
-)
+from tether.learner.faults import Fault, Finding, Unread, find_all, in_columns, read_all
 from tether.learner.gradients import read_norms, total_norm
 from tether.learner.memory import free_cache, smaller_budget, step_within_memory, within_memory
 from tether.learner.overflow import cannot_overflow
+from tether.learner.parts import Part, Parts
 from tether.learner.schedule import rate_factor
 from tether.learner.settings import LearnerSettings
 from tether.learner.state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
-from tether.models.roles import onto
 from tether.protocols import Objective, TrainedModel
 from tether.types import Measures, Sequences
 
@@ -61,6 +52,7 @@ class Learner:
         self.optimizer = make_optimizer(parameter_groups) if make_optimizer else settings.adamw(parameter_groups)
         self.named = parameter_names(model, self.groups)
         self.micro_tokens = settings.micro_tokens
+        self._parts = Parts(self.device)
         self.skipped_in_a_row = 0
         self.on_fault: Callable[[Fault], None] = lambda fault: None  # noqa: ARG005 (nobody wants to know)
         self._start = hyperparameters(self.optimizer)
@@ -75,12 +67,11 @@ class Learner:
 
     def micro_batches(self, batch: Sequences) -> Iterator[Any]:
         """The batch in parts that fit in memory, trimmed of needless padding, on the learner's device."""
-        return (part.micro for part in self._parts(batch))
+        return (part.micro for part in self._parts.of(batch, self.micro_tokens))
 
-    def _parts(self, batch: Sequences) -> Iterator[Part]:
-        for rows in micro_batches(batch, self.micro_tokens):
-            selected = batch.select(rows)
-            yield Part(onto(selected.trimmed(), self.device), rows, selected.span()[0])
+    def begin(self, batch: Sequences) -> None:
+        """Put the first part of the batch that `backward` will be asked for next onto the device."""
+        self._parts.begin(batch, self.micro_tokens)
 
     @property
     def finite(self) -> bool:
@@ -138,7 +129,7 @@ class Learner:
             raise ValueError("the batch is empty: it has no token, sequence or pair to learn from")
         measures = Measures()
         total = torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
-        for part in self._parts(batch):
+        for part in self._parts.of(batch, self.micro_tokens):
             outputs = self.model(part.micro)
             loss = objective(outputs, part.micro)
             visit(loss.total / size, outputs, part)

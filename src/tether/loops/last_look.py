@@ -9,7 +9,9 @@ from torch import Tensor
 
 from tether.algorithms.algorithm import TokenObjective
 from tether.algorithms.objectives import Clip, PolicyObjective
+from tether.ops.logprobs import places_of
 from tether.ops.objectives import clip_cases
+from tether.travel import brought
 from tether.types import Experience, Loss, TokenOutputs, extend
 
 
@@ -44,10 +46,11 @@ class LastLook:
     @property
     def logprobs(self) -> Tensor:
         """(B, T) what the last passes found."""
-        for places, mask, found in self._seen:
-            rows = places.cpu()
+        rows_of_parts = brought([places for places, _, _ in self._seen])
+        answers = brought([found.flatten().index_select(0, places_of(mask)) for _, mask, found in self._seen])
+        for rows, found in zip(rows_of_parts, answers, strict=True):
             seen = self._logprobs[rows]  # wider than the micro-batch, which is trimmed; the masks pick the same tokens
-            seen[self.experience.response_mask[rows]] = found[mask].cpu().to(seen.dtype)
+            seen[self.experience.response_mask[rows]] = found.to(seen.dtype)
             self._logprobs[rows] = seen
         self._seen.clear()
         return self._logprobs

@@ -10,7 +10,7 @@ from typing import Any, TypeVar, cast
 import torch
 from torch import Tensor
 
-from tether.types import sent
+from tether.travel import sent
 
 Moved = TypeVar("Moved", "Rows", "Packing")
 

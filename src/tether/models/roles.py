@@ -25,7 +25,8 @@ from tether.ops.likeliest import likeliest_tokens
 from tether.ops.logprobs import places_before, places_of
 from tether.ops.masks import last_places
 from tether.ops.remember import remembered
-from tether.types import BatchT, Sequences, TokenOutputs, sent
+from tether.travel import sent
+from tether.types import BatchT, Sequences, TokenOutputs
 
 
 @dataclass(frozen=True)

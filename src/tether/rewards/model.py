@@ -20,6 +20,7 @@ from tether.models.load import NO_LIMIT, LoadedModel, check_same_vocabulary, cho
 from tether.models.lora import CONFIG
 from tether.models.roles import onto
 from tether.rewards.combine import failed
+from tether.travel import brought
 from tether.types import Rollout, Score, Sequences
 
 LoadShared = Callable[[Path, str], ScalarModel]
@@ -75,8 +76,8 @@ class RewardModelReward:
         found: list[tuple[Tensor, Tensor]] = []
         for places in micro_batches(batch, self.micro_tokens):
             found.append((places, self.model(onto(batch.select(places).trimmed(), device)).scores.float()))
-        for places, part in found:  # once all are under way: each look makes the host wait for the device
-            scores[places] = part.cpu()
+        for (places, _), part in zip(found, brought([part for _, part in found]), strict=True):
+            scores[places] = part
         return scores.tolist()
 
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from tether.rollout.gpu.layers import MOST_RANK, Trunk
 from tether.rollout.gpu.memory import cache_memory
+from tether.travel import sent
 
 PROCESSORS = 132  # of the device that tiles were chosen on
 PARTS = 8  # partial products that a linear layer's sum may come in
@@ -18,8 +19,7 @@ ROWS = 128  # work space is padded to a multiple of this, so that a tile of rows
 
 def on_device(numbers: list[list[int]] | list[int], device: torch.device) -> Tensor:
     """Host numbers as an int64 tensor on the device, without waiting for what runs there."""
-    table = torch.tensor(numbers, dtype=torch.int64)
-    return table.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else table
+    return sent(torch.tensor(numbers, dtype=torch.int64), device)
 
 
 class Cache:
