@@ -109,7 +109,7 @@ def test_a_run_s_reward_model_in_bfloat16_is_measured_with_on_any_device():
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-@pytest.mark.parametrize("method", ["sft", "reward", "dpo", "ppo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "ppo"])
 def test_on_a_gpu_a_run_is_held_in_bfloat16_and_goes_on_in_it(tmp_path, method):
     recipe = tiny(method, tmp_path / "runs", *STEPS, "--model.device", "cuda")
     told: list[str] = []

@@ -36,7 +36,7 @@ def adapted(numbers, left, right, scale):
     return tl.fma(tl.dot(left, right, input_precision="ieee"), scale, numbers.to(tl.float32))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def adapted_gate_kernel(
     gate, up, thin, gate_b, up_b, product, rows, width, gate_scale, up_scale,
     GATE_RANK: tl.constexpr, UP_RANK: tl.constexpr, RANKS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -58,7 +58,7 @@ def adapted_gate_kernel(
     put(product, result.to(product.dtype.element_ty), row, column, rows, width, width)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def adapted_gate_backward_kernel(
     gate, up, grad, thin, gate_b, up_b, narrow_down, down_a, product, grad_up, partial,
     rows, width, span, gate_scale, up_scale,
@@ -108,7 +108,7 @@ def adapted_gate_backward_kernel(
     put(partial + GATE_RANK, up_scale * narrow_up, row, rank, rows, UP_RANK, GATE_RANK + UP_RANK)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count"])
 def sum_parts_kernel(partial, total, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """total (count) = the sum of partial (PARTS, count) in the order of the parts."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

@@ -1,6 +1,7 @@
 """Triton kernels for the parts of a layer that only read and write: norms, rotary positions, gates.
 
-Numbers are read in the weights' type, computed in float32, and rounded once where they are written.
+Numbers are read in the weights' type, computed in float32, and rounded once where they are written. How many rows there
+are differs from batch to batch, so that no kernel is made anew for counts that happen to be multiples of 16.
 """
 
 # pyright: reportMissingImports=false, reportIndexIssue=false, reportUntypedFunctionDecorator=false
@@ -29,7 +30,7 @@ def add_norm_kernel(x, change, weight, added, normed, inverse, width, epsilon, A
     tl.store(normed + row * width + columns, (numbers * scale * factor).to(normed.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def add_norm_backward_kernel(
     grad_normed, grad_added, added, weight, inverse, grad_x, grad_weight, rows, width,
     PASSES: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
@@ -56,7 +57,7 @@ def add_norm_backward_kernel(
         tl.store(grad_weight + tl.program_id(0) * width + columns, total, mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def column_sum_kernel(numbers, sums, rows, width, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """Sums of the columns of a float32 matrix (rows, width); a program has COLUMNS of them, and adds in one order."""
     columns = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -11,9 +11,11 @@ import triton
 import triton.language as tl
 
 BLOCK = 4096  # logits that a program holds at a time
+# One number a row each, from anywhere in a longer column: a kernel for every alignment would gain nothing.
+BY_ROW = ["targets", "logprobs", "entropy", "normaliser", "grad_logprobs", "grad_entropy"]
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def row_kernel(logits, targets, logprobs, entropy, normaliser, width, factor, BLOCK: tl.constexpr):
     """One row of z = factor * logits: z[target] - logsumexp(z), the entropy of softmax(z), and logsumexp(z).
 
@@ -41,7 +43,7 @@ def row_kernel(logits, targets, logprobs, entropy, normaliser, width, factor, BL
     tl.store(normaliser + row, top + log_mass)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def slope_kernel(
     logits, targets, normaliser, entropy, grad_logprobs, grad_entropy, width, factor,
     ENTROPY: tl.constexpr, BLOCK: tl.constexpr,
@@ -60,7 +62,7 @@ def slope_kernel(
     tl.store(places, (slope * factor).to(logits.dtype.element_ty), mask=real)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=BY_ROW)
 def share_kernel(logits, normaliser, width, factor, BLOCK: tl.constexpr):
     """In place of logits: the probabilities softmax(factor * logits)."""
     row = tl.program_id(0).to(tl.int64)
