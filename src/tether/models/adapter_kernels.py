@@ -108,7 +108,7 @@ def adapted_gate_backward_kernel(
     put(partial + GATE_RANK, up_scale * narrow_up, row, rank, rows, UP_RANK, GATE_RANK + UP_RANK)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def sum_parts_kernel(partial, total, count, PARTS: tl.constexpr, BLOCK: tl.constexpr):
     """total (count) = the sum of partial (PARTS, count) in the order of the parts."""
     places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
