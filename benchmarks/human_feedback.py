@@ -229,6 +229,8 @@ def main() -> None:
     parser.add_argument("--set", nargs="*", default=[], help="further settings of the recipe")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if not options.file.is_file():
+        parser.error(f"{options.file} is not a file: give the .jsonl or .jsonl.gz with people's choices")
     options.out.mkdir(parents=True, exist_ok=True)
     folds = folds_of(read(options.file))
     for number in options.folds:
