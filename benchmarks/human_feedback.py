@@ -186,8 +186,9 @@ def run_fold(options: argparse.Namespace, number: int, folds: list[list[Ranked]]
 
 
 def totals(folder: Path, losses: list[str]) -> dict[str, Any]:
-    """Accuracies over the folds that are there, and each loss against the others."""
-    outcomes = [json.loads(file.read_text()) for file in sorted(folder.glob("fold-*.json"))]
+    """Accuracies over the folds that were judged with all these losses, and each loss against the others."""
+    found_there = [json.loads(file.read_text()) for file in sorted(folder.glob("fold-*.json"))]
+    outcomes = [outcome for outcome in found_there if outcome.keys() >= set(losses)]
     right = {kind: [each for outcome in outcomes for each in outcome[kind]] for kind in ("longer", *losses)}
     sources = [source for outcome in outcomes for source in outcome["sources"]]
     found: dict[str, Any] = {"folds": [outcome["fold"] for outcome in outcomes], "judged": len(sources)}
@@ -204,7 +205,7 @@ def difference(one: list[float], other: list[float], sources: list[str]) -> dict
     only_one = sum(a == 1.0 and b == 0.0 for a, b in zip(one, other, strict=True))
     only_other = sum(a == 0.0 and b == 1.0 for a, b in zip(one, other, strict=True))
     n, k = only_one + only_other, min(only_one, only_other)
-    p = min(1.0, 2.0 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n) if n else 1.0
+    p = min(1.0, 2 * sum(math.comb(n, i) for i in range(k + 1)) / 2**n) if n else 1.0
     by_source: dict[str, float] = defaultdict(float)
     for source, a, b in zip(sources, one, other, strict=True):
         by_source[source] += a - b

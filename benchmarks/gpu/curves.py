@@ -134,6 +134,14 @@ def main() -> None:
             if code:
                 print((folder / f"{engine}-{seed}.err").read_text()[-2000:], flush=True)
         steps = {engine: [curve(folder, engine, seed) for seed in options.seeds] for engine in ENGINES}
+    empty = [
+        f"{engine} {seed}"
+        for engine in ENGINES
+        for seed, rows in zip(options.seeds, steps[engine], strict=True)
+        if not rows
+    ]
+    if empty:
+        raise SystemExit(f"{', '.join(empty)}: no step was made, so there is nothing to compare")
     shortest = min(len(rows) for engine in ENGINES for rows in steps[engine])
     steps = {engine: [rows[:shortest] for rows in steps[engine]] for engine in ENGINES}
     runs = {engine: [[row["score"] for row in rows] for rows in steps[engine]] for engine in ENGINES}

@@ -69,12 +69,14 @@ class Clock:
     def __init__(self) -> None:
         self.marks: list[tuple[str, float]] = []
         self.peaks: dict[str, float] = {}
+        self.beside = 0.0  # GiB that the sampler's cache takes, which torch does not count
 
     def __call__(self, doing: str) -> None:
         """A phase begins."""
         torch.cuda.synchronize()
         if self.marks:
-            self.peaks[self.marks[-1][0]] = torch.cuda.max_memory_allocated() / 2**30
+            beside = self.beside if self.marks[-1][0] == "rollout" else 0.0
+            self.peaks[self.marks[-1][0]] = torch.cuda.max_memory_allocated() / 2**30 + beside
         torch.cuda.reset_peak_memory_stats()
         self.marks.append((doing.split(",")[0], time.perf_counter()))
 
@@ -90,6 +92,7 @@ def one_iteration(parts: RLParts, step: int, release: bool) -> tuple[dict[str, f
     clock = Clock()
 
     def doing(what: str) -> None:
+        clock.beside = getattr(parts.engine, "cache_bytes", 0) / 2**30
         if what.startswith("scores") and release:
             parts.engine.release()  # pyright: ignore[reportAttributeAccessIssue]
         clock(what)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import Tensor
@@ -19,7 +20,13 @@ def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
     there = torch.device(device)
     if there.type != "cuda" or tensor.is_cuda:
         return tensor.to(there)
-    return (tensor.pin_memory() if tensor.nbytes > AT_ONCE else tensor).to(there, non_blocking=True)
+    # A pinned view would be copied to ordinary memory on its way, so its numbers are put side by side first.
+    return (tensor.contiguous().pin_memory() if tensor.nbytes > AT_ONCE else tensor).to(there, non_blocking=True)
+
+
+def at(device: torch.device) -> AbstractContextManager[object]:
+    """Where kernels that are launched by hand run: Triton asks for the current device, not for the tensors'."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def brought(tensors: Sequence[Tensor]) -> list[Tensor]:

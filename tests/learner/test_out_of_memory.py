@@ -13,6 +13,7 @@ from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_exp
 from tether.algorithms.algorithm import Coefficients
 from tether.algorithms.updates import MinibatchEpochs
 from tether.errors import StorageError
+from tether.learner import parts
 from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.memory import is_out_of_memory, smaller_budget, within_memory
@@ -189,6 +190,21 @@ def test_a_pass_kept_ahead_is_never_half_used():
     assert learner.micro_tokens == ALL // 2
     assert torch.equal(gradients(learner), gradients(clean))
     assert roles.actor._ahead is None
+
+
+def test_a_batch_that_cannot_be_begun_for_want_of_memory_is_begun_later(monkeypatch):
+    learner, clean, plain = learner_of(make_roles().actor, ALL), learner_of(make_roles().actor, ALL), parts.onto
+
+    def full(*_: object) -> None:
+        raise NO_MEMORY
+
+    learner.begin(EXPERIENCE)
+    monkeypatch.setattr(parts, "onto", full)
+    learner.begin(EXPERIENCE)
+    monkeypatch.setattr(parts, "onto", plain)
+    learner.backward(EXPERIENCE, OBJECTIVE)
+    clean.backward(EXPERIENCE, OBJECTIVE)
+    assert torch.equal(gradients(learner), gradients(clean))
 
 
 def test_a_single_row_that_does_not_fit_is_a_clear_error():

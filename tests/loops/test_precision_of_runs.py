@@ -87,6 +87,25 @@ def test_a_run_that_was_begun_in_bfloat16_is_not_gone_on_with_on_a_cpu(tmp_path,
     assert resume_run(str(folder), "runs", json_output=True) == 0  # it is done: there is nothing to compute
 
 
+def test_a_run_whose_reward_model_was_in_bfloat16_is_not_gone_on_with_on_a_cpu(tmp_path):
+    recipe = tiny("ppo", tmp_path / "runs", *STEPS)
+    sitting(recipe, stop_after=1)
+    folder = run_path(recipe)
+    record = json.loads((folder / "recipe.json").read_text())
+    record["reward"]["parts"] = [{"kind": "ended"}, {"kind": "model", "path": "a", "dtype": "bfloat16"}]
+    (folder / "recipe.json").write_text(json.dumps(record))
+    with pytest.raises(ConfigError, match=r"reward model \(reward\.parts\.1\) in bfloat16.* CUDA device"):
+        resume_run(str(folder), "runs", json_output=True)
+
+
+def test_a_fork_in_another_precision_is_refused(tmp_path):
+    recipe = tiny("sft", tmp_path / "runs", *STEPS)
+    sitting(recipe, stop_after=1)
+    folder = run_path(recipe)
+    with pytest.raises(ConfigError, match=r"--model\.dtype bfloat16: .* was begun in float32"):
+        fork_run(str(folder), "runs", None, ["--model.dtype", "bfloat16"], json_output=True)
+
+
 def test_a_run_that_goes_on_on_another_device_says_in_which_precision(tmp_path, monkeypatch):
     recipe = tiny("sft", tmp_path / "runs", *STEPS)
     describe = session.describe_environment

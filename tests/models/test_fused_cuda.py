@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 from tether.models.adapter_gate import GateAdapters
 from tether.models.forward import hidden_states
+from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.linear_parts import Adapter
 from tether.models.lora import inject_lora, lora_config
 from tether.models.packed import packed_states
@@ -197,3 +198,13 @@ def test_what_is_sent_and_brought_is_the_same_however_busy_the_device_is():
     large_again, small_again, cut = brought(there)
     assert torch.equal(large_again, large) and torch.equal(small_again, small)
     assert torch.equal(cut, large[::2].view(5, -1)[:, 3:])
+
+
+def test_a_saved_reward_model_is_run_by_the_fused_pass_like_one_that_was_made_here(tmp_path):
+    head = ScalarHead(256, deviation=0.1, seed=0, like=torch.zeros(1, device="cuda"))
+    head.weight.data = head.weight.data.bfloat16().float()  # as it is saved
+    made = ScalarModel(Trunk(trunk("llama", False).bfloat16()), head, "reward")
+    made.save_pretrained(tmp_path)
+    loaded = ScalarModel.load(tmp_path, "bfloat16", "cuda")
+    assert loaded.trunk.fast.way == made.trunk.fast.way == "fused"
+    assert torch.equal(loaded(rows(False)).scores, made(rows(False)).scores)

@@ -139,6 +139,11 @@ def test_devices(monkeypatch: pytest.MonkeyPatch):
         assert resolve_device("auto").type == expected
     with pytest.raises(ValueError, match=r"model\.device is cuda"):
         resolve_device("cuda:0")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert resolve_device("cuda:1") == torch.device("cuda:1")
+    with pytest.raises(ValueError, match=r"model\.device is cuda:2.*last one is cuda:1"):
+        resolve_device("cuda:2")
     with pytest.raises(ValueError, match=r"model\.device is mps"):
         resolve_device(torch.device("mps"))
 

@@ -213,3 +213,17 @@ def test_a_run_keeps_its_plan_with_what_was_measured(tmp_path, capsys):
     text = capsys.readouterr()
     assert "predicted" in text.err and "measured" in text.err
     assert "predicted" not in text.out
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--model.dtype", "bfloat16", "--device", "cpu"], "model.dtype is bfloat16"),
+        (["--prompt-tokens", "-5"], "--prompt-tokens -5"),
+        (["--prompt-tokens", "0"], "--prompt-tokens 0"),
+        (["--device", "cuda:0x", "--memory", "8GiB"], "'cuda:0x' is no device"),
+    ],
+)
+def test_what_cannot_be_run_is_not_planned(capsys, words, named):
+    assert main(["plan", "recipes/tiny-ppo.yaml", *words]) == 2
+    assert named in capsys.readouterr().err

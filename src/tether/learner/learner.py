@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from tether.errors import Diverged
 from tether.learner.faults import Fault, Finding, Unread, find_all, in_columns, read_all
 from tether.learner.gradients import read_norms, total_norm
-from tether.learner.memory import free_cache, smaller_budget, step_within_memory, within_memory
+from tether.learner.memory import free_cache, is_out_of_memory, smaller_budget, step_within_memory, within_memory
 from tether.learner.overflow import cannot_overflow
 from tether.learner.parts import Part, Parts
 from tether.learner.schedule import rate_factor
 from tether.learner.settings import LearnerSettings
 from tether.learner.state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
+from tether.models.packed import release_captured
 from tether.protocols import Objective, TrainedModel
 from tether.types import Measures, Sequences
 
@@ -70,8 +71,12 @@ class Learner:
         return (part.micro for part in self._parts.of(batch, self.micro_tokens))
 
     def begin(self, batch: Sequences) -> None:
-        """Put the first part of the batch that `backward` will be asked for next onto the device."""
-        self._parts.begin(batch, self.micro_tokens)
+        """Put the first part of the batch that `backward` will be asked for next onto the device, if there is room."""
+        try:
+            self._parts.begin(batch, self.micro_tokens)
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
 
     @property
     def finite(self) -> bool:
@@ -116,6 +121,7 @@ class Learner:
         forget = getattr(self.model, "forget_ahead", None)  # a pass that a model keeps takes room as well
         if callable(forget):
             forget()
+        release_captured()
         free_cache(self.device)
         self.micro_tokens = smaller_budget(batches, self.micro_tokens)
         self._out_of_memory += 1

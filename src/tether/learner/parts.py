@@ -37,6 +37,7 @@ class Parts:
 
     def begin(self, batch: Sequences, max_tokens: int) -> None:
         """Make the first part of a batch that will be asked for."""
+        self._begun = None
         parts = self._cut(batch, max_tokens)
         first = list(islice(parts, 1))
         self._begun = batch, max_tokens, chain(first, parts)

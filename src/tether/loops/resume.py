@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from tether.config.load import change_settings, recipe_from_record
-from tether.config.recipes import Recipe
+from tether.config.recipes import Recipe, RLRecipe
+from tether.config.rewards import ModelPart
 from tether.errors import ConfigError, UsageError
 from tether.loops.build import load_policy
 from tether.loops.run import Forked, run_recipe
@@ -99,6 +100,11 @@ def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str],
     child = change_settings(parent.model_copy(update={"run": named}), flags)
     if checkpoint.step >= child.run.steps:
         raise ConfigError(f"run.steps is {child.run.steps}, and step {checkpoint.step} is not before it: set it higher")
+    if child.model.dtype not in (parent.model.dtype, AUTO):
+        raise ConfigError(
+            f"--model.dtype {child.model.dtype}: {folder} was begun in {parent.model.dtype}, and a fork goes on in the "
+            "precision of its checkpoint: leave it out, or start a new run"
+        )
     check_precision(child, folder)
     return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, parent_name, str(folder)))
 
@@ -123,12 +129,19 @@ def export_checkpoint(options: argparse.Namespace) -> int:
 
 def check_precision(recipe: Recipe, folder: Path) -> None:
     """Refuse to go on where the device cannot compute in the run's precision: a checkpoint's weights keep theirs."""
-    device = resolve_device(recipe.model.device)
-    if device.type == "cpu" and recipe.model.dtype == "bfloat16":
+    if resolve_device(recipe.model.device).type != "cpu":
+        return
+    if recipe.model.dtype == "bfloat16":
         raise ConfigError(
             f"{folder} was begun in bfloat16, which is slow and imprecise on the CPU, and its checkpoints stay in it: "
-            "go on on a CUDA device, or start a new run here"
+            "go on, or export it, on a CUDA device, or start a new run here"
         )
+    for place, part in enumerate(recipe.reward.parts if isinstance(recipe, RLRecipe) else ()):
+        if isinstance(part, ModelPart) and part.dtype == "bfloat16":
+            raise ConfigError(
+                f"{folder} was begun with its reward model (reward.parts.{place}) in bfloat16, which is slow and "
+                "imprecise on the CPU: go on on a CUDA device, or start a new run here"
+            )
 
 
 def _agree(key: str, before: object, now: object) -> bool:

@@ -38,7 +38,8 @@ class CapturedPass:
         size = sum(part.weight.numel() for part in (weights.query, weights.output, weights.gate, weights.up)) * 2
         if inputs.hidden.device.type != "cuda" or size * len(inputs.hidden) > MOST_WORK or any(map(watched, trained)):
             return False
-        key = (_shape(inputs), tuple(tensor.data_ptr() for tensor in _tensors(layers)), len(trained))
+        addresses = tuple(tensor.data_ptr() for tensor in _tensors(layers))
+        key = (_shape(inputs), addresses, len(trained), inputs.hidden.requires_grad)
         if self._held is not None and key == self._key:
             self._next = (None, 0)
             return True
@@ -79,7 +80,8 @@ class _Held:
         self.states, self.trace, self.grad_states, self.grad_input = None, None, None, None
         self.there = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(self.there, pool=self.pool, capture_error_mode="thread_local"):
-            self.states, self.trace = fused_pass.forward(layers, self.inputs, keep=bool(trained), recompute=False)
+            keep = bool(trained) or inputs.hidden.requires_grad
+            self.states, self.trace = fused_pass.forward(layers, self.inputs, keep=keep, recompute=False)
         self.back: torch.cuda.CUDAGraph | None = None
         self.with_input = False
 
@@ -115,12 +117,13 @@ class _Held:
     def _capture_back(self, grad: Tensor, wants_input: bool) -> None:
         assert self.trace is not None
         self.grad_states = grad.clone()
-        self.back, self.with_input = torch.cuda.CUDAGraph(), wants_input
+        back = torch.cuda.CUDAGraph()
         trace = Trace([], list(self.trace.kept), self.trace.added, self.trace.inverse)
-        with torch.no_grad(), torch.cuda.graph(self.back, pool=self.pool, capture_error_mode="thread_local"):
+        with torch.no_grad(), torch.cuda.graph(back, pool=self.pool, capture_error_mode="thread_local"):
             self.grad_input = fused_pass.backward(
                 self.layers, self.inputs, trace, self.grad_states, Gradients(self.trained), wants_input=wants_input
             )
+        self.back, self.with_input = back, wants_input  # now that all of it is captured
 
 
 def _shape(inputs: Inputs) -> tuple[Any, ...]:
@@ -132,11 +135,16 @@ def _shape(inputs: Inputs) -> tuple[Any, ...]:
 
 def _tensors(layers: Layers) -> list[Tensor]:
     found = [tensor for layer in layers.layers for part in _parts(layer) for tensor in part.tensors()]
-    return found + ([] if layers.final is None else [layers.final.weight])
+    norms = [norm for layer in layers.layers for norm in _norms(layer)] + [layers.final]
+    return found + [norm.weight for norm in norms if norm is not None]
 
 
 def _parts(layer: Any) -> tuple[Any, ...]:
     return layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down
+
+
+def _norms(layer: Any) -> tuple[Any, ...]:
+    return layer.before_attention, layer.before_mlp, layer.query_norm, layer.key_norm
 
 
 def _columns(inputs: Inputs) -> list[Tensor]:

@@ -91,12 +91,12 @@ class ScalarModel(nn.Module):
         score = getattr(classifier, "score", None)
         if info["missing_keys"] or not isinstance(score, nn.Linear) or score.out_features != 1:
             raise ConfigError(f"{path} is not a reward model: it needs a saved `score` layer with one output")
-        disable_dropout(classifier)
+        disable_dropout(classifier.to(place))  # first of all, for how a trunk is run depends on where it is
         head = ScalarHead(score.in_features, deviation=0.0, seed=0, like=score.weight)
         with torch.no_grad():
             head.weight.copy_(score.weight)
             head.bias.fill_(bias)
-        return cls(Trunk(trunk_of(classifier)), head, "reward").to(place)
+        return cls(Trunk(trunk_of(classifier)), head, "reward")
 
     @staticmethod
     def saved_bias(folder: Path) -> float:

@@ -152,6 +152,9 @@ def resolve_device(device: torch.device | str) -> torch.device:
         raise ConfigError(f"model.device {device!r} is no device: use auto, cpu, cuda, cuda:1 or mps") from error
     if chosen.type == "cuda" and not torch.cuda.is_available():
         raise ConfigError("model.device is cuda, and this machine offers no CUDA device: use auto or cpu")
+    if chosen.type == "cuda" and (chosen.index or 0) >= torch.cuda.device_count():
+        last = torch.cuda.device_count() - 1
+        raise ConfigError(f"model.device is {chosen}, and this machine's last one is cuda:{last}: use that, or auto")
     if chosen.type == "mps" and not torch.backends.mps.is_available():
         raise ConfigError("model.device is mps, and this machine offers no MPS device: use auto or cpu")
     return chosen

@@ -15,6 +15,7 @@ from __future__ import annotations
 import functools
 import importlib.util
 from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from tether.models import plain_ops as plain
 from tether.models.packing import Packing, Rows
 from tether.ops.remember import remembered
+from tether.travel import at
 from tether.types import Sequences
 
 HALF = (torch.bfloat16, torch.float16)
@@ -57,11 +59,22 @@ def way_for(trunk: Any) -> Way | None:
     return "fused" if width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(device)[0] >= 8 else None
 
 
+_captured: WeakSet[Any] = WeakSet()
+
+
 def captured_pass() -> Any:
     """Room for the graphs of a trunk's fused pass."""
     from tether.models.captured_pass import CapturedPass
 
-    return CapturedPass()
+    made = CapturedPass()
+    _captured.add(made)
+    return made
+
+
+def release_captured() -> None:
+    """Let go of all graphs of passes, whoever's they are: their memory is wanted."""
+    for each in _captured:
+        each.release()
 
 
 def packed_states(
@@ -94,7 +107,8 @@ def packed_states(
     if layers is None:
         return None
     inputs = fused_pass.Inputs(hidden, cos[0].contiguous(), sin[0].contiguous(), packing, rows)
-    states = fused_pass.run(layers, inputs, recompute=recompute, captured=captured)
+    with at(hidden.device):
+        states = fused_pass.run(layers, inputs, recompute=recompute, captured=captured)
     return packing.unpack(states, None if rows is None else rows.tokens)
 
 

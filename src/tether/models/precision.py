@@ -26,7 +26,8 @@ def resolve_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype
             raise ConfigError(f"model.dtype is {dtype!r}: choose one of {', '.join((AUTO, *DTYPES))}")
         dtype = DTYPES[dtype]
     if device.type == "cpu" and dtype in (torch.bfloat16, torch.float16):
-        raise ConfigError(f"model.dtype is {dtype}, which is slow and imprecise on the CPU: use float32 on CPU")
+        named = dtype_name(dtype)
+        raise ConfigError(f"model.dtype is {named}, which is slow and imprecise on the CPU: use float32 on CPU")
     return dtype
 
 

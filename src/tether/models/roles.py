@@ -151,11 +151,8 @@ class ActorCritic(nn.Module):
         return likeliest_tokens(*given, **options)
 
     def forget_ahead(self) -> None:
-        """Let a kept pass go, and graphs of passes: their memory is wanted."""
+        """Let a kept pass go: its memory is wanted."""
         self._ahead = None
-        for module in self.modules():
-            if isinstance(module, Trunk):
-                module.release()
 
     def _pass(self, batch: Sequences) -> tuple[Tensor, TokenOutputs, Tensor | None]:
         """(B, T, H) the policy's hidden states, what `forward` gives, and the value after each row's last token."""

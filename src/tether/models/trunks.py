@@ -38,11 +38,6 @@ class Trunk(nn.Module):
         self.model = model
         self.fast = Fast(model)
 
-    def release(self) -> None:
-        """Let go of the memory that is held for passes to come."""
-        if self.fast.captured is not None:
-            self.fast.captured.release()
-
     def recompute(self) -> None:
         """From now on run each layer again in the backward pass, and keep only what enters it until then."""
         self.fast.recompute = True

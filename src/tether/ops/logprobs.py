@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tether.ops import logprob_fused
 from tether.ops.remember import remembered
+from tether.travel import at
 
 CHUNK_ELEMENTS = 2**23  # logits held at a time: 32 MiB in fp32, small enough to stay near the cores
 
@@ -102,7 +103,8 @@ def chunked_logprobs(
     function: Any = logprob_fused.FusedLogprobs if fused else _ChunkedLogprobs
     how = scale / temperature if fused else _ToLogits(temperature, scale, softcap)
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", function.apply)
-    return apply(states, weight, bias, targets, how, rows)
+    with at(states.device):
+        return apply(states, weight, bias, targets, how, rows)
 
 
 def rows_at_a_time(states: Tensor, weight: Tensor, softcap: float | None, chunk_elements: int | None) -> int:

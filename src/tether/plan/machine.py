@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -51,7 +52,7 @@ def machine_for(device: str, dtype: str, memory: str | None = None) -> Machine:
 
 def planned_device(name: str) -> torch.device:
     """The device to plan for, as `resolve_device` finds it; a CUDA device need not be here."""
-    absent = name.partition(":")[0] == "cuda" and not torch.cuda.is_available()
+    absent = re.fullmatch(r"cuda(:\d+)?", name) is not None and not torch.cuda.is_available()
     return torch.device("cuda") if absent else resolve_device(name)
 
 

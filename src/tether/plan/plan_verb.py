@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 
+from tether.errors import UsageError
+
 SUMMARY = "Say what a recipe will cost in memory, optimiser steps and seconds, before anything is loaded."
 
 EPILOG = """A flag sets one key of the recipe, as for tether train: tether plan recipes/ppo.yaml --roles.mode adapters
@@ -31,6 +33,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Print the plan; 0 whether or not it fits."""
+    if options.prompt_tokens is not None and options.prompt_tokens < 1:
+        raise UsageError(f"--prompt-tokens {options.prompt_tokens}: a prompt has at least 1 token")
     from tether.plan.show import show_plan
 
     return show_plan(options)

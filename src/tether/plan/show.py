@@ -14,7 +14,7 @@ from tether.config.load import load_recipe
 from tether.config.read_yaml import read_mapping
 from tether.config.recipes import RECIPES, Recipe, RLRecipe
 from tether.errors import ConfigError, TetherError
-from tether.models.precision import with_precision
+from tether.models.precision import resolve_dtype, with_precision
 from tether.models.store import EMBEDDED, cached_model
 from tether.models.tiny import tiny_tokenizer
 from tether.plan.advice import advice
@@ -34,6 +34,7 @@ def show_plan(options: argparse.Namespace) -> int:
     path = find_model(recipe.model.path)
     shape = shape_of(path)
     device = planned_device(options.device or recipe.model.device)
+    resolve_dtype(recipe.model.dtype, device)  # refuses what training would refuse
     recipe = with_precision(recipe, device)
     machine = machine_for(str(device), recipe.model.dtype, options.memory)
     lengths = lengths_of(recipe, path, options.prompt_tokens)

@@ -37,6 +37,7 @@ from tether.rollout.gpu.keeper import MOST_SLOTS, DecoderKeeper
 from tether.rollout.llama import LlamaDecoder
 from tether.rollout.sampling import Draw, check_sampling, draw, draw_columns, sample_uniforms
 from tether.rollout.supported import disagreement, plain_model, unsupported
+from tether.travel import at
 from tether.types import Prompt, Rollout
 
 BATCH = 64  # answers decoded at once where nothing else is said
@@ -230,9 +231,10 @@ class NativeEngine:
         length = max(len(item.prompt_ids) for item in work) + sampling.max_new_tokens
         prompts, groups = {item.group: item.prompt_ids for item in work}, [item.group for item in work]
         try:
-            decoder = self.gpu.ready(plain_model(self.loaded.model), slots, length, sampling.max_new_tokens)
-            slots = min(slots, decoder.slots)
-            answers = GpuBatch(decoder, slots, prompts, groups, uniforms, sampling, stops).run()
+            with at(self.loaded.model.device):
+                decoder = self.gpu.ready(plain_model(self.loaded.model), slots, length, sampling.max_new_tokens)
+                slots = min(slots, decoder.slots)
+                answers = GpuBatch(decoder, slots, prompts, groups, uniforms, sampling, stops).run()
         finally:
             self.release()
         for row, answer in enumerate(answers):
