@@ -39,7 +39,7 @@ class CapturedPass:
         if inputs.hidden.device.type != "cuda" or size * len(inputs.hidden) > MOST_WORK or any(map(watched, trained)):
             return False
         addresses = tuple(tensor.data_ptr() for tensor in _tensors(layers))
-        key = (_shape(inputs), addresses, len(trained), inputs.hidden.requires_grad)
+        key = (_shape(inputs), addresses, len(trained), _keeps(inputs, trained))
         if self._held is not None and key == self._key:
             self._next = (None, 0)
             return True
@@ -80,7 +80,7 @@ class _Held:
         self.states, self.trace, self.grad_states, self.grad_input = None, None, None, None
         self.there = torch.cuda.CUDAGraph()
         with torch.no_grad(), torch.cuda.graph(self.there, pool=self.pool, capture_error_mode="thread_local"):
-            keep = bool(trained) or inputs.hidden.requires_grad
+            keep = _keeps(inputs, trained)
             self.states, self.trace = fused_pass.forward(layers, self.inputs, keep=keep, recompute=False)
         self.back: torch.cuda.CUDAGraph | None = None
         self.with_input = False
@@ -124,6 +124,11 @@ class _Held:
                 self.layers, self.inputs, trace, self.grad_states, Gradients(self.trained), wants_input=wants_input
             )
         self.back, self.with_input = back, wants_input  # now that all of it is captured
+
+
+def _keeps(inputs: Inputs, trained: Sequence[Tensor]) -> bool:
+    """Whether a graph leaves what its way back needs; one that does serves passes without a gradient too."""
+    return bool(trained) or inputs.hidden.requires_grad
 
 
 def _shape(inputs: Inputs) -> tuple[Any, ...]:
