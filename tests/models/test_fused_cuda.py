@@ -14,12 +14,15 @@ from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device here", allow_module_level=True)
 
+from tether.models import row_attention
 from tether.models.adapter_gate import GateAdapters
+from tether.models.flash import Attention
 from tether.models.forward import hidden_states
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.linear_parts import Adapter
 from tether.models.lora import inject_lora, lora_config
 from tether.models.packed import packed_states
+from tether.models.packing import Packing
 from tether.models.roles import Roles, onto
 from tether.models.sharing import Separate
 from tether.models.tiny import VOCABULARY, tiny_model
@@ -210,3 +213,55 @@ def test_a_saved_reward_model_is_run_by_the_fused_pass_like_one_that_was_made_he
     loaded = ScalarModel.load(tmp_path, "bfloat16", "cuda")
     assert loaded.trunk.fast.way == made.trunk.fast.way == "fused"
     assert torch.equal(loaded(rows(False)).scores, made(rows(False)).scores)
+
+
+@pytest.mark.parametrize("asked", ["all", "answers", "once"])
+@pytest.mark.parametrize(("heads", "key_heads", "width"), [(8, 2, 64), (9, 3, 64), (4, 4, 64), (7, 1, 128), (4, 2, 32)])
+def test_short_rows_attend_as_near_to_float64_as_flash_attention_and_the_same_every_time(
+    heads: int, key_heads: int, width: int, asked: str, monkeypatch: pytest.MonkeyPatch
+):
+    torch.manual_seed(0)
+    lengths = torch.randint(1, 300, (120,), device="cuda")
+    place = torch.arange(299, device="cuda")
+    mask = place < lengths[:, None]
+    packing = Packing.of(mask)
+    starts = {"answers": lengths[:, None] // 3, "once": lengths[:, None] - 1}
+    rows = None if asked == "all" else packing.rows(mask & (place >= starts[asked]))
+    tokens, asks = int(lengths.sum()), int(lengths.sum()) if rows is None else len(rows.tokens)
+    query, grad = torch.randn(2, asks, heads, width, device="cuda").bfloat16()
+    key, value = torch.randn(2, tokens, key_heads, width, device="cuda").bfloat16()
+    found = []
+    for short in (False, True, True):
+        monkeypatch.setattr(row_attention, "SHORT_ROWS", short)
+        assert row_attention.usable(query, key, packing, rows) == short
+        inputs = (query, key, value)
+        mixed, lse = Attention.forward(*inputs, packing, rows, width**-0.5)
+        slopes = Attention.backward(grad.flatten(1), *inputs, mixed, lse, packing, rows, width**-0.5)
+        found.append([mixed.unflatten(1, (heads, width)), *slopes])
+    places = torch.arange(tokens, device="cuda") if rows is None else rows.tokens
+    expected = plain_attention(query, key, value, grad, packing.positions, places, packing.starts, width**-0.5)
+    for flash, ours, again, exact in zip(*found, expected, strict=True):
+        assert torch.equal(ours, again) and ours.is_contiguous()
+        assert distance(ours, exact) < 1.2 * distance(flash, exact) < 0.02
+
+
+def plain_attention(
+    query: Any, key: Any, value: Any, grad: Any, positions: Any, places: Any, starts: Any, scaling: float
+) -> list[Any]:
+    """Mixed values and the gradients of queries, keys and values in float64, a row at a time."""
+    inputs = [x.double().requires_grad_() for x in (query, key, value)]
+    group, mixed = query.shape[1] // key.shape[1], []
+    for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
+        own = (places >= first) & (places < end)
+        keys, values = (x[first:end].repeat_interleave(group, dim=1).transpose(0, 1) for x in inputs[1:])
+        scores = inputs[0][own].transpose(0, 1) @ keys.transpose(1, 2) * scaling
+        hidden = positions[first:end] > positions[places[own]][:, None]
+        mixed.append((scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ values).transpose(0, 1))
+    whole = torch.cat(mixed)
+    return [whole.detach(), *torch.autograd.grad(whole, inputs, grad.double())]
+
+
+def test_short_rows_in_a_replayed_pass_give_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(row_attention, "SHORT_ROWS", True)
+    monkeypatch.setattr(row_attention, "LEAST_PROGRAMS", 1)
+    test_a_replayed_pass_and_layers_run_again_give_the_same_bits("llama", True, False)

@@ -1,4 +1,7 @@
-"""Causal attention over rows laid end to end, forward and backward, by torch's flash attention. No autograd."""
+"""Causal attention over rows laid end to end, forward and backward, by torch's flash attention. No autograd.
+
+Many short rows have kernels of their own (`row_attention.py`, which says when).
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tether.models import row_attention
 from tether.models.packing import Packing, Rows
 
 
@@ -22,6 +26,8 @@ class Attention:
         query: Tensor, key: Tensor, value: Tensor, packing: Packing, rows: Rows | None, scaling: float
     ) -> tuple[Tensor, Tensor]:
         """`(mixed, normalisers)`: (n, heads * D), and what the backward pass needs."""
+        if row_attention.usable(query, key, packing, rows):
+            return row_attention.forward(query, key, value, packing, rows, scaling)
         query, starts, most = _laid_out(query, packing, rows)
         mixed, lse = torch.ops.aten._flash_attention_forward(
             query, key, value, starts, packing.starts, most, packing.longest, 0.0, True, False, scale=scaling
@@ -41,6 +47,8 @@ class Attention:
         scaling: float,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`(d query, d key, d value)` from the gradient (n, heads * D) of what `forward` gave."""
+        if row_attention.usable(query, key, packing, rows):
+            return row_attention.backward(grad, query, key, value, mixed, lse, packing, rows, scaling)
         shape = query.shape
         query, starts, most = _laid_out(query, packing, rows)
         grad, mixed = (_laid_out(x.view(shape), packing, rows)[0] for x in (grad, mixed))
