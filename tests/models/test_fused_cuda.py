@@ -23,6 +23,7 @@ from tether.models.linear_parts import Adapter
 from tether.models.lora import inject_lora, lora_config
 from tether.models.packed import packed_states
 from tether.models.packing import Packing
+from tether.models.precision import hold_in
 from tether.models.roles import Roles, onto
 from tether.models.sharing import Separate
 from tether.models.tiny import VOCABULARY, tiny_model
@@ -208,7 +209,9 @@ def test_what_is_sent_and_brought_is_the_same_however_busy_the_device_is():
 def test_a_saved_reward_model_is_run_by_the_fused_pass_like_one_that_was_made_here(tmp_path):
     head = ScalarHead(256, deviation=0.1, seed=0, like=torch.zeros(1, device="cuda"))
     head.weight.data = head.weight.data.bfloat16().float()  # as it is saved
-    made = ScalarModel(Trunk(trunk("llama", False).bfloat16()), head, "reward")
+    model = trunk("llama", False)
+    hold_in(model, torch.bfloat16, torch.device("cuda"))
+    made = ScalarModel(Trunk(model), head, "reward")
     made.save_pretrained(tmp_path)
     loaded = ScalarModel.load(tmp_path, "bfloat16", "cuda")
     assert loaded.trunk.fast.way == made.trunk.fast.way == "fused"

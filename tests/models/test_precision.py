@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from tether.config.load import load_recipe
 from tether.config.recipes import RECIPES
 from tether.errors import ConfigError
 from tether.models.load import load_causal_lm
-from tether.models.precision import precision_notice, resolve_dtype, with_precision
+from tether.models.precision import hold_in, precision_notice, resolve_dtype, with_precision
 
 CPU, CUDA, MPS = (torch.device(kind) for kind in ("cpu", "cuda", "mps"))
 PARTS = """--reward.parts=[
@@ -103,3 +106,18 @@ def test_a_model_on_the_cpu_is_the_same_by_auto_and_by_float32():
     ours, theirs = (load_causal_lm("tiny-bytes", dtype=dtype, device="cpu", seed=3) for dtype in ("auto", "float32"))
     for (name, left), (_, right) in zip(ours.model.named_parameters(), theirs.model.named_parameters(), strict=True):
         assert left.dtype is torch.float32 and torch.equal(left, right), name
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_positions_are_as_exact_in_half_precision_as_in_float32(dtype: torch.dtype):
+    sizes: Any = {"vocab_size": 40, "hidden_size": 128, "intermediate_size": 64, "num_hidden_layers": 1}
+    sizes["num_attention_heads"] = 2
+    exact, held, rounded = (LlamaForCausalLM(LlamaConfig(**sizes, tie_word_embeddings=True)) for _ in range(3))
+    hold_in(held, dtype, CPU)
+    assert {parameter.dtype for parameter in held.parameters()} == {dtype}
+    assert held.lm_head.weight is held.model.embed_tokens.weight
+    positions, like = torch.arange(0, 4000, 7)[None], torch.zeros(1, 1, 1)
+    angles = [model.model.rotary_emb(like, positions) for model in (exact, held, rounded.bfloat16())]
+    for expected, found, by_torch in zip(*angles, strict=True):
+        assert torch.equal(found, expected)
+        assert (by_torch - expected).abs().max() > 1  # what this is about: torch rounds the frequencies along

@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 from tether.errors import ConfigError
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
 from tether.models.lora import inject_lora, load_config, load_lora, merge_lora, saved_config
-from tether.models.precision import resolve_dtype
+from tether.models.precision import hold_in, resolve_dtype
 from tether.models.store import resolve_model_path
 from tether.models.tiny import tiny_model, tiny_tokenizer
 
@@ -80,7 +80,7 @@ def load_causal_lm(
     disable_dropout(model)
     train_every_embedding(model)
     if fewer_bits is None:
-        model.to(device=place, dtype=kind)  # pyright: ignore[reportArgumentType, reportCallIssue]
+        hold_in(model, kind, place)
     return describe(model, tokenizer, notices)
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from tether.models.packing import Packing, Rows
 from tether.models.row_attention_kernels import forward_kernel, grad_key_kernel, grad_query_kernel
 
-SHORT_ROWS = False  # whether these kernels are used at all
+SHORT_ROWS = True  # whether these kernels are used at all
 LONGEST = 512  # tokens in a row; above, flash attention is good
 LEAST_PROGRAMS = 96  # programs that share the gradient of keys; fewer leave most of a device idle
 WIDTHS = (16, 32, 64, 128)  # of a head
@@ -56,28 +56,38 @@ class Tiles(NamedTuple):
 TILES = {
     64: Tiles(
         forward=(
-            Tile(128, 64, True, 8, 3),
             Tile(128, 64, False, 8, 3),
-            Tile(256, 64, True, 16, 3),
-            Tile(64, 64, True, 4, 3),
+            Tile(64, 64, False, 4, 3),
+            Tile(64, 64, False, 4, 2),
+            Tile(128, 64, False, 8, 2),
+            Tile(128, 64, False, 4, 3),
         ),
         grad_query=(
-            Tile(128, 64, True, 8, 3, registers=128),
             Tile(128, 64, False, 8, 3),
-            Tile(256, 64, True, 16, 3),
-            Tile(64, 64, True, 4, 3),
+            Tile(64, 64, False, 4, 3),
+            Tile(64, 64, False, 4, 2),
+            Tile(128, 64, False, 8, 2),
+            Tile(64, 32, False, 4, 3),
         ),
         grad_key=(
-            Tile(64, 128, False, 8, 3),
-            Tile(64, 128, True, 8, 3),
-            Tile(32, 128, False, 8, 2, registers=128),
             Tile(64, 64, True, 4, 3),
+            Tile(64, 64, False, 4, 3),
+            Tile(64, 64, False, 4, 2),
+            Tile(64, 64, True, 4, 2),
+            Tile(32, 64, False, 4, 3),
+            Tile(128, 64, False, 8, 2),
+            Tile(128, 64, False, 4, 2),
         ),
     ),
     128: Tiles(
-        forward=(Tile(128, 64, True, 8, 2), Tile(128, 64, False, 8, 3), Tile(64, 64, True, 4, 2)),
-        grad_query=(Tile(128, 64, False, 8, 2), Tile(128, 32, True, 8, 3), Tile(64, 64, False, 4, 2)),
-        grad_key=(Tile(32, 128, False, 8, 3), Tile(64, 128, False, 8, 2), Tile(32, 64, False, 4, 3)),
+        forward=(Tile(64, 64, True, 4, 2), Tile(64, 64, False, 4, 2), Tile(64, 64, False, 4, 3)),
+        grad_query=(Tile(64, 64, False, 4, 2), Tile(64, 32, False, 4, 3), Tile(64, 64, True, 4, 2)),
+        grad_key=(
+            Tile(32, 128, False, 8, 3),
+            Tile(64, 64, True, 8, 2),
+            Tile(64, 64, False, 8, 2),
+            Tile(32, 64, True, 4, 2),
+        ),
     ),
 }
 
