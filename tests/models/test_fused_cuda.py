@@ -265,6 +265,5 @@ def plain_attention(
 
 
 def test_short_rows_in_a_replayed_pass_give_the_same_bits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_attention, "SHORT_ROWS", True)
     monkeypatch.setattr(row_attention, "LEAST_PROGRAMS", 1)
     test_a_replayed_pass_and_layers_run_again_give_the_same_bits("llama", True, False)

@@ -107,13 +107,13 @@ def test_wherever_the_asking_tokens_begin_masks_cover_what_is_hidden():
 
 def every_tile() -> list[Tile]:
     """Those that differ in what they compute."""
-    tiles = [tile for of_width in TILES.values() for kernel in of_width for tile in kernel]
-    return list(dict.fromkeys(Tile(tile.queries, tile.keys, tile.apart, 4, 2) for tile in tiles))
+    tiles = [tile for of_width in TILES.values() for tile in of_width]
+    return list(dict.fromkeys(Tile(tile.queries, tile.keys, 4, 2) for tile in tiles))
 
 
 @pytest.mark.parametrize("tile", every_tile(), ids=str)
 def test_whatever_the_tile_rows_attend_as_softmax_does(tile: Tile, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_attention, "TILES", {64: Tiles((tile,), (tile,), (tile,))})
+    monkeypatch.setattr(row_attention, "TILES", {64: Tiles(tile, tile, tile)})
     assert_near(Case((3, 150, 129), 3, 1, 16, asks=(3, 101, 129)))
 
 
@@ -140,12 +140,6 @@ def test_no_row_is_touched_by_another():
         assert torch.equal(ours[40:170], theirs)
 
 
-def test_they_are_off_unless_they_are_switched_on():
-    case = Case((40,), 4, 2, 64)
-    assert not row_attention.SHORT_ROWS
-    assert not row_attention.usable(case.query, case.key, case.packing, case.rows)
-
-
 class OnHopper:
     """A tensor as the choice of kernels sees it, on a device of its kind."""
 
@@ -154,7 +148,6 @@ class OnHopper:
 
 
 def test_many_short_rows_of_half_precision_are_what_they_are_for(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_attention, "SHORT_ROWS", True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
 
     def usable(case: Case, **kind: Any) -> bool:
@@ -173,6 +166,8 @@ def test_many_short_rows_of_half_precision_are_what_they_are_for(monkeypatch: py
     assert gaps.rows.starts is None and not usable(gaps)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not usable(Case(many, 4, 2, 64))
+    monkeypatch.undo()
+    assert not row_attention.usable(gaps.query, gaps.key, gaps.packing, None)  # on a CPU
 
 
 def test_attention_goes_their_way_where_they_are_usable(monkeypatch: pytest.MonkeyPatch):

@@ -22,7 +22,7 @@ SHORT_ROWS = True  # whether these kernels are used at all
 LONGEST = 512  # tokens in a row; above, flash attention is good
 LEAST_PROGRAMS = 96  # programs that share the gradient of keys; fewer leave most of a device idle
 WIDTHS = (16, 32, 64, 128)  # of a head
-HOPPER = 9  # the major number of the devices that the tiles fit in
+HOPPER = 9  # the major number of the devices that the tiles were chosen on
 
 
 class Tile(NamedTuple):
@@ -30,65 +30,26 @@ class Tile(NamedTuple):
 
     queries: int  # stacked, in a block
     keys: int  # in a block
-    apart: bool  # whether blocks that need no mask have a loop of their own
     warps: int
     stages: int  # blocks that are held at once: the one worked on, and those that are being read
-    registers: int | None = None  # the most a thread may have, where fewer than the compiler takes let more warps in
 
     def options(self) -> dict[str, Any]:
         """As a kernel takes them."""
-        options = {"QUERIES": self.queries, "KEYS": self.keys, "APART": self.apart}
-        options |= {"num_warps": self.warps, "num_stages": self.stages}
-        return options if self.registers is None else {**options, "maxnreg": self.registers}
+        return {"QUERIES": self.queries, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 
 class Tiles(NamedTuple):
-    """Those that were thought of for each kernel; the first is used."""
+    """A tile for each kernel."""
 
-    forward: tuple[Tile, ...]
-    grad_query: tuple[Tile, ...]
-    grad_key: tuple[Tile, ...]
+    forward: Tile
+    grad_query: Tile
+    grad_key: Tile
 
 
-# By the width of a head, 64 standing for all up to it. Compiled for a Hopper device, all of them multiply by wgmma and
-# none spills registers; a multiprocessor holds 8 warps of each or more. The more queries are in a block, or keys in one
-# of `grad_key`, the fewer times the other side is read again from the L2 cache.
+# By the width of a head, 64 standing for all up to it; the fastest of those that docs/log.md lists, on an H200.
 TILES = {
-    64: Tiles(
-        forward=(
-            Tile(128, 64, False, 8, 3),
-            Tile(64, 64, False, 4, 3),
-            Tile(64, 64, False, 4, 2),
-            Tile(128, 64, False, 8, 2),
-            Tile(128, 64, False, 4, 3),
-        ),
-        grad_query=(
-            Tile(128, 64, False, 8, 3),
-            Tile(64, 64, False, 4, 3),
-            Tile(64, 64, False, 4, 2),
-            Tile(128, 64, False, 8, 2),
-            Tile(64, 32, False, 4, 3),
-        ),
-        grad_key=(
-            Tile(64, 64, True, 4, 3),
-            Tile(64, 64, False, 4, 3),
-            Tile(64, 64, False, 4, 2),
-            Tile(64, 64, True, 4, 2),
-            Tile(32, 64, False, 4, 3),
-            Tile(128, 64, False, 8, 2),
-            Tile(128, 64, False, 4, 2),
-        ),
-    ),
-    128: Tiles(
-        forward=(Tile(64, 64, True, 4, 2), Tile(64, 64, False, 4, 2), Tile(64, 64, False, 4, 3)),
-        grad_query=(Tile(64, 64, False, 4, 2), Tile(64, 32, False, 4, 3), Tile(64, 64, True, 4, 2)),
-        grad_key=(
-            Tile(32, 128, False, 8, 3),
-            Tile(64, 64, True, 8, 2),
-            Tile(64, 64, False, 8, 2),
-            Tile(32, 64, True, 4, 2),
-        ),
-    ),
+    64: Tiles(forward=Tile(64, 64, 4, 3), grad_query=Tile(64, 32, 4, 3), grad_key=Tile(64, 64, 4, 3)),
+    128: Tiles(forward=Tile(64, 64, 4, 3), grad_query=Tile(64, 64, 4, 2), grad_key=Tile(32, 128, 8, 3)),
 }
 
 
@@ -103,7 +64,7 @@ def usable(query: Tensor, key: Tensor, packing: Packing, rows: Rows | None) -> b
         return False
     if query.shape[2] not in WIDTHS or query.shape[1] % key.shape[1] or packing.longest > LONGEST:
         return False
-    programs = _pairs(key, packing) * -(-packing.longest // tiles_for(query).grad_key[0].keys)
+    programs = _pairs(key, packing) * -(-packing.longest // tiles_for(query).grad_key.keys)
     return programs >= LEAST_PROGRAMS and torch.cuda.get_device_capability(query.device)[0] == HOPPER
 
 
@@ -122,7 +83,7 @@ def forward(
     """
     assert query.is_contiguous() and key.is_contiguous() and value.is_contiguous()
     starts, most = _asking(packing, rows)
-    shape, tile = _shape(query, key), tiles_for(query).forward[0]
+    shape, tile = _shape(query, key), tiles_for(query).forward
     mixed = torch.empty_like(query)
     lse = query.new_empty(shape["KEY_HEADS"], len(query) * shape["GROUP"], dtype=torch.float32)
     grid = (_pairs(key, packing), -(-most * shape["GROUP"] // tile.queries))
@@ -163,7 +124,7 @@ def grad_query(
 ) -> tuple[Tensor, Tensor]:
     """`(d query, shifts)`: what the gradient of keys is computed from beside its inputs, fp32 (*lse.shape, 4)."""
     starts, most = _asking(packing, rows)
-    shape, tile = _shape(query, key), tiles_for(query).grad_query[0]
+    shape, tile = _shape(query, key), tiles_for(query).grad_query
     found, shifts = torch.empty_like(query), lse.new_empty(*lse.shape, 4)
     grid = (_pairs(key, packing), -(-most * shape["GROUP"] // tile.queries))
     if all(grid):
@@ -186,7 +147,7 @@ def grad_key(
 ) -> tuple[Tensor, Tensor]:
     """`(d key, d value)`."""
     starts, _ = _asking(packing, rows)
-    tile = tiles_for(query).grad_key[0]
+    tile = tiles_for(query).grad_key
     of_key, of_value = torch.empty_like(key), torch.empty_like(value)
     grid = (_pairs(key, packing), -(-packing.longest // tile.keys))
     if all(grid):

@@ -38,45 +38,26 @@ def stacked_places(index, GROUP: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: t
 
 
 @triton.jit
-def key_tile(matrix, key, length, MASKED: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr):
-    """(N, WIDTH) the given keys (N,) of a row and head, or values; with MASKED, 0 after the row's end."""
+def key_tile(matrix, key, length, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """(N, WIDTH) the given keys (N,) of a row and head, or values; 0 after the row's end."""
     places = matrix + key[:, None] * (KEY_HEADS * WIDTH) + tl.arange(0, WIDTH)[None, :]
-    if MASKED:
-        return tl.load(places, mask=key[:, None] < length, other=0.0)
-    return tl.load(places)
+    return tl.load(places, mask=key[:, None] < length, other=0.0)
 
 
 @triton.jit
-def mix(
-    total, most, sums, asking, position, key, value, begin, end, length, scale,
-    MASKED: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """The running softmax of a block of queries over keys `begin` to `end`: `(sum of p v, maxima, sum of p)`."""
-    for first in tl.range(begin, end, KEYS):
-        index = first + tl.arange(0, KEYS)
-        scores = tl.dot(asking, tl.trans(key_tile(key, index, length, MASKED, KEY_HEADS, WIDTH)))
-        if MASKED:
-            scores = tl.where(index[None, :] <= position[:, None], scores, float("-inf"))
-        higher = tl.maximum(most, tl.max(scores, axis=1) * scale)
-        shares = tl.exp2(scores * scale - higher[:, None])
-        fading = tl.exp2(most - higher)
-        values = key_tile(value, index, length, MASKED, KEY_HEADS, WIDTH)
-        total = tl.dot(shares.to(values.dtype), values, total * fading[:, None])
-        sums = sums * fading + tl.sum(shares, axis=1)
-        most = higher
-    return total, most, sums
+def keys_seen(end, asks, length, GROUP: tl.constexpr):
+    """How many keys of a row the stacked queries before `end` see."""
+    return tl.minimum(length, length - asks + (end - 1) // GROUP + 1)
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["query_starts", "starts"])
 def forward_kernel(
     query, key, value, mixed, lse, query_starts, starts, tokens, scale,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A block of stacked queries: mixed = softmax(scale q K^T) V, and lse, the base-2 logarithm of the softmax's sum.
 
     query and mixed are (tokens, heads, WIDTH), key and value (N, KEY_HEADS, WIDTH), lse is (KEY_HEADS, tokens * GROUP).
-    With APART, key blocks that all queries see have a loop of their own, without masks.
     """
     row, head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     first_query, asks = span(query_starts, row)
@@ -94,56 +75,34 @@ def forward_kernel(
     total = tl.zeros([QUERIES, WIDTH], dtype=tl.float32)
     most = tl.full([QUERIES], float("-inf"), dtype=tl.float32)
     sums = tl.zeros([QUERIES], dtype=tl.float32)
-    whole = 0
-    if APART:
-        whole = (length - asks + begin // GROUP + 1) // KEYS * KEYS
-        total, most, sums = mix(
-            total, most, sums, asking, position, key + offset, value + offset, 0, whole, length, scale * LOG2_E,
-            False, KEY_HEADS, WIDTH, KEYS,
-        )  # fmt: skip
-    end = tl.minimum(length, length - asks + (begin + QUERIES - 1) // GROUP + 1)
-    total, most, sums = mix(
-        total, most, sums, asking, position, key + offset, value + offset, whole, end, length, scale * LOG2_E,
-        True, KEY_HEADS, WIDTH, KEYS,
-    )  # fmt: skip
+    for first in tl.range(0, keys_seen(begin + QUERIES, asks, length, GROUP), KEYS):
+        seen = first + tl.arange(0, KEYS)
+        scores = tl.dot(asking, tl.trans(key_tile(key + offset, seen, length, KEY_HEADS, WIDTH)))
+        scores = tl.where(seen[None, :] <= position[:, None], scores, float("-inf"))
+        higher = tl.maximum(most, tl.max(scores, axis=1) * (scale * LOG2_E))
+        shares = tl.exp2(scores * (scale * LOG2_E) - higher[:, None])
+        fading = tl.exp2(most - higher)
+        values = key_tile(value + offset, seen, length, KEY_HEADS, WIDTH)
+        total = tl.dot(shares.to(values.dtype), values, total * fading[:, None])
+        sums = sums * fading + tl.sum(shares, axis=1)
+        most = higher
     tl.store(mixed + places, (total / sums[:, None]).to(mixed.dtype.element_ty), mask=real)
     own = (tokens * head.to(tl.int64) + first_query) * GROUP + index
     tl.store(lse + own, most + tl.log2(sums), mask=index < asks * GROUP)
 
 
-@triton.jit
-def query_slopes(
-    total, asking, grads, normaliser, delta, position, key, value, begin, end, length, scale,
-    MASKED: tl.constexpr, KEY_HEADS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
-):  # fmt: skip
-    """total + sum of ds k over keys `begin` to `end`, ds = p (do v^T - delta), of a block of queries.
-
-    p = 2^(scale q k^T - lse) is the softmax again.
-    """
-    for first in tl.range(begin, end, KEYS):
-        index = first + tl.arange(0, KEYS)
-        keys = key_tile(key, index, length, MASKED, KEY_HEADS, WIDTH)
-        values = key_tile(value, index, length, MASKED, KEY_HEADS, WIDTH)
-        scores = tl.dot(asking, tl.trans(keys)) * scale - normaliser[:, None]
-        if MASKED:
-            scores = tl.where(index[None, :] <= position[:, None], scores, float("-inf"))
-        shares = tl.exp2(scores)
-        slopes = shares * (tl.dot(grads, tl.trans(values)) - delta[:, None])
-        total = tl.dot(slopes.to(keys.dtype), keys, total)
-    return total
-
-
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["query_starts", "starts"])
 def grad_query_kernel(
     grad, query, key, value, mixed, lse, grad_query, shifts, query_starts, starts, tokens, scale,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
     """A block of stacked queries: dq = scale sum of ds k, and shifts, lse and delta together, for the keys' kernel.
 
-    delta = sum of (d mixed) mixed. shifts are (KEY_HEADS, tokens * GROUP, 4), of which the second and the last are
-    never used: a block that has no fewer numbers than there are threads is read by each thread once, while a smaller
-    one would be read by every thread that needs it.
+    ds = p (do v^T - delta), p = 2^(scale q k^T - lse) being the softmax again, and delta = sum of (d mixed) mixed.
+
+    shifts are (KEY_HEADS, tokens * GROUP, 4), of which the second and the last are never used: a block that has no
+    fewer numbers than there are threads is read by each thread once, while a smaller one would be read by every thread
+    that needs it.
     """
     row, head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     first_query, asks = span(query_starts, row)
@@ -166,58 +125,27 @@ def grad_query_kernel(
     tl.store(pairs, tl.join(normaliser, delta), mask=real[:, None])
     position = length - asks + index // GROUP
     total = tl.zeros([QUERIES, WIDTH], dtype=tl.float32)
-    whole = 0
-    if APART:
-        whole = (length - asks + begin // GROUP + 1) // KEYS * KEYS
-        total = query_slopes(
-            total, asking, grads, normaliser, delta, position, key + offset, value + offset, 0, whole, length,
-            scale * LOG2_E, False, KEY_HEADS, WIDTH, KEYS,
-        )  # fmt: skip
-    end = tl.minimum(length, length - asks + (begin + QUERIES - 1) // GROUP + 1)
-    total = query_slopes(
-        total, asking, grads, normaliser, delta, position, key + offset, value + offset, whole, end, length,
-        scale * LOG2_E, True, KEY_HEADS, WIDTH, KEYS,
-    )  # fmt: skip
+    for first in tl.range(0, keys_seen(begin + QUERIES, asks, length, GROUP), KEYS):
+        seen = first + tl.arange(0, KEYS)
+        keys = key_tile(key + offset, seen, length, KEY_HEADS, WIDTH)
+        values = key_tile(value + offset, seen, length, KEY_HEADS, WIDTH)
+        scores = tl.dot(asking, tl.trans(keys)) * (scale * LOG2_E) - normaliser[:, None]
+        shares = tl.exp2(tl.where(seen[None, :] <= position[:, None], scores, float("-inf")))
+        slopes = shares * (tl.dot(grads, tl.trans(values)) - delta[:, None])
+        total = tl.dot(slopes.to(keys.dtype), keys, total)
     tl.store(grad_query + places, (total * scale).to(grad_query.dtype.element_ty), mask=real[:, None])
-
-
-@triton.jit
-def key_slopes(
-    total_key, total_value, keys, values, earliest, grad, query, shifts, begin, end, count, scale,
-    MASKED: tl.constexpr, KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr,
-):  # fmt: skip
-    """Sums of ds^T q and of p^T do over stacked queries `begin` to `end`, of a block of keys.
-
-    Each key is seen from its `earliest` stacked query on. Past the last of all, `count`, vectors are read as 0, which
-    add nothing.
-    """
-    for first in tl.range(begin, end, QUERIES):
-        stacked = first + tl.arange(0, QUERIES)
-        real = stacked < count
-        places = stacked_places(stacked, GROUP, KEY_HEADS, WIDTH)
-        asking = tl.load(query + places, mask=real[:, None], other=0.0)
-        grads = tl.load(grad + places, mask=real[:, None], other=0.0)
-        fours = tl.load(shifts + stacked[:, None] * 4 + tl.arange(0, 4)[None, :], mask=real[:, None], other=0.0)
-        pairs, _ = tl.split(tl.reshape(fours, [QUERIES, 2, 2]))
-        normaliser, delta = tl.split(pairs)
-        scores = tl.dot(keys, tl.trans(asking)) * scale - normaliser[None, :]
-        if MASKED:
-            scores = tl.where(earliest[:, None] <= stacked[None, :], scores, float("-inf"))
-        shares = tl.exp2(scores)
-        # Before the product that is waited for at once, so that the device has both to do meanwhile.
-        total_value = tl.dot(shares.to(grads.dtype), grads, total_value)
-        slopes = shares * (tl.dot(values, tl.trans(grads)) - delta[None, :])
-        total_key = tl.dot(slopes.to(asking.dtype), asking, total_key)
-    return total_key, total_value
 
 
 @triton.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["query_starts", "starts"])
 def grad_key_kernel(
     grad, query, key, value, shifts, grad_key, grad_value, query_starts, starts, tokens, scale,
-    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr,
-    QUERIES: tl.constexpr, KEYS: tl.constexpr, APART: tl.constexpr,
+    KEY_HEADS: tl.constexpr, GROUP: tl.constexpr, WIDTH: tl.constexpr, QUERIES: tl.constexpr, KEYS: tl.constexpr,
 ):  # fmt: skip
-    """A block of keys and values: dk = scale sum of ds^T q, dv = sum of p^T do, over all queries that see them."""
+    """A block of keys and values: dk = scale sum of ds^T q, dv = sum of p^T do, over all queries that see them.
+
+    Each key is seen from its `earliest` stacked query on. Past the last of all, `count`, vectors are read as 0, which
+    add nothing.
+    """
     row, head = tl.program_id(0) // KEY_HEADS, tl.program_id(0) % KEY_HEADS
     first_query, asks = span(query_starts, row)
     first_key, length = span(starts, row)
@@ -228,26 +156,28 @@ def grad_key_kernel(
     offset = (first_key.to(tl.int64) * KEY_HEADS + head) * WIDTH
     start = (first_query.to(tl.int64) * KEY_HEADS + head) * (GROUP * WIDTH)
     own = (tokens * head.to(tl.int64) + first_query) * (GROUP * 4)
-    keys = key_tile(key + offset, index, length, True, KEY_HEADS, WIDTH)
-    values = key_tile(value + offset, index, length, True, KEY_HEADS, WIDTH)
+    keys = key_tile(key + offset, index, length, KEY_HEADS, WIDTH)
+    values = key_tile(value + offset, index, length, KEY_HEADS, WIDTH)
     total_key = tl.zeros([KEYS, WIDTH], dtype=tl.float32)
     total_value = tl.zeros([KEYS, WIDTH], dtype=tl.float32)
     before, count = length - asks, asks * GROUP  # tokens that do not ask, and stacked queries
     earliest = (index - before) * GROUP
-    seeing = tl.maximum((begin - before) * GROUP, 0)  # the first stacked query that sees any of these keys
-    whole = count
-    if APART:  # from here on they see all of them
-        whole = seeing + tl.cdiv(tl.maximum((begin + KEYS - 1 - before) * GROUP - seeing, 0), QUERIES) * QUERIES
-    total_key, total_value = key_slopes(
-        total_key, total_value, keys, values, earliest, grad + start, query + start, shifts + own,
-        seeing, tl.minimum(whole, count), count, scale * LOG2_E, True, KEY_HEADS, GROUP, WIDTH, QUERIES,
-    )  # fmt: skip
-    if APART:
-        total_key, total_value = key_slopes(
-            total_key, total_value, keys, values, earliest, grad + start, query + start, shifts + own,
-            whole, count, count, scale * LOG2_E, False, KEY_HEADS, GROUP, WIDTH, QUERIES,
-        )  # fmt: skip
+    for first in tl.range(tl.maximum((begin - before) * GROUP, 0), count, QUERIES):
+        stacked = first + tl.arange(0, QUERIES)
+        real = (stacked < count)[:, None]
+        places = start + stacked_places(stacked, GROUP, KEY_HEADS, WIDTH)
+        asking = tl.load(query + places, mask=real, other=0.0)
+        grads = tl.load(grad + places, mask=real, other=0.0)
+        fours = tl.load(shifts + own + stacked[:, None] * 4 + tl.arange(0, 4)[None, :], mask=real, other=0.0)
+        pairs, _ = tl.split(tl.reshape(fours, [QUERIES, 2, 2]))
+        normaliser, delta = tl.split(pairs)
+        scores = tl.dot(keys, tl.trans(asking)) * (scale * LOG2_E) - normaliser[None, :]
+        shares = tl.exp2(tl.where(earliest[:, None] <= stacked[None, :], scores, float("-inf")))
+        # Before the product that is waited for at once, so that the device has both to do meanwhile.
+        total_value = tl.dot(shares.to(grads.dtype), grads, total_value)
+        slopes = shares * (tl.dot(values, tl.trans(grads)) - delta[None, :])
+        total_key = tl.dot(slopes.to(asking.dtype), asking, total_key)
     places = offset + index[:, None] * (KEY_HEADS * WIDTH) + tl.arange(0, WIDTH)[None, :]
-    real = index[:, None] < length
-    tl.store(grad_key + places, (total_key * scale).to(grad_key.dtype.element_ty), mask=real)
-    tl.store(grad_value + places, total_value.to(grad_value.dtype.element_ty), mask=real)
+    written = index[:, None] < length
+    tl.store(grad_key + places, (total_key * scale).to(grad_key.dtype.element_ty), mask=written)
+    tl.store(grad_value + places, total_value.to(grad_value.dtype.element_ty), mask=written)
