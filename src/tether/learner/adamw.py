@@ -56,13 +56,15 @@ class MixedAdamW(torch.optim.Optimizer):
         assert closure is None, "the gradient has been gathered by whoever calls"
         for group in self.param_groups:
             bucket: list[Tensor] = []
+            size = 0
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
-                if bucket and sum(p.numel() for p in bucket) + parameter.numel() > BUCKET:
+                if bucket and size + parameter.numel() > BUCKET:
                     self._step_bucket(bucket, group)
-                    bucket = []
+                    bucket, size = [], 0
                 bucket.append(parameter)
+                size += parameter.numel()
             if bucket:
                 self._step_bucket(bucket, group)
 

@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from tether.errors import Diverged
 from tether.learner.faults import Fault, Finding, Unread, find_all, in_columns, read_all
-from tether.learner.gradients import read_norms, total_norm
+from tether.learner.gradients import clip, read_norms, total_norm
 from tether.learner.memory import free_cache, is_out_of_memory, smaller_budget, step_within_memory, within_memory
 from tether.learner.overflow import cannot_overflow
 from tether.learner.parts import Part, Parts
@@ -159,13 +159,12 @@ class Learner:
         """
         if not self.finite:
             return self.skip("an output or the loss is not finite")
-        norms = self._norms()
-        sizes = read_norms(norms)
+        sizes = read_norms(self._norms())
         if not all(map(math.isfinite, sizes.values())):
             gradients = {f"gradient of {name}": p.grad for name, p in self.named.items() if p.grad is not None}
             self._findings += find_all(gradients)
             return self.skip("the gradient or its norm is not finite")
-        if not self._apply(norms, sizes):
+        if not self._apply(sizes):
             return self.skip("the optimiser's result is not finite")
         measures = self._end_step(skipped=False)
         for name, size in sizes.items():
@@ -178,13 +177,13 @@ class Learner:
             for name, parameters in self.groups.items()
         }
 
-    def _apply(self, norms: dict[str, Tensor], sizes: dict[str, float]) -> bool:
+    def _apply(self, sizes: dict[str, float]) -> bool:
         """Clip and take the optimiser's step; False if its result was not finite, and all is as it was before."""
         largest, limit = self._largest_norm, self.settings.max_grad_norm
-        for name, norm in norms.items():
+        for name, size in sizes.items():
             if limit is not None:
-                nn.utils.clip_grads_with_norm_(self.groups[name], limit, norm)
-            largest = max(largest, sizes[name] if limit is None else min(sizes[name], limit))
+                clip([p.grad for p in self.groups[name] if p.grad is not None], size, limit)
+            largest = max(largest, size if limit is None else min(size, limit))
         before = None if cannot_overflow(self.optimizer, largest) else self._capture(copy=True)
         step_within_memory(self.optimizer)
         if before is not None:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from tether.models import fused_pass
+from tether.models.aside import Aside, capture_streams
 from tether.models.fused_pass import Inputs, Layers, Trace
 from tether.models.packed import MOST_WORK
 from tether.ops.deposit import Gradients, watched
@@ -119,9 +120,17 @@ class _Held:
         self.grad_states = grad.clone()
         back = torch.cuda.CUDAGraph()
         trace = Trace([], list(self.trace.kept), self.trace.added, self.trace.inverse)
-        with torch.no_grad(), torch.cuda.graph(back, pool=self.pool, capture_error_mode="thread_local"):
+        chain, side = capture_streams(grad.device)
+        captured = torch.cuda.graph(back, pool=self.pool, stream=chain, capture_error_mode="thread_local")
+        with torch.no_grad(), captured:
             self.grad_input = fused_pass.backward(
-                self.layers, self.inputs, trace, self.grad_states, Gradients(self.trained), wants_input=wants_input
+                self.layers,
+                self.inputs,
+                trace,
+                self.grad_states,
+                Gradients(self.trained),
+                wants_input=wants_input,
+                aside=Aside(side),
             )
         self.back, self.with_input = back, wants_input  # now that all of it is captured
 

@@ -76,15 +76,28 @@ def _departure(trunk: Any, known: tuple[type, ...], around: nn.Module | None) ->
 
 
 def changed_module(model: nn.Module) -> str | None:
-    """The first module that does more than its class says: a hook, or a forward pass of its own."""
-    for name, module in model.named_modules():
-        hooks: list[Callable[..., Any]] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        # transformers' own hooks record outputs, or mark the embeddings for gradients; they change no number
-        if any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks):
-            return f"{name or 'the model'} has a forward hook"
-        if "forward" in vars(module):
-            return f"{name or 'the model'} has a forward pass of its own"
+    """The first module that does more than its class says: a hook, or a forward pass of its own.
+
+    It is asked before every pass, so the walk is its own: torch's takes twice as long, for names nobody reads.
+    """
+    waiting: list[nn.Module] = [model]
+    for module in waiting:
+        own = module.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            reason = _change(module)
+            if reason is not None:
+                name = next(name for name, each in model.named_modules() if each is module)
+                return f"{name or 'the model'} {reason}"
+        waiting += [child for child in own["_modules"].values() if child is not None]
     return None
+
+
+def _change(module: nn.Module) -> str | None:
+    hooks: list[Callable[..., Any]] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # transformers' own hooks record outputs, or mark the embeddings for gradients; they change no number
+    if any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks):
+        return "has a forward hook"
+    return "has a forward pass of its own" if "forward" in vars(module) else None
 
 
 def layer_facts(trunk: Any) -> list[LayerFacts]:

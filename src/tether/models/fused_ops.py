@@ -38,7 +38,10 @@ def add_norm(x: Tensor, change: Tensor | None, weight: Tensor, epsilon: float) -
 def add_norm_backward(
     grad_normed: Tensor, past: Tensor | None, added: Tensor, weight: Tensor, inverse: Tensor, learns: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """`(d added, d weight in fp32)` from the norm's gradient, and from `past`, that of `added` by another way."""
+    """`(d added, parts of d weight)` from the norm's gradient, and from `past`, that of `added` by another way.
+
+    The parts, fp32 (parts, H), are what `column_sums` sums.
+    """
     rows, width = added.shape
     programs = min(rows, NORM_PROGRAMS)
     partial = torch.empty(programs if learns else 0, width, dtype=torch.float32, device=added.device)
@@ -48,10 +51,10 @@ def add_norm_backward(
             grad_normed.contiguous(), grad_normed if past is None else past, added, weight, inverse, grad, partial,
             rows, width, PASSES=past is not None, WEIGHTS=learns, BLOCK=_power_of_two(width), num_warps=_warps(width),
         )  # fmt: skip
-    return grad, _column_sums(partial) if learns else None
+    return grad, partial if learns else None
 
 
-def _column_sums(numbers: Tensor) -> Tensor:
+def column_sums(numbers: Tensor) -> Tensor:
     """(width,) the sums of fp32 numbers (rows, width)."""
     rows, width = numbers.shape
     sums = torch.empty(width, dtype=torch.float32, device=numbers.device)

@@ -14,8 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from tether.models.aside import Aside
 from tether.models.fused_ops import add_norm
-from tether.models.layer_fused import Kept, Layer, Norm, Place, layer_backward, layer_forward, norm_backward
+from tether.models.layer_fused import Kept, Layer, Norm, Place, WayBack, layer_backward, layer_forward, norm_backward
 from tether.models.packing import Packing, Rows
 from tether.ops.deposit import Gradients
 
@@ -95,24 +96,34 @@ def forward(layers: Layers, inputs: Inputs, *, keep: bool, recompute: bool) -> t
 
 
 def backward(
-    layers: Layers, inputs: Inputs, trace: Trace, grad: Tensor, gradients: Gradients, *, wants_input: bool
+    layers: Layers,
+    inputs: Inputs,
+    trace: Trace,
+    grad: Tensor,
+    gradients: Gradients,
+    *,
+    wants_input: bool,
+    aside: Aside | None = None,
 ) -> Tensor | None:
     """(N, H) the gradient of what entered the first layer; the trace is used up on the way."""
-    grad = grad.contiguous()
+    grad, way = grad.contiguous(), WayBack(gradients, aside or Aside())
     if layers.final is not None:
         assert trace.added is not None and trace.inverse is not None
-        grad = norm_backward(layers.final, grad, None, trace.added, trace.inverse, gradients)
+        grad = norm_backward(layers.final, grad, None, trace.added, trace.inverse, way)
         trace.added = None
     places = inputs.places(len(layers.layers))
+    below: Tensor | None = grad
     for index in reversed(range(len(layers.layers))):
         layer, place = layers.layers[index], places[index]
         kept = layer_forward(layer, place, *trace.inputs.pop())[1] if trace.inputs else trace.kept.pop()
-        below = layer_backward(layer, place, kept, grad, grad, gradients, wants_input=index > 0 or wants_input)
+        below = layer_backward(layer, place, kept, grad, grad, way, wants_input=index > 0 or wants_input)
         del kept
+        way.aside.next_layer()
         if below is None:
-            return None
+            break
         grad = below
-    return grad
+    way.aside.join()
+    return below
 
 
 def run(layers: Layers, inputs: Inputs, *, recompute: bool, captured: Any = None) -> Tensor:

@@ -6,8 +6,7 @@ products likewise. A layer keeps for its backward pass what enters its two norms
 mixed, gates and ups; normed states and the gated product are made again, in one cheap pass each. Where gate and up have
 adapters, what is kept of them is what their weights alone gave (`adapter_gate.py`).
 
-Padding never exists: attention runs over rows laid end to end (torch's own flash attention, which groups query heads
-over a key head by itself).
+Padding never exists: attention runs over rows laid end to end (`flash.py`).
 """
 
 from __future__ import annotations
@@ -20,8 +19,9 @@ from torch import Tensor, nn
 from transformers.activations import SiLUActivation
 
 from tether.models.adapter_gate import GateAdapters
+from tether.models.aside import Aside
 from tether.models.flash import Attention
-from tether.models.fused_ops import add_norm, add_norm_backward, gate, gate_backward, rotate
+from tether.models.fused_ops import add_norm, add_norm_backward, column_sums, gate, gate_backward, rotate
 from tether.models.linear_parts import Linear, Readers
 from tether.models.packing import Packing, Rows
 from tether.ops.deposit import Gradients
@@ -136,6 +136,13 @@ class Thin(NamedTuple):
     product: Tensor | None  # (n, rank) of down
 
 
+class WayBack(NamedTuple):
+    """Where a way back leaves the gradients of weights: added to `.grad`, on the side where the pass has one."""
+
+    gradients: Gradients
+    aside: Aside
+
+
 def layer_forward(layer: Layer, place: Place, hidden: Tensor, change: Tensor | None) -> tuple[Tensor, Kept]:
     """`(what the block adds to kept.again, what its backward pass reads)` of hidden + change (N, H).
 
@@ -191,16 +198,16 @@ def layer_backward(
     kept: Kept,
     grad_hidden: Tensor,
     grad_change: Tensor,
-    gradients: Gradients,
+    way: WayBack,
     *,
     wants_input: bool,
 ) -> Tensor | None:
     """(N, H) the gradient of hidden, and of change alike; None where it is not wanted."""
-    grad_again = _mlp_backward(layer, kept, grad_hidden, grad_change, gradients)
-    return _attention_backward(layer, place, kept, grad_again, gradients, wants_input)
+    grad_again = _mlp_backward(layer, kept, grad_hidden, grad_change, way)
+    return _attention_backward(layer, place, kept, grad_again, way, wants_input)
 
 
-def _mlp_backward(layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, gradients: Gradients) -> Tensor:
+def _mlp_backward(layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, way: WayBack) -> Tensor:
     """(n, H) the gradient of what entered the second norm."""
     grad_change = grad_change.contiguous()
     reader, readers, norm = Readers((layer.down,)), Readers((layer.gate, layer.up)), layer.before_mlp
@@ -208,13 +215,15 @@ def _mlp_backward(layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Te
     product = torch.empty_like(kept.gate) if reader.learns() else None
     slopes, narrow = _gated_backward(layer, kept, grad_change, narrow_down, product)
     if product is not None:
-        reader.learn(gradients, [grad_change], product, kept.thin.product, narrow_down)
+        with way.aside(grad_change, product, kept, narrow_down):
+            reader.learn(way.gradients, [grad_change], product, kept.thin.product, narrow_down)
     del product
     grad_normed = readers.grad_input(slopes, narrow)
     if readers.learns():
-        normed = add_norm(kept.again, None, norm.weight, norm.epsilon)[1]
-        readers.learn(gradients, slopes, normed, kept.thin.again, narrow)
-    return norm_backward(norm, grad_normed, grad_hidden, kept.again, kept.again_inverse, gradients)
+        with way.aside(slopes, kept, narrow):
+            normed = add_norm(kept.again, None, norm.weight, norm.epsilon)[1]
+            readers.learn(way.gradients, slopes, normed, kept.thin.again, narrow)
+    return norm_backward(norm, grad_normed, grad_hidden, kept.again, kept.again_inverse, way)
 
 
 def _gated_backward(
@@ -234,62 +243,67 @@ def _gated_backward(
 
 
 def _attention_backward(
-    layer: Layer, place: Place, kept: Kept, grad_again: Tensor, gradients: Gradients, wants_input: bool
+    layer: Layer, place: Place, kept: Kept, grad_again: Tensor, way: WayBack, wants_input: bool
 ) -> Tensor | None:
     """(N, H) the gradient of what entered the first norm; None where nobody wants it."""
     rows, norm, reader = place.rows, layer.before_attention, Readers((layer.output,))
     narrow = reader.narrow([grad_again])
     grad_mixed = reader.grad_input([grad_again], narrow)
-    reader.learn(gradients, [grad_again], kept.mixed, kept.thin.mixed, narrow)
+    with way.aside(grad_again, kept, narrow):
+        reader.learn(way.gradients, [grad_again], kept.mixed, kept.thin.mixed, narrow)
     grad_query, grad_key, grad_value = Attention.backward(
         grad_mixed, kept.query, kept.key, kept.value, kept.mixed, kept.lse, place.packing, rows, layer.scaling
     )
     rotate(grad_query, grad_key, place.asked, place.angles, -1.0)
-    grad_query = _heads_backward(grad_query, kept.raw_query, layer.query_norm, gradients).flatten(1)
-    grad_key = _heads_backward(grad_key, kept.raw_key, layer.key_norm, gradients).flatten(1)
+    grad_query = _heads_backward(grad_query, kept.raw_query, layer.query_norm, way).flatten(1)
+    grad_key = _heads_backward(grad_key, kept.raw_key, layer.key_norm, way).flatten(1)
     grads = [grad_query, grad_key, grad_value.flatten(1)]
     wants = wants_input or norm.weight.requires_grad
     readers, askers = layer.readers(rows)
     learns = readers.learns() or (askers is not None and askers.learns())
-    normed = add_norm(kept.added, None, norm.weight, norm.epsilon)[1] if learns else None
+    with way.aside(kept):
+        normed = add_norm(kept.added, None, norm.weight, norm.epsilon)[1] if learns else None
     of_asking: Tensor | None = None
     if askers is not None and rows is not None:
-        asking = None if normed is None else normed.index_select(0, rows.tokens)
-        of_asking = _read_backward(askers, [grads.pop(0)], asking, kept.thin.asking, gradients, wants)
-    grad_normed = _read_backward(readers, grads, normed, kept.thin.normed, gradients, wants)
+        with way.aside():
+            asking = None if normed is None else normed.index_select(0, rows.tokens)
+        of_asking = _read_backward(askers, [grads.pop(0)], asking, kept.thin.asking, way, wants)
+    grad_normed = _read_backward(readers, grads, normed, kept.thin.normed, way, wants)
     if grad_normed is None:
         return None
     if rows is not None:
         assert of_asking is not None
         grad_normed.index_add_(0, rows.tokens, of_asking)
         grad_again = torch.zeros_like(grad_normed).index_copy_(0, rows.tokens, grad_again)
-    return norm_backward(norm, grad_normed, grad_again, kept.added, kept.inverse, gradients)
+    return norm_backward(norm, grad_normed, grad_again, kept.added, kept.inverse, way)
 
 
 def _read_backward(
-    readers: Readers, grads: list[Tensor], x: Tensor | None, thin: Tensor | None, gradients: Gradients, wants: bool
+    readers: Readers, grads: list[Tensor], x: Tensor | None, thin: Tensor | None, way: WayBack, wants: bool
 ) -> Tensor | None:
-    """The gradient of what layers read, where it `wants` it; they learn where x is given."""
+    """The gradient of what layers read, where it `wants` it; they learn where x, made aside, is given."""
     narrow = readers.narrow(grads)
     if x is not None:
-        readers.learn(gradients, grads, x, thin, narrow)
+        with way.aside(grads, thin, narrow):
+            readers.learn(way.gradients, grads, x, thin, narrow)
     return readers.grad_input(grads, narrow) if wants else None
 
 
 def norm_backward(
-    norm: Norm, grad_normed: Tensor, past: Tensor | None, added: Tensor, inverse: Tensor, gradients: Gradients
+    norm: Norm, grad_normed: Tensor, past: Tensor | None, added: Tensor, inverse: Tensor, way: WayBack
 ) -> Tensor:
     """The gradient of what entered a norm, `past` being what comes by the way past it."""
-    grad, grad_weight = add_norm_backward(grad_normed, past, added, norm.weight, inverse, norm.weight.requires_grad)
-    if grad_weight is not None:
-        gradients.add(norm.weight, grad_weight)
+    grad, partial = add_norm_backward(grad_normed, past, added, norm.weight, inverse, norm.weight.requires_grad)
+    if partial is not None:
+        with way.aside(partial):
+            way.gradients.add(norm.weight, column_sums(partial))
     return grad
 
 
-def _heads_backward(grad: Tensor, raw: Tensor | None, norm: Norm | None, gradients: Gradients) -> Tensor:
+def _heads_backward(grad: Tensor, raw: Tensor | None, norm: Norm | None, way: WayBack) -> Tensor:
     """The gradient of heads (N, heads, D) before their norm."""
     if norm is None or raw is None:
         return grad
     flat = raw.flatten(0, 1)
     inverse = add_norm(flat, None, norm.weight, norm.epsilon)[2]
-    return norm_backward(norm, grad.flatten(0, 1), None, flat, inverse, gradients).view(grad.shape)
+    return norm_backward(norm, grad.flatten(0, 1), None, flat, inverse, way).view(grad.shape)

@@ -294,9 +294,11 @@ def _by_sequence(history: list[tuple[list[int], Draw]], count: int) -> list[Draw
 @contextmanager
 def _eval_mode(model: nn.Module) -> Iterator[None]:
     """Eval mode for a while: in training mode gradient checkpointing would silently turn the cache off."""
-    was_training = model.training
-    model.eval()
+    training = [module for module in model.modules() if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
-        model.train(was_training)
+        for module in training:
+            module.training = True
