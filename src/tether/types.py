@@ -105,9 +105,9 @@ class Sequences:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def units(self) -> list[Tensor]:
-        """Row indices that must stay together in one micro-batch; here each row stands alone."""
-        return [torch.tensor([row]) for row in range(len(self))]
+    def units(self) -> list[list[int]]:
+        """Rows that must stay together in one micro-batch; here each row stands alone."""
+        return [[row] for row in range(len(self))]
 
     def lengths(self) -> Tensor:
         """(B,) how many real tokens each row has."""
@@ -183,7 +183,7 @@ class PairBatch(Sequences):
     chosen: Tensor  # (B,) bool
     ref_logprobs: Tensor  # (B, T)
 
-    def units(self) -> list[Tensor]:
+    def units(self) -> list[list[int]]:
         """The rows of each pair."""
         return rows_by_id(self.pair_ids)
 
@@ -195,7 +195,7 @@ class RankedBatch(Sequences):
     group_ids: Tensor  # (B,) int64
     ranks: Tensor  # (B,) int64
 
-    def units(self) -> list[Tensor]:
+    def units(self) -> list[list[int]]:
         """The rows of each prompt."""
         return rows_by_id(self.group_ids)
 
@@ -281,9 +281,9 @@ def extend(batch: Sequences, stage: type[BatchT], **columns: Any) -> BatchT:
     return stage(**columns_of(batch), **columns)
 
 
-def rows_by_id(ids: Tensor) -> list[Tensor]:
-    """Row indices grouped by equal id, in the order in which the ids first appear."""
+def rows_by_id(ids: Tensor) -> list[list[int]]:
+    """Rows grouped by equal id, in the order in which the ids first appear."""
     groups: dict[int, list[int]] = {}
     for row in range(len(ids)):
         groups.setdefault(int(ids[row]), []).append(row)
-    return [torch.tensor(rows) for rows in groups.values()]
+    return list(groups.values())

@@ -125,17 +125,17 @@ def test_each_stage_carries_the_one_before_and_cannot_be_changed():
 def test_units():
     grid = torch.zeros(4, 2)
     columns = {"tokens": grid.long(), "attention_mask": grid.bool(), "response_mask": grid.bool()}
-    assert [unit.tolist() for unit in Sequences(**columns).units()] == [[0], [1], [2], [3]]
+    assert Sequences(**columns).units() == [[0], [1], [2], [3]]
     pairs = PairBatch(**columns, pair_ids=torch.tensor([9, 4, 9, 4]), chosen=grid[:, 0].bool(), ref_logprobs=grid)
-    assert [unit.tolist() for unit in pairs.units()] == [[0, 2], [1, 3]]
+    assert pairs.units() == [[0, 2], [1, 3]]
     ranked = RankedBatch(**columns, group_ids=torch.tensor([1, 0, 0, 1]), ranks=torch.arange(4))
-    assert [unit.tolist() for unit in ranked.units()] == [[0, 3], [1, 2]]
+    assert ranked.units() == [[0, 3], [1, 2]]
 
 
 @few
 @given(st.lists(st.integers(0, 4), max_size=12))
 def test_rows_by_id(ids):
-    groups = [rows.tolist() for rows in rows_by_id(torch.tensor(ids, dtype=torch.long))]
+    groups = rows_by_id(torch.tensor(ids, dtype=torch.long))
     assert sorted(row for rows in groups for row in rows) == list(range(len(ids)))
     assert [ids[rows[0]] for rows in groups] == list(dict.fromkeys(ids))  # in the order of first appearance
     assert all(len({ids[row] for row in rows}) == 1 and rows == sorted(rows) for rows in groups)

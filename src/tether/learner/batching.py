@@ -19,7 +19,7 @@ def minibatches(batch: Sequences, size: int, generator: torch.Generator | None =
     units = batch.units()
     order = torch.arange(len(units)) if generator is None else torch.randperm(len(units), generator=generator)
     for start in range(0, len(units), size):
-        yield torch.cat([units[index] for index in order[start : start + size].tolist()])
+        yield torch.tensor([row for index in order[start : start + size].tolist() for row in units[index]])
 
 
 def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
@@ -33,18 +33,16 @@ def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
     firsts = real.int().argmax(dim=1).tolist()
     lasts = (real.shape[1] - real.flip(1).int().argmax(dim=1)).tolist()
     units = batch.units()
-    members: list[list[int]] = [unit.tolist() for unit in units]  # numbers: thousands of small tensors would take long
-    longest = [max(lengths[row] for row in unit) for unit in members]
-    current: list[Tensor] = []
-    rows, first, last = 0, 0, 0
+    longest = [max(lengths[row] for row in unit) for unit in units]
+    current: list[int] = []
+    first, last = 0, 0
     for index in sorted(range(len(units)), key=lambda index: -longest[index]):
         unit = units[index]
-        low, high = min(firsts[row] for row in members[index]), max(lasts[row] for row in members[index])
-        if current and (rows + len(unit)) * (max(last, high) - min(first, low)) > max_tokens:
-            yield torch.cat(current)
-            current, rows = [], 0
+        low, high = min(firsts[row] for row in unit), max(lasts[row] for row in unit)
+        if current and (len(current) + len(unit)) * (max(last, high) - min(first, low)) > max_tokens:
+            yield torch.tensor(current)
+            current = []
         first, last = (min(first, low), max(last, high)) if current else (low, high)
-        current.append(unit)
-        rows += len(unit)
+        current += unit
     if current:
-        yield torch.cat(current)
+        yield torch.tensor(current)

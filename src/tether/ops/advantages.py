@@ -14,11 +14,17 @@ from torch import Tensor
 from tether.ops.statistics import widened
 
 
+def _steps(mask: Tensor) -> list[int]:
+    """The columns in which any row has a sampled token: nothing happens in others, such as those of prompts alone."""
+    used = mask.any(dim=0)
+    return [column for column in range(len(used)) if used[column]]
+
+
 def reward_to_go(rewards: Tensor, mask: Tensor, *, gamma: float) -> Tensor:
     """G_t = r_t + gamma * G_(t+1)."""
     returns = torch.zeros_like(rewards)
     following = torch.zeros_like(rewards[:, 0])
-    for t in reversed(range(rewards.shape[1])):
+    for t in reversed(_steps(mask)):
         following = torch.where(mask[:, t], rewards[:, t] + gamma * following, following)
         returns[:, t] = torch.where(mask[:, t], following, 0.0)
     return returns
@@ -51,7 +57,7 @@ def gae(
     advantages = torch.zeros_like(rewards)
     next_value = torch.zeros_like(values[:, 0]) if final_values is None else final_values
     following = torch.zeros_like(values[:, 0])
-    for t in reversed(range(rewards.shape[1])):
+    for t in reversed(_steps(mask)):
         sampled = mask[:, t]
         delta = rewards[:, t] + gamma * next_value - values[:, t]
         following = torch.where(sampled, delta + gamma * lam * following, following)

@@ -58,13 +58,15 @@ def likeliest_tokens(
 def top_of_blocks(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`values.topk(count)` of each row, (N, V) -> (N, K), found in two levels.
 
-    The highest K lie in the K blocks whose highest members are highest, so that one pass over all values is enough.
+    The highest K lie in the K blocks whose highest members are highest, so that one pass over all values is enough. A
+    block's members stand far apart and neighbours belong to different blocks, so that a device compares whole lines.
     """
-    whole = values.shape[1] - values.shape[1] % BLOCK
-    blocks = values[:, :whole].reshape(len(values), -1, BLOCK)
-    best = blocks.amax(dim=2).topk(min(count, blocks.shape[1]), dim=1).indices  # (N, K)
-    inside = blocks.gather(1, best[:, :, None].expand(-1, -1, BLOCK)).flatten(1)
-    ids = (best[:, :, None] * BLOCK + torch.arange(BLOCK, device=values.device)).flatten(1)
+    blocks = values.shape[1] // BLOCK
+    whole = blocks * BLOCK
+    members = values[:, :whole].view(len(values), BLOCK, blocks)
+    best = members.amax(dim=1).topk(min(count, blocks), dim=1).indices  # (N, K)
+    inside = members.gather(2, best[:, None].expand(-1, BLOCK, -1)).flatten(1)
+    ids = (best[:, None] + blocks * torch.arange(BLOCK, device=values.device)[:, None]).flatten(1)
     rest = torch.arange(whole, values.shape[1], device=values.device).expand(len(values), -1)
     highest, place = torch.cat((inside, values[:, whole:]), dim=1).topk(count, dim=1)
     return highest, torch.cat((ids, rest), dim=1).gather(1, place)

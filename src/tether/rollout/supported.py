@@ -43,12 +43,12 @@ def unsupported(model: PreTrainedModel) -> str | None:
     base = plain_model(model)
     if type(base) not in KINDS:
         return f"{type(base).__name__} is not one of {', '.join(kind.__name__ for kind in KINDS)}"
-    parameters = list(base.parameters())
-    devices = {parameter.device for parameter in parameters}
+    named = list(base.named_parameters())
+    devices = {weight.device for _, weight in named}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
         return "it is written for a CPU or one CUDA device"
     on_gpu = next(iter(devices)).type == "cuda"
-    dtypes = {weight.dtype for name, weight in base.named_parameters() if not on_gpu or "lora_" not in name}
+    dtypes = {weight.dtype for name, weight in named if not on_gpu or "lora_" not in name}
     if len(dtypes) > 1 or not dtypes <= {torch.float32, torch.float64, *(HALF if on_gpu else ())}:
         wanted = "of one kind" if on_gpu else "all float32"
         return f"the weights are {', '.join(sorted(map(str, dtypes)))} and not {wanted}"
