@@ -48,7 +48,7 @@ def hold_in(model: nn.Module, dtype: torch.dtype, device: torch.device) -> None:
     """Move a model to `device` and hold what is saved of it in `dtype`.
 
     What it worked out for itself stays as exact as it is: rotary frequencies rounded to bfloat16 are off by up to 1 in
-    256, so that the angle of a token at position 1,000 would be off by radians.
+    512, so that the angle of a token at position 1,000 would be off by a radian and more.
     """
     model.to(device)
     for tensor in model.state_dict(keep_vars=True).values():
