@@ -192,6 +192,17 @@ def test_a_write_that_fails_at_any_file_leaves_the_others_as_they_were(tmp_path,
         assert same(read(tmp_path / "step-00000001"), made(1))
 
 
+def test_one_that_does_not_fit_is_not_begun(tmp_path, monkeypatch):
+    write(tmp_path, made(1))
+    size = sum(tensor.nbytes for named in made(2).tensors.values() for tensor in named.values())
+    usage = shutil.disk_usage(tmp_path)._replace(free=size - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    monkeypatch.setattr(checkpoints, "_write_file", lambda *_: pytest.fail("a file was begun"))
+    with pytest.raises(OSError, match="No space left on device") as caught:
+        write(tmp_path, made(2))
+    assert caught.value.errno == errno.ENOSPC and [path.name for path in tmp_path.iterdir()] == ["step-00000001"]
+
+
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path):
     write(tmp_path, made(4))
     other = Checkpoint(4, made(5).tensors, {"best": math.inf})

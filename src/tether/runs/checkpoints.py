@@ -11,6 +11,7 @@ A folder is written under another name, flushed to the disk file by file, and th
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -59,6 +60,7 @@ def write(folder: Path, checkpoint: Checkpoint, before_naming: Callable[[], obje
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
+        _check_room(unfinished, checkpoint)
         sync_folder(folder.parent)
         files = {name: _write_file(unfinished / name, content) for name, content in _files(checkpoint)}
         _write_file(unfinished / MANIFEST, _sealed({"format": FORMAT, "step": checkpoint.step, "files": files}))
@@ -72,6 +74,16 @@ def write(folder: Path, checkpoint: Checkpoint, before_naming: Callable[[], obje
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     return target
+
+
+def _check_room(folder: Path, checkpoint: Checkpoint) -> None:
+    """Raise the OSError of a full disk where the tensors alone would fill it.
+
+    So a checkpoint that cannot be written does not take the last room from the records of the run for a while.
+    """
+    needed = sum(tensor.nbytes for named in checkpoint.tensors.values() for tensor in named.values())
+    if shutil.disk_usage(folder).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
 
 def read(path: Path) -> Checkpoint:
