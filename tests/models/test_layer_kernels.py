@@ -2,26 +2,15 @@
 
 from __future__ import annotations
 
-import importlib.util
-import os
-import sys
 from typing import Any
 
-import numpy
 import pytest
 import torch
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3Config, Qwen3Model
+from triton_interpreter import interpret
 
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("Triton is not installed", allow_module_level=True)
-if torch.cuda.is_available():
-    pytest.skip("the interpreter is for machines without a device", allow_module_level=True)
-if tuple(map(int, numpy.__version__.split(".")[:2])) >= (2, 4):
-    pytest.skip("Triton's interpreter needs an older numpy", allow_module_level=True)
-if "triton" in sys.modules and not os.environ.get("TRITON_INTERPRET"):
-    pytest.skip("Triton was imported before it could be told to interpret", allow_module_level=True)
-os.environ["TRITON_INTERPRET"] = "1"
+interpret()
 
 from tether.models import adapter_gate, layer_fused, plain_ops
 from tether.models.adapter_gate import GateAdapters

@@ -106,56 +106,23 @@ def backward(
     scaling: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`(d query, d key, d value)` from the gradient (n, heads * D) of what `forward` gave."""
-    grad = grad.contiguous()
-    found, shifts = grad_query(grad, query, key, value, mixed, lse, packing, rows, scaling)
-    return found, *grad_key(grad, query, key, value, shifts, packing, rows, scaling)
-
-
-def grad_query(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mixed: Tensor,
-    lse: Tensor,
-    packing: Packing,
-    rows: Rows | None,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    """`(d query, shifts)`: what the gradient of keys is computed from beside its inputs, fp32 (*lse.shape, 4)."""
     starts, most = _asking(packing, rows)
-    shape, tile = _shape(query, key), tiles_for(query).grad_query
-    found, shifts = torch.empty_like(query), lse.new_empty(*lse.shape, 4)
-    grid = (_pairs(key, packing), -(-most * shape["GROUP"] // tile.queries))
+    shape, tiles, grad = _shape(query, key), tiles_for(query), grad.contiguous()
+    of_query, of_key, of_value = (torch.empty_like(x) for x in (query, key, value))
+    shifts = lse.new_empty(*lse.shape, 4)  # what the gradient of keys is computed from beside its inputs
+    grid = (_pairs(key, packing), -(-most * shape["GROUP"] // tiles.grad_query.queries))
     if all(grid):
         grad_query_kernel[grid](
-            grad, query, key, value, mixed, lse, found, shifts, starts, packing.starts, len(query), scaling,
-            **shape, **tile.options(),
+            grad, query, key, value, mixed, lse, of_query, shifts, starts, packing.starts, len(query), scaling,
+            **shape, **tiles.grad_query.options(),
         )  # fmt: skip
-    return found, shifts
-
-
-def grad_key(
-    grad: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    shifts: Tensor,
-    packing: Packing,
-    rows: Rows | None,
-    scaling: float,
-) -> tuple[Tensor, Tensor]:
-    """`(d key, d value)`."""
-    starts, _ = _asking(packing, rows)
-    tile = tiles_for(query).grad_key
-    of_key, of_value = torch.empty_like(key), torch.empty_like(value)
-    grid = (_pairs(key, packing), -(-packing.longest // tile.keys))
+    grid = (_pairs(key, packing), -(-packing.longest // tiles.grad_key.keys))
     if all(grid):
         grad_key_kernel[grid](
             grad, query, key, value, shifts, of_key, of_value, starts, packing.starts, len(query), scaling,
-            **_shape(query, key), **tile.options(),
+            **shape, **tiles.grad_key.options(),
         )  # fmt: skip
-    return of_key, of_value
+    return of_query, of_key, of_value
 
 
 def _asking(packing: Packing, rows: Rows | None) -> tuple[Tensor, int]:
