@@ -28,7 +28,7 @@ from tether.loops.rl import RLParts, rl_step
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel
 from tether.models.sharing import Adapters, Separate
-from tether.models.trunks import Trunk, shared_tree
+from tether.models.trunks import Trunk, shared_tree, trunk_notices
 from tether.rewards.model import RewardModelReward
 
 
@@ -126,6 +126,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "micro_tokens": options.micro_tokens, "seconds": best, "all": [run["whole"] for run in runs],
         "peak_gib": peaks, "peak": max(peaks.values()), "matrix_rate": rate, "update_operations": update,
         "update_share": update / best["update"] / rate,
+        "notices": [*getattr(parts.engine, "notices", ()), *trunk_notices(parts.roles.actor)],
     }  # fmt: skip
 
 

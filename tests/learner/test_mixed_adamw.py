@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from tether.learner import quantize
 from tether.learner.adamw import MixedAdamW, drawn_master
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.quantize import BLOCK, SIGNED, UNSIGNED, Codes
@@ -108,6 +109,19 @@ def test_every_number_of_a_block_is_near_to_what_its_code_says(codes: Codes, exp
     assert relative < 0.05  # two numbers that are neighbours on the ladder are at most this far from their middle
     bound = torch.maximum(relative * x.abs(), codes.floor * scales) * (1.0 + 1e-5)  # exp() in fp32
     assert ((found - x).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("codes", [SIGNED, UNSIGNED], ids=["signed", "unsigned"])
+@pytest.mark.parametrize("count", [0, 1, BLOCK, 5 * BLOCK + 3])
+def test_numbers_in_parts_have_the_codes_they_have_together(monkeypatch, codes: Codes, count: int):
+    x = torch.randn(count, generator=torch.Generator().manual_seed(0))
+    x = x if codes.signed else x.square()
+    together = codes.close(x)
+    opened = codes.open(*together, x.shape)
+    monkeypatch.setattr(quantize, "PART", 2 * BLOCK)
+    apart = codes.close(x)
+    assert all(torch.equal(*pair) for pair in zip(together, apart, strict=True))
+    assert torch.equal(codes.open(*apart, x.shape), opened)
 
 
 def test_nothing_and_the_largest_are_kept_exactly():

@@ -10,6 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import (
+    GPT2Config,
+    GPT2Model,
     LlamaConfig,
     LlamaModel,
     MistralConfig,
@@ -24,7 +26,7 @@ from tether.models.forward import hidden_states
 from tether.models.packed import packed_states
 from tether.models.packing import Packing
 from tether.models.shared_trunk import SharedTrunk, TopTrunk
-from tether.models.trunks import Trunk
+from tether.models.trunks import Trunk, alike, states_apart, trunk_notices
 from tether.types import Sequences
 
 SHAPE = {
@@ -149,6 +151,31 @@ def test_a_model_that_computes_something_else_is_found_out():
     assert Trunk(model).fast.tried
     model.layers[0].mlp.__class__ = type("Halved", (type(model.layers[0].mlp),), {"forward": lambda self, x: 0.5 * x})
     assert not Trunk(model).fast.tried
+
+
+def test_a_layer_that_computes_something_else_is_found_however_deep_it_lies():
+    config = LlamaConfig(**SHAPE | {"num_hidden_layers": 19})
+    torch.manual_seed(0)
+    model = LlamaModel(config).eval()
+    assert Trunk(model).fast.reason is None and trunk_notices(Trunk(model)) == ()
+    mlp = model.layers[12].mlp
+    mlp.__class__ = type("Halved", (type(mlp),), {"forward": lambda self, x: 0.5 * x})
+    reason = Trunk(model).fast.reason
+    assert reason is not None and "after layer 16 were" in reason  # layers are tried eight at a time
+    (notice,) = trunk_notices(nn.ModuleList([Trunk(model), Trunk(model)]))
+    assert notice.startswith("Training runs the model's own modules") and notice.endswith(f"{reason}.")
+
+
+def test_a_kind_that_is_not_known_says_so():
+    model = GPT2Model(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32)).eval()
+    assert Trunk(model).fast.reason == "GPT2Model is not one of LlamaModel, MistralModel, Qwen2Model, Qwen3Model"
+
+
+def test_states_are_as_far_apart_as_the_token_that_is_most():
+    theirs = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
+    assert states_apart(theirs + torch.tensor([[0.3, 0.4], [0.0, 0.0]]), theirs) == pytest.approx(0.1)
+    assert states_apart(theirs + torch.tensor([[0.3, 0.4], [0.6, 0.8]]), theirs) == pytest.approx(0.5)
+    assert not states_apart(torch.full((1, 2), torch.nan), theirs[:1]) <= alike(torch.bfloat16)
 
 
 def test_the_second_derivative_is_refused_rather_than_wrong():

@@ -102,6 +102,14 @@ def test_what_is_meant_to_save_memory_saves_some(flag):
     assert plan_of(*flags, flag)[1].memory.peak < plan_of(*flags)[1].memory.peak
 
 
+def test_graphs_keep_their_activations_while_the_optimiser_steps():
+    flags = ("--model.dtype=bfloat16", "--rollout.prompts_per_step=256", "--optimizer.state=8bit")
+    memory = plan_of(*flags)[1].memory
+    cache = sum(role.cache for role in memory.roles)
+    embedding = 4 * billion().embedding  # in float32: a bucket of its own
+    assert memory.phases["update"] >= memory.phases["rollout"] - cache + 3 * embedding
+
+
 def test_what_does_not_fit_comes_with_changes_that_make_it_fit():
     small = Machine("cuda", "a device", 24 * GIB, 400e12, 3e12, "as given")
     recipe, plan = plan_of("--model.dtype=bfloat16", "--rollout.prompts_per_step=256", machine=small)

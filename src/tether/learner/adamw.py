@@ -70,7 +70,10 @@ class MixedAdamW(torch.optim.Optimizer):
 
     def _step_bucket(self, parameters: list[Tensor], group: dict[str, Any]) -> None:
         states = [self._state(parameter, group) for parameter in parameters]
-        weights = [state.get("master", parameter.float()) for state, parameter in zip(states, parameters, strict=True)]
+        weights = [
+            state["master"] if "master" in state else parameter.float()
+            for state, parameter in zip(states, parameters, strict=True)
+        ]
         means = [_open(state, "exp_avg", weight) for state, weight in zip(states, weights, strict=True)]
         squares = [_open(state, "exp_avg_sq", weight) for state, weight in zip(states, weights, strict=True)]
         gradients: list[Tensor] = [p.grad.float() for p in parameters if p.grad is not None]

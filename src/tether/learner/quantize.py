@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 BLOCK = 256  # numbers that share a scale
+PART = 2**23  # numbers at a time, whole blocks: on the way several fp32 copies of them exist
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,19 @@ class Codes:
 
     def close(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """`(codes, scales)` of x: int8 or uint8 (numbers,), and fp32 (blocks,)."""
-        flat = x.reshape(-1).float()
+        codes, scales = zip(*map(self._close, x.reshape(-1).split(PART)), strict=True)
+        return torch.cat(codes), torch.cat(scales)
+
+    def open(self, codes: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
+        """The numbers of these codes, fp32 in the given shape."""
+        found = torch.empty(len(codes), dtype=torch.float32, device=codes.device)
+        parts = (found.split(PART), codes.split(PART), scales.split(PART // BLOCK))
+        for part, own_codes, own_scales in zip(*parts, strict=True):
+            part.copy_(self._open(own_codes, own_scales))
+        return found.view(shape)
+
+    def _close(self, flat: Tensor) -> tuple[Tensor, Tensor]:
+        flat = flat.float()
         blocks = torch.nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
         scales = blocks.abs().amax(dim=1)
         share = blocks.abs() / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None]
@@ -53,15 +66,14 @@ class Codes:
             step = torch.copysign(step, blocks)
         return step.view(-1)[: len(flat)].to(torch.int8 if self.signed else torch.uint8), scales
 
-    def open(self, codes: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
-        """The numbers of these codes, fp32 in the given shape."""
+    def _open(self, codes: Tensor, scales: Tensor) -> Tensor:
         step = torch.nn.functional.pad(codes.float(), (0, -len(codes) % BLOCK)).view(-1, BLOCK)
         size = step.abs()
         magnitude = torch.exp((size - self.steps) * math.log(self.ratio)) * scales[:, None]
         found = torch.where(size == 0, torch.zeros_like(magnitude), magnitude)
         if self.signed:
             found = torch.copysign(found, step)
-        return found.view(-1)[: len(codes)].view(shape)
+        return found.view(-1)[: len(codes)]
 
 
 SIGNED = Codes(signed=True, floor=1e-5)

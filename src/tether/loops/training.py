@@ -17,6 +17,7 @@ from tether.loops.supervised import train_supervised
 from tether.models.heads import ScalarModel
 from tether.models.load import LoadedModel
 from tether.models.roles import ActorCritic
+from tether.models.trunks import trunk_notices
 from tether.runs.checkpoints import Checkpoint
 
 Stop = Callable[[], bool]
@@ -75,6 +76,7 @@ class FromRollouts:
         self.learner = self.parts.learner
         self.model = self.parts.roles.actor.policy
         self.notices: tuple[str, ...] = getattr(self.parts.engine, "notices", ())
+        self.notices += trunk_notices(self.parts.roles.actor)
         self.controllers = self.parts.algorithm.controllers
 
     def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
@@ -104,9 +106,9 @@ class FromRecords:
     def __init__(self, recipe: Recipe, policy: LoadedModel) -> None:
         self.parts = build_supervised(recipe, policy)
         self.learner = self.parts.learner
-        self.notices: tuple[str, ...] = ()
         learned = self.learner.model
         assert isinstance(learned, ScalarModel | ActorCritic)
+        self.notices = trunk_notices(learned)
         self.model = learned if isinstance(learned, ScalarModel) else learned.policy
 
     def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:

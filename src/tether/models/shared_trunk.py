@@ -15,7 +15,7 @@ from tether.errors import ConfigError
 from tether.models.families import departure
 from tether.models.forward import hidden_states
 from tether.models.trunk_states import TrunkStates
-from tether.models.trunks import Fast, Trunk, layer_list, layers_between, probe_batch
+from tether.models.trunks import Fast, Trunk, alike, layer_list, layers_between, probe_batch, states_apart
 from tether.types import Sequences
 
 
@@ -236,9 +236,9 @@ def check_split(trunk: PreTrainedModel, depth: int) -> None:
     """Raise unless the two parts, one after the other, are the whole: not every architecture can be cut so."""
     probe = probe_batch(trunk)
     mask = probe.attention_mask
-    whole, parts = hidden_states(trunk, probe)[mask], TopTrunk(trunk, SharedTrunk(trunk, depth))(probe)[mask]
-    tolerance = 1e-3 if whole.dtype == torch.float32 else 0.1
-    if not torch.allclose(whole, parts, atol=tolerance, rtol=tolerance):
+    lower, upper = layers_between(trunk, 0, depth), layers_between(trunk, depth, None)
+    whole, parts = hidden_states(trunk, probe)[mask], hidden_states(upper, probe, hidden_states(lower, probe))[mask]
+    if not states_apart(parts, whole) <= alike(whole.dtype):
         raise ConfigError(
             f"roles.mode: {type(trunk).__name__} cannot be cut into a shared trunk and tops; use separate or adapters"
         )

@@ -22,6 +22,9 @@ from tether.types import Sequences
 Model = TypeVar("Model", bound=nn.Module)
 PROBE_LENGTH = 6
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+ALIKE = 1e-3  # how far apart two ways to a token's states may bring them, as a share of their norm
+ALIKE_IN_HALF = 0.1  # with numbers of 16 bits
+TRIED_TOGETHER = 8  # layers: each adds its rounding, and a whole deep trunk's would hide what is wrong
 
 
 def shared_tree(model: Model) -> Model:
@@ -65,16 +68,37 @@ class Fast:
     def __init__(self, model: PreTrainedModel) -> None:
         self.recompute = False
         self.captured: Any = None  # graphs of the pass, where it may hold some
-        self.way: Way | None = way_for(model) if departure(model, PROBE_LENGTH) is None else None
-        self.tried = False
-        if self.way is not None:
-            probe = probe_batch(model)
+        self.way: Way | None = None
+        self.reason = departure(model, PROBE_LENGTH)  # why the model's own modules are run; None where they are not
+        if self.reason is not None:
+            return
+        self.way = way_for(model)
+        self.reason = self._disagreement(model)
+        self.captured = captured_pass() if self.way == "fused" else None
+
+    @property
+    def tried(self) -> bool:
+        """Whether the trial agreed."""
+        return self.reason is None
+
+    def _disagreement(self, model: PreTrainedModel) -> str | None:
+        if self.way is None:
+            kind = str(model.dtype).removeprefix("torch.")
+            return f"there is none for {kind} weights on this device ({model.device.type}) with what is installed here"
+        probe, states = probe_batch(model), None
+        real, layers = probe.attention_mask, len(layer_list(model)[1])
+        for start in range(0, layers, TRIED_TOGETHER):
+            stop = start + TRIED_TOGETHER
+            part = layers_between(model, start, stop if stop < layers else None)
             with torch.no_grad():
-                ours, theirs = packed_states(model, probe, way=self.way), hidden_states(model, probe)
-            tolerance = 1e-3 if self.way == "plain" else 0.1
-            real = probe.attention_mask
-            self.captured = captured_pass() if self.way == "fused" else None
-            self.tried = ours is not None and torch.allclose(ours[real], theirs[real], atol=tolerance, rtol=tolerance)
+                ours, theirs = packed_states(part, probe, states, way=self.way), hidden_states(part, probe, states)
+            if ours is None:
+                return "one of its layers is not known to it"
+            apart = states_apart(ours[real], theirs[real])
+            if not apart <= alike(model.dtype):
+                return f"in a trial the states after layer {min(stop, layers)} were {100 * apart:.2g} % apart"
+            states = theirs
+        return None
 
     def states(self, model: PreTrainedModel, batch: Sequences, lower: Tensor | None, wanted: Tensor | None) -> Tensor:
         """(B, T, H) by the faster way where it is right for this batch, else by the model's own modules.
@@ -83,9 +107,33 @@ class Fast:
         """
         recompute, captured = self.recompute and torch.is_grad_enabled(), None if self.recompute else self.captured
         found = None
-        if self.tried and self.way is not None and departure(model, batch.tokens.shape[1]) is None:
+        if self.reason is None and self.way is not None and departure(model, batch.tokens.shape[1]) is None:
             found = packed_states(model, batch, lower, wanted, way=self.way, recompute=recompute, captured=captured)
         return found if found is not None else hidden_states(model, batch, lower, recompute=recompute)
+
+
+def alike(dtype: torch.dtype) -> float:
+    """How far apart two ways to the same states may bring them, as `states_apart` has it."""
+    return ALIKE if dtype in (torch.float32, torch.float64) else ALIKE_IN_HALF
+
+
+def states_apart(ours: Tensor, theirs: Tensor) -> float:
+    """The most that any token's states of (N, H) are apart: |ours - theirs| / |theirs|.
+
+    By token and not by number: of thousands of numbers that rounding moves, one is always far out.
+    """
+    ours, theirs = ours.float(), theirs.float()
+    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-30)).max())
+
+
+def trunk_notices(model: nn.Module) -> tuple[str, ...]:
+    """A sentence for each reason for which trunks of the model are run by their own modules."""
+    reasons = [module.fast.reason for module in model.modules() if isinstance(module, Trunk)]
+    return tuple(
+        f"Training runs the model's own modules, not the pass over packed tokens, which is faster: {reason}."
+        for reason in dict.fromkeys(reasons)
+        if reason is not None
+    )
 
 
 def layers_between(trunk: PreTrainedModel, start: int, stop: int | None) -> PreTrainedModel:

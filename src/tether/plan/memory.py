@@ -177,7 +177,8 @@ def _update(shape: Shape, work: Work, held: Held, one: Pass, roles: Sequence[Rol
         moments.append(made + own + waits + passing)
         moments.append(gradients + 2 * waits)
     count = max((role.gradients // held.width for role in trained), default=0)
-    moments.append(gradients + held.stepping(count, shape.embedding if one.trains_head else 0))
+    stays = sum(one.kept(shape) for role in trained if role.activations) if one.captured else 0  # between passes, too
+    moments.append(gradients + stays + held.stepping(count, shape.embedding if one.trains_head else 0))
     return max(moments)
 
 
