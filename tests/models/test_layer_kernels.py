@@ -13,11 +13,12 @@ from triton_interpreter import interpret
 
 interpret()
 
-from tether.models import adapter_gate, layer_fused, plain_ops
+from tether.models import adapter_gate, fused_pass, layer_fused, plain_ops
 from tether.models.adapter_gate import GateAdapters
 from tether.models.linear_parts import Adapter, Linear
 from tether.models.lora import inject_lora, lora_config
 from tether.models.packed import packed_states
+from tether.models.packing import Packing
 from tether.ops import logprob_fused
 from tether.ops.logprobs import chunked_logprobs
 from tether.types import Sequences
@@ -152,6 +153,19 @@ def test_what_is_only_looked_at_has_the_same_bits_as_what_is_trained():
     assert looked is not None and torch.equal(looked, trained[0])
     for before, now in zip(trained, again, strict=True):
         assert torch.equal(now, before)
+
+
+def test_layers_that_are_run_again_leave_one_tensor_each():
+    model, packing = trunk("llama"), Packing.of(rows().attention_mask)
+    hidden = model.embed_tokens(packing.pack(rows().tokens)).detach()
+    cos, sin = model.rotary_emb(hidden, packing.positions[None])
+    layers = fused_pass.Layers.of(model)
+    assert layers is not None
+    inputs = fused_pass.Inputs(hidden, cos[0].contiguous(), sin[0].contiguous(), packing, None)
+    with torch.no_grad():
+        _, trace = fused_pass.forward(layers, inputs, keep=True, recompute=True)
+    assert [tuple(kept.shape) for kept in trace.inputs] == [tuple(hidden.shape)] * 2 and trace.kept == []
+    assert trace.inputs[0] is hidden  # the first layer's own input: nothing is copied
 
 
 def gate_adapters(ranks: tuple[int, int, int | None], width: int, hidden: int = 12) -> GateAdapters:

@@ -47,7 +47,7 @@ class Layers:
 class Trace:
     """What a pass leaves for its way back: of each layer what it kept, or with `recompute` only what entered it."""
 
-    inputs: list[tuple[Tensor, Tensor | None]]
+    inputs: list[Tensor]  # (N, H) each
     kept: list[Kept]
     added: Tensor | None = None  # what entered the last norm
     inverse: Tensor | None = None
@@ -79,11 +79,11 @@ def forward(layers: Layers, inputs: Inputs, *, keep: bool, recompute: bool) -> t
     trace = Trace([], [])
     hidden, change = inputs.hidden, None
     for layer, place in zip(layers.layers, inputs.places(len(layers.layers)), strict=True):
-        if keep and recompute:
-            trace.inputs.append((hidden, change))
         change, kept = layer_forward(layer, place, hidden, change)
         hidden = kept.again
-        if keep and not recompute:
+        if keep and recompute:
+            trace.inputs.append(kept.added)  # rounded as it was normed, so that the layer gives the same bits again
+        elif keep:
             trace.kept.append(kept)
         del kept
     assert change is not None
@@ -115,7 +115,7 @@ def backward(
     below: Tensor | None = grad
     for index in reversed(range(len(layers.layers))):
         layer, place = layers.layers[index], places[index]
-        kept = layer_forward(layer, place, *trace.inputs.pop())[1] if trace.inputs else trace.kept.pop()
+        kept = layer_forward(layer, place, trace.inputs.pop(), None)[1] if trace.inputs else trace.kept.pop()
         below = layer_backward(layer, place, kept, grad, grad, way, wants_input=index > 0 or wants_input)
         del kept
         way.aside.next_layer()

@@ -14,7 +14,7 @@ and float32 sums of attention and norms; normed states and the gated product are
 (`plain_ops.py`) both normed states are kept as well, keys and values are repeated for every query head, and the gate's
 activation and the product are kept too. A model's own modules also keep what their norms do in float32. In the last
 layer only tokens whose states are read go on after keys and values. Of layers that are run again in the backward pass
-only what enters them is kept: a residual and a change.
+only what enters them is kept.
 
 Where layers are small and all batches have one shape, the fused pass is held as CUDA graphs, and what it keeps stays
 where it is from then on, with the gradients (`captured_pass.py`).
@@ -52,7 +52,7 @@ class Pass:
         if not self.layers:
             return 0
         if self.recompute:
-            return 2 * self.tokens * shape.hidden * self.width * self.layers
+            return self.tokens * shape.hidden * self.width * self.layers
         angles = 2 * self.tokens * shape.head_dim * self.width
         return angles + (self.layers - 1) * self.layer(shape) + self.layer(shape, last=True)
 
