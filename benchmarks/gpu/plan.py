@@ -87,13 +87,12 @@ def recipe_of(case: Case, dtype: str) -> Any:
 def measure(case: Case, device: str, iterations: int) -> dict[str, Any]:
     """Predicted and measured, in GiB and seconds."""
     recipe = recipe_of(case, "bfloat16" if device == "cuda" else "float32")
-    left = torch.cuda.memory_allocated() if device == "cuda" else 0  # by the libraries, since earlier cases
     loaded = random_model(case.shape, device, torch.bfloat16 if device == "cuda" else torch.float32)
     lengths = Lengths.assumed(case.prompt, "as given")
     plan = planning.make_plan(recipe, PlannedShape.of(loaded.model), lengths, machine_for(device, recipe.model.dtype))
     before = torch.cuda.memory_allocated() if device == "cuda" else 0
     metrics = run(recipe, loaded, iterations)
-    phases = {name: metrics.get(f"memory/{name}", 0.0) - left / GIB for name in ("rollout", "evaluation", "update")}
+    phases = {name: metrics.get(f"memory/{name}", 0.0) for name in ("rollout", "evaluation", "update")}
     measured, predicted = max(phases.values()), plan.memory.peak / GIB
     return {
         "name": case.name,
@@ -105,7 +104,7 @@ def measure(case: Case, device: str, iterations: int) -> dict[str, Any]:
         "predicted_seconds": {name: round(seconds, 3) for name, seconds in plan.seconds.items()},
         "measured_seconds": {name: round(metrics[f"seconds/{name}"], 3) for name in plan.seconds},
         "micro_batches": plan.memory.micro_batches,
-        "weights_loaded_gib": round((before - left) / GIB, 3),
+        "weights_loaded_gib": round(before / GIB, 3),
     }
 
 

@@ -26,7 +26,7 @@ from tether.models.forward import hidden_states
 from tether.models.packed import packed_states
 from tether.models.packing import Packing
 from tether.models.shared_trunk import SharedTrunk, TopTrunk
-from tether.models.trunks import Trunk, alike, states_apart, trunk_notices
+from tether.models.trunks import Trunk, trunk_notices
 from tether.types import Sequences
 
 SHAPE = {
@@ -161,7 +161,7 @@ def test_a_layer_that_computes_something_else_is_found_however_deep_it_lies():
     mlp = model.layers[12].mlp
     mlp.__class__ = type("Halved", (type(mlp),), {"forward": lambda self, x: 0.5 * x})
     reason = Trunk(model).fast.reason
-    assert reason is not None and "after layer 16 were" in reason  # layers are tried eight at a time
+    assert reason is not None and reason.endswith("what rounding explains on layer 13")
     (notice,) = trunk_notices(nn.ModuleList([Trunk(model), Trunk(model)]))
     assert notice.startswith("Training runs the model's own modules") and notice.endswith(f"{reason}.")
 
@@ -171,11 +171,24 @@ def test_a_kind_that_is_not_known_says_so():
     assert Trunk(model).fast.reason == "GPT2Model is not one of LlamaModel, MistralModel, Qwen2Model, Qwen3Model"
 
 
-def test_states_are_as_far_apart_as_the_token_that_is_most():
-    theirs = torch.tensor([[3.0, 4.0], [0.0, 2.0]])
-    assert states_apart(theirs + torch.tensor([[0.3, 0.4], [0.0, 0.0]]), theirs) == pytest.approx(0.1)
-    assert states_apart(theirs + torch.tensor([[0.3, 0.4], [0.6, 0.8]]), theirs) == pytest.approx(0.5)
-    assert not states_apart(torch.full((1, 2), torch.nan), theirs[:1]) <= alike(torch.bfloat16)
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("part", ["mlp", "input_layernorm", "post_attention_layernorm", "norm"])
+def test_whatever_part_of_a_layer_is_not_what_it_seems_is_found(part: str, index: int):
+    model = trunk()
+    changed: Any = model.norm if part == "norm" else model.layers[index].get_submodule(part)
+    forward = type(changed).forward
+    changed.__class__ = type("Less", (type(changed),), {"forward": lambda self, x: 0.5 * forward(self, x)})
+    reason = Trunk(model).fast.reason
+    assert reason is not None and reason.endswith(f"on layer {3 if part == 'norm' else index + 1}")
+
+
+def test_a_trunk_that_is_not_as_its_configuration_says_is_run_by_its_modules():
+    model = trunk()
+    model.layers = model.layers[:2]
+    cut = Trunk(model)
+    assert cut.fast.reason == "its configuration has another number of layers"
+    real = UNEVEN.attention_mask
+    assert torch.equal(cut(UNEVEN)[real], hidden_states(model, UNEVEN)[real])
 
 
 def test_the_second_derivative_is_refused_rather_than_wrong():

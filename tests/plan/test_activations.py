@@ -92,6 +92,6 @@ def test_layers_that_are_run_again_keep_what_enters_them():
     work = work_of(recipe, Lengths.assumed(24, "as given"))
     one = micro_pass(recipe, shape, work, Held.of(recipe, shape, "cpu"), 8)
     again = dataclasses.replace(one, recompute=True)
-    assert again.kept(shape) == one.tokens * 192 * 4 * 5
+    assert again.kept(shape) == one.tokens * 4 * (192 * 5 + 2 * shape.head_dim)  # and the angles
     assert again.rerun(shape) == one.layer(shape)
     assert one.rerun(shape) == 0

@@ -201,7 +201,7 @@ def test_a_decoder_that_is_wrong_is_found_out(
     assert disagreement(loaded.model) is None
     monkeypatch.setattr(llama, "rotate", lambda x, cos, sin: x * cos)
     engine = NativeEngine(loaded)
-    assert "% apart from the model's own" in engine.notices[0]
+    assert "logits differ from the model's own" in engine.notices[0]
     assert_matches_plain_forward(
         loaded.model, engine.generate(prompts, Sampling(5), samples_per_prompt=1, seed=0), Sampling(5)
     )

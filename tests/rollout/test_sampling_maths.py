@@ -137,7 +137,7 @@ def test_temperature_and_both_logprobs(logits: list[float], temperature: float, 
     assert float(drawn.untruncated) == pytest.approx(math.log(whole[int(drawn.tokens)]), abs=1e-4)
     assert torch.equal(drawn.behavior, drawn.untruncated)
     cut = draw(torch.tensor([logits]), torch.tensor([uniform]), Sampling(1, temperature=temperature, top_k=1))
-    logprobs = log_softmax(torch.tensor(logits) / temperature)  # in which rounding may make ties of neighbours
+    logprobs = log_softmax(torch.tensor([logits]) / temperature)  # in which rounding may make ties of neighbours
     ties = int((logprobs == logprobs.max()).sum())
     assert float(cut.untruncated) == pytest.approx(math.log(max(whole)), abs=1e-4)
     assert float(cut.behavior) == pytest.approx(-math.log(ties), abs=1e-6)

@@ -7,6 +7,7 @@ where the roles have them in common. No role is switched on or off, so nothing d
 from __future__ import annotations
 
 import copy
+import math
 from typing import Any, TypeVar
 
 import torch
@@ -22,9 +23,9 @@ from tether.types import Sequences
 Model = TypeVar("Model", bound=nn.Module)
 PROBE_LENGTH = 6
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
-ALIKE = 1e-3  # how far apart two ways to a token's states may bring them, as a share of their norm
-ALIKE_IN_HALF = 0.1  # with numbers of 16 bits
-TRIED_TOGETHER = 8  # layers: each adds its rounding, and a whole deep trunk's would hide what is wrong
+# What two ways through a layer may differ by, by token: a share of what it changed, and one of what leaves it
+ALIKE = 1e-3, 1e-5
+ALIKE_IN_HALF = 0.1, 2**-7  # with numbers of 16 bits
 
 
 def shared_tree(model: Model) -> Model:
@@ -81,24 +82,43 @@ class Fast:
         """Whether the trial agreed."""
         return self.reason is None
 
+    @torch.no_grad()
     def _disagreement(self, model: PreTrainedModel) -> str | None:
+        """Why the pass is not to be taken: each layer is tried by itself, so that rounding does not add up."""
         if self.way is None:
             kind = str(model.dtype).removeprefix("torch.")
             return f"there is none for {kind} weights on this device ({model.device.type}) with what is installed here"
-        probe, states = probe_batch(model), None
-        real, layers = probe.attention_mask, len(layer_list(model)[1])
-        for start in range(0, layers, TRIED_TOGETHER):
-            stop = start + TRIED_TOGETHER
-            part = layers_between(model, start, stop if stop < layers else None)
-            with torch.no_grad():
-                ours, theirs = packed_states(part, probe, states, way=self.way), hidden_states(part, probe, states)
-            if ours is None:
-                return "one of its layers is not known to it"
-            apart = states_apart(ours[real], theirs[real])
-            if not apart <= alike(model.dtype):
-                return f"in a trial the states after layer {min(stop, layers)} were {100 * apart:.2g} % apart"
-            states = theirs
+        layers, probe = len(model.layers), probe_batch(model)  # pyright: ignore[reportArgumentType]
+        if layers != model.config.num_hidden_layers:
+            return "its configuration has another number of layers"
+        entering = model.get_input_embeddings()(probe.tokens)
+        for index in range(layers):
+            apart, leaving = self._apart(layers_between(model, index, index + 1), probe, entering)
+            if index + 1 == layers and apart <= 1.0:  # once more with the norm behind it
+                apart, _ = self._apart(layers_between(model, index, None), probe, entering, normed=True)
+            if math.isinf(apart):
+                return f"layer {index + 1} does what it does not know"
+            if not apart <= 1.0:
+                return f"in a trial it was off by {apart:.2g} times what rounding explains on layer {index + 1}"
+            entering = leaving
         return None
+
+    def _apart(
+        self, part: PreTrainedModel, probe: Sequences, entering: Tensor, *, normed: bool = False
+    ) -> tuple[float, Tensor]:
+        """`(how far both ways through a part are apart, what leaves it)`: 1 is as far as rounding may take a token.
+
+        A token whose states are hundreds of times as large as what a layer adds to them, as some are in trained models,
+        is moved by more than that when they are rounded; so both what was added and what leaves count.
+        """
+        assert self.way is not None
+        ours, theirs = packed_states(part, probe, entering, way=self.way), hidden_states(part, probe, entering)
+        if ours is None:
+            return math.inf, theirs
+        of_change, of_all = ALIKE if theirs.dtype in (torch.float32, torch.float64) else ALIKE_IN_HALF
+        change = theirs if normed else theirs - entering
+        gap, change, size = (x[probe.attention_mask].float().norm(dim=-1) for x in (ours - theirs, change, theirs))
+        return float((gap / (of_change * change + of_all * size).clamp_min(1e-30)).max()), theirs
 
     def states(self, model: PreTrainedModel, batch: Sequences, lower: Tensor | None, wanted: Tensor | None) -> Tensor:
         """(B, T, H) by the faster way where it is right for this batch, else by the model's own modules.
@@ -110,20 +130,6 @@ class Fast:
         if self.reason is None and self.way is not None and departure(model, batch.tokens.shape[1]) is None:
             found = packed_states(model, batch, lower, wanted, way=self.way, recompute=recompute, captured=captured)
         return found if found is not None else hidden_states(model, batch, lower, recompute=recompute)
-
-
-def alike(dtype: torch.dtype) -> float:
-    """How far apart two ways to the same states may bring them, as `states_apart` has it."""
-    return ALIKE if dtype in (torch.float32, torch.float64) else ALIKE_IN_HALF
-
-
-def states_apart(ours: Tensor, theirs: Tensor) -> float:
-    """The most that any token's states of (N, H) are apart: |ours - theirs| / |theirs|.
-
-    By token and not by number: of thousands of numbers that rounding moves, one is always far out.
-    """
-    ours, theirs = ours.float(), theirs.float()
-    return float(((ours - theirs).norm(dim=-1) / theirs.norm(dim=-1).clamp_min(1e-30)).max())
 
 
 def trunk_notices(model: nn.Module) -> tuple[str, ...]:

@@ -51,9 +51,9 @@ class Pass:
         """Bytes held from the forward pass until the backward pass comes by, the head's not counted."""
         if not self.layers:
             return 0
-        if self.recompute:
-            return self.tokens * shape.hidden * self.width * self.layers
         angles = 2 * self.tokens * shape.head_dim * self.width
+        if self.recompute:
+            return angles + self.tokens * shape.hidden * self.width * self.layers
         return angles + (self.layers - 1) * self.layer(shape) + self.layer(shape, last=True)
 
     def layer(self, shape: Shape, *, last: bool = False) -> int:

@@ -9,7 +9,7 @@ from typing import Any
 
 from tether.config.recipes import Recipe, RLRecipe
 from tether.learner.adamw import BUCKET
-from tether.learner.quantize import BLOCK
+from tether.learner.quantize import BLOCK, PART
 from tether.models.packed import MOST_WORK
 from tether.plan.activations import Pass, Way
 from tether.plan.shape import Shape
@@ -20,6 +20,7 @@ BASE_BYTES = {"8bit": 1.02, "4bit": 0.56}  # a quantised number, with its share 
 REMEMBERED = 2**29  # bytes of states that a shared trunk remembers at the most
 CUDA_LIBRARIES = 40 * 2**20  # bytes that the libraries of products take from torch
 GRAPHS_OWN = 256 * 2**20  # bytes that captured passes take beside what they keep: work space of each graph, measured
+CLOSING = 8  # float32 copies of a part that exist while its codes are made
 EIGHT_BIT_MEANS = 2 * (1 + 4 / BLOCK)  # bytes of two codes, and their share of the scales of a block
 MOST_SLOTS = {"cuda": 1024, "mps": 64, "cpu": 64}  # of a sampler that chooses for itself
 
@@ -104,15 +105,18 @@ class Held:
         return {"gradients": count * self.width, "optimizer": round(count * (self.moments + copy))}
 
     def stepping(self, count: int, largest: int) -> int:
-        """Bytes that come and go while `count` weights are stepped: float32 copies of a bucket's weights and gradients.
+        """Bytes that come and go while `count` weights are stepped: float32 copies of a bucket's numbers.
 
-        A bucket holds whole weights, so the largest of them may be a bucket of its own.
+        They are of its gradients, of its weights where these have no masters, and of its running means where these are
+        codes, which are made a part at a time. A bucket holds whole weights: the largest may be one of its own.
         """
         if not self.masters and not self.eight_bit:
             return 0
         bucket = min(count, max(BUCKET, largest))
-        copies = (2 if self.width < 4 else 0) + (2 if self.eight_bit else 0)
-        return 4 * bucket * copies
+        copies = (1 if self.masters else 2) if self.width < 4 else 0
+        if not self.eight_bit:
+            return 4 * bucket * copies
+        return 4 * (bucket * (copies + 2) + min(count, PART) * CLOSING)
 
 
 def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str) -> Memory:
