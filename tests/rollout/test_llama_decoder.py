@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 
 import pytest
@@ -18,7 +19,7 @@ from tether.protocols import Sampling
 from tether.rollout import llama
 from tether.rollout.llama import LlamaDecoder
 from tether.rollout.native import NativeEngine
-from tether.rollout.supported import disagreement, unsupported
+from tether.rollout.supported import disagreement, nats_apart, unsupported
 from tether.types import Prompt
 
 COMMON = {
@@ -192,6 +193,15 @@ def test_an_adapter_of_virtual_tokens_is_refused():
     config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
     adapted = get_peft_model(build(KINDS["llama"]).model, config)
     assert "tokens of its own" in str(unsupported(adapted))
+
+
+def test_distributions_are_as_many_nats_apart_as_the_row_that_is_most():
+    even, uneven = [0.0, 0.0], [math.log(3.0), 0.0]  # a half each, and three quarters and one
+    expected = torch.tensor([even, uneven], dtype=torch.bfloat16)
+    assert nats_apart(expected, expected) == pytest.approx(0.0, abs=1e-6)
+    assert nats_apart(expected + 2.0, expected) == pytest.approx(0.0, abs=1e-2)  # the same distribution
+    found = nats_apart(torch.tensor([uneven, uneven]), torch.tensor([even, uneven]))
+    assert found == pytest.approx(0.5 * math.log(0.5 / 0.75) + 0.5 * math.log(0.5 / 0.25), abs=1e-6)
 
 
 def test_a_decoder_that_is_wrong_is_found_out(

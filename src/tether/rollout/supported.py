@@ -74,13 +74,18 @@ def disagreement(model: PreTrainedModel) -> str | None:
         [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1] for ids in TRIAL]
     )
     if logits.dtype in HALF:
-        ours, theirs = (x.float().log_softmax(-1) for x in (logits, expected))
-        apart = float((theirs.exp() * (theirs - ours)).sum(-1).max())
+        apart = nats_apart(logits, expected)
         return None if apart <= HALF_TOLERANCE else f"its tokens are drawn {apart:.2g} nats from the model's own"
     gap, scale = (logits - expected).abs().max(), expected.abs().max()
     if gap <= TOLERANCE * scale.clamp(min=1.0):
         return None
     return f"its logits differ from the model's own by {float(gap):.2g}"
+
+
+def nats_apart(logits: Tensor, expected: Tensor) -> float:
+    """KL(p || q) of p = softmax(expected) and q = softmax(logits), both (B, V), of the row where it is most."""
+    q, p = (x.float().log_softmax(dim=-1) for x in (logits, expected))
+    return float((p.exp() * (p - q)).sum(dim=-1).max())
 
 
 def _trial(model: PreTrainedModel) -> Tensor:
