@@ -148,9 +148,9 @@ def test_a_hook_is_honoured():
 def test_a_model_that_computes_something_else_is_found_out():
     model = trunk()
     model.layers[0].self_attn.scaling = 3.0  # its own code takes it from there, too: still right
-    assert Trunk(model).fast.tried
+    assert Trunk(model).fast.reason is None
     model.layers[0].mlp.__class__ = type("Halved", (type(model.layers[0].mlp),), {"forward": lambda self, x: 0.5 * x})
-    assert not Trunk(model).fast.tried
+    assert Trunk(model).fast.reason is not None
 
 
 def test_a_layer_that_computes_something_else_is_found_however_deep_it_lies():

@@ -77,11 +77,6 @@ class Fast:
         self.reason = self._disagreement(model)
         self.captured = captured_pass() if self.way == "fused" else None
 
-    @property
-    def tried(self) -> bool:
-        """Whether the trial agreed."""
-        return self.reason is None
-
     @torch.no_grad()
     def _disagreement(self, model: PreTrainedModel) -> str | None:
         """Why the pass is not to be taken: each layer is tried by itself, so that rounding does not add up."""
