@@ -16,6 +16,7 @@ if not torch.cuda.is_available():
 
 from tether.models import row_attention
 from tether.models.adapter_gate import GateAdapters
+from tether.models.embedding import embedded
 from tether.models.flash import Attention
 from tether.models.forward import hidden_states
 from tether.models.heads import ScalarHead, ScalarModel
@@ -141,6 +142,23 @@ def test_the_adapted_gate_is_that_of_float32_rounded_and_the_same_every_time(ran
     for got, wanted in zip(found[0], [*expected, product.detach()], strict=True):
         assert distance(got, wanted) < 0.004
     assert all(torch.equal(a, b) for other in found[1:] for a, b in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("most", [50_000, 40, 1], ids=["rare", "frequent", "one token"])
+def test_the_gradient_of_embeddings_is_that_of_float64_rounded_and_the_same_every_time(most: int):
+    torch.manual_seed(0)
+    module = torch.nn.Embedding(50_000, 576, padding_idx=0, device="cuda", dtype=torch.bfloat16)
+    tokens, grad = torch.randint(0, most, (4000,), device="cuda"), torch.randn(4000, 576, device="cuda").bfloat16()
+    found = []
+    for _ in range(3):
+        module.weight.grad = None
+        embedded(module, tokens).backward(grad)
+        found.append(module.weight.grad)
+    real = tokens != 0
+    exact = torch.zeros(50_000, 576, device="cuda", dtype=torch.float64)
+    exact.index_add_(0, tokens[real], grad[real].double())
+    assert all(torch.equal(found[0], other) for other in found[1:])
+    torch.testing.assert_close(found[0].double(), exact, rtol=2**-8, atol=1e-3)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "run again"])

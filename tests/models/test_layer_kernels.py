@@ -7,13 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from peft import LoraConfig
 from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3Config, Qwen3Model
 from triton_interpreter import interpret
 
 interpret()
 
-from tether.models import adapter_gate, fused_pass, layer_fused, plain_ops
+from tether.models import adapter_gate, fused_ops, fused_pass, layer_fused, plain_ops
 from tether.models.adapter_gate import GateAdapters
 from tether.models.linear_parts import Adapter, Linear
 from tether.models.lora import inject_lora, lora_config
@@ -188,7 +190,8 @@ def gate_adapters(ranks: tuple[int, int, int | None], width: int, hidden: int = 
 def test_the_adapted_gate_is_the_plain_product_and_its_slopes(
     monkeypatch, shape: tuple[int, int], ranks: tuple[int, int, int | None], again: bool
 ):
-    monkeypatch.setattr(adapter_gate, "SPAN", 1)  # so that the columns are summed in several parts
+    chosen = adapter_gate.tiles_for  # with a span of 1, so that the columns are summed in several parts
+    monkeypatch.setattr(adapter_gate, "tiles_for", lambda padded: chosen(padded)._replace(span=1))
     torch.manual_seed(0)
     count, adapters = shape[0], gate_adapters(ranks, shape[1])
     base = [torch.randn(shape, requires_grad=True) for _ in range(2)]
@@ -217,9 +220,32 @@ def test_a_second_micro_batch_adds_to_the_gradient():
         assert (double - 2 * single).norm() <= 1e-5 * single.norm()
 
 
-def test_who_watches_a_gradient_sees_it_pass():
+@given(
+    ids=st.one_of(st.lists(st.integers(0, 6), max_size=70), st.integers(1, 50).map(lambda count: [3] * count)),
+    width=st.sampled_from([1, 24, 256, 300]),
+    skipped=st.integers(-1, 3),
+)
+@settings(max_examples=25, deadline=None)
+def test_rows_are_added_to_those_of_their_ids(ids: list[int], width: int, skipped: int):
+    places, before = torch.tensor(ids, dtype=torch.int64), torch.randn(7, width)
+    rows, total = torch.randn(len(ids), width), before.clone()
+    fused_ops.add_rows(total, places, rows, skipped)
+    added = places != skipped
+    expected = before.double().index_add(0, places[added], rows[added].double())
+    torch.testing.assert_close(total.double(), expected, rtol=0, atol=1e-4)
+
+
+def test_the_padding_tokens_embedding_is_not_trained():
+    model = trunk("llama")
+    model.embed_tokens.padding_idx = int(rows().tokens[0, 4])
+    assert_near_the_plain_parts(model, None, times=2)
+    assert not model.embed_tokens.weight.grad[model.embed_tokens.padding_idx].any()
+
+
+@pytest.mark.parametrize("name", ["layers.0.mlp.down_proj", "embed_tokens"])
+def test_who_watches_a_gradient_sees_it_pass(name: str):
     model, seen = trunk("llama"), []
-    weight = model.layers[0].mlp.down_proj.weight
+    weight: Any = model.get_submodule(name).weight
     expected = states_and_gradients(model, "fused", None)
     hook = weight.register_hook(lambda grad: seen.append(grad))
     found = states_and_gradients(model, "fused", None)

@@ -19,12 +19,36 @@ from tether.models.adapter_kernels import adapted_gate_backward_kernel, adapted_
 from tether.models.linear_parts import Adapter, Linear
 
 MOST_RANKS = 64  # above, a product of its own is worth its pass over memory
-FORWARD = {"ROWS": 64, "COLUMNS": 64, "num_warps": 4}
-# A warp has 16 rows and all columns of a tile, for these products feed each other: wider tiles need more registers than
-# there are, and more warps would do the same work twice.
-BACKWARD = {"ROWS": 32, "COLUMNS": 32, "num_warps": 2, "num_stages": 3}
-SPAN = 32  # columns of a backward program for each of its padded ranks: few, and it writes many sums for what it reads
 SUM_BLOCK = 1024
+
+
+class Tiles(NamedTuple):
+    """The blocks that both kernels work on.
+
+    In the backward kernel a warp has 16 rows and all columns of a tile, for its products feed each other: tiles that
+    are wider, or have more ranks, need more registers than there are, and more warps would do the same work twice.
+    """
+
+    forward: dict[str, int]
+    backward: dict[str, int]
+    span: int  # columns of a backward program for each padded rank: few, and it writes many sums for what it reads
+
+
+FEW = Tiles(
+    forward={"ROWS": 32, "COLUMNS": 64, "num_warps": 4},
+    backward={"ROWS": 64, "COLUMNS": 64, "num_warps": 4, "num_stages": 3},
+    span=64,
+)
+MANY = Tiles(
+    forward={"ROWS": 64, "COLUMNS": 64, "num_warps": 4},
+    backward={"ROWS": 32, "COLUMNS": 32, "num_warps": 2, "num_stages": 3},
+    span=32,
+)
+
+
+def tiles_for(padded: int) -> Tiles:
+    """The fastest of those that docs/log.md lists, on an H200, for so many padded ranks."""
+    return FEW if padded <= 16 else MANY
 
 
 class Slopes(NamedTuple):
@@ -54,13 +78,14 @@ class GateAdapters:
     def product(self, gate: Tensor, up: Tensor, thin: Tensor) -> Tensor:
         """(N, I) silu(gate) up of base products (N, I) each and of both thin products side by side, (N, R)."""
         rows, width = gate.shape
-        product = torch.empty_like(gate)
-        blocks = -(-rows // FORWARD["ROWS"]) * -(-width // FORWARD["COLUMNS"])
+        padded = self._padded()
+        product, tile = torch.empty_like(gate), tiles_for(padded).forward
+        blocks = -(-rows // tile["ROWS"]) * -(-width // tile["COLUMNS"])
         if blocks:
             adapted_gate_kernel[(blocks,)](
                 gate, up, thin, self.gate.up.contiguous(), self.up.up.contiguous(), product, rows, width,
                 self.gate.scaling, self.up.scaling,
-                GATE_RANK=self.gate.rank, UP_RANK=self.up.rank, RANKS=self._padded(), **FORWARD,
+                GATE_RANK=self.gate.rank, UP_RANK=self.up.rank, RANKS=padded, **tile,
             )  # fmt: skip
         return product
 
@@ -78,17 +103,18 @@ class GateAdapters:
         narrow = torch.empty_like(thin)
         through = self.down if narrow_down is not None else None
         padded = self._padded()
-        span = max(BACKWARD["COLUMNS"], SPAN * padded)
+        tiles = tiles_for(padded)
+        tile, span = tiles.backward, max(tiles.backward["COLUMNS"], tiles.span * padded)
         parts = -(-width // span)
         partial = torch.empty(parts, *thin.shape, dtype=torch.float32, device=thin.device)
         if rows:
-            adapted_gate_backward_kernel[(-(-rows // BACKWARD["ROWS"]), parts)](
+            adapted_gate_backward_kernel[(-(-rows // tile["ROWS"]), parts)](
                 gate, up, grad, thin, self.gate.up.contiguous(), self.up.up.contiguous(),
                 thin if narrow_down is None else narrow_down, gate if through is None else through.down.contiguous(),
                 gate if product is None else product, grad_up, partial,
                 rows, width, span, self.gate.scaling, self.up.scaling,
                 GATE_RANK=self.gate.rank, UP_RANK=self.up.rank, DOWN_RANK=0 if through is None else through.rank,
-                RANKS=padded, AGAIN=product is not None, **BACKWARD,
+                RANKS=padded, AGAIN=product is not None, **tile,
             )  # fmt: skip
             blocks = -(-narrow.numel() // SUM_BLOCK)
             sum_parts_kernel[(blocks,)](partial, narrow, narrow.numel(), PARTS=parts, BLOCK=SUM_BLOCK, num_warps=4)

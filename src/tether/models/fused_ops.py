@@ -1,4 +1,4 @@
-"""Norms, rotary positions and gates by Triton kernels: each reads its inputs once. No autograd."""
+"""Norms, rotary positions, gates and gathered rows by Triton kernels: each reads its inputs once. No autograd."""
 
 # pyright: reportIndexIssue=false
 from __future__ import annotations
@@ -9,6 +9,7 @@ from torch import Tensor
 from tether.models.layer_kernels import (
     add_norm_backward_kernel,
     add_norm_kernel,
+    add_rows_kernel,
     column_sum_kernel,
     gate_backward_kernel,
     gate_kernel,
@@ -16,6 +17,7 @@ from tether.models.layer_kernels import (
 )
 
 GATE_BLOCK = 4096  # numbers that one program of the gates' kernels reads
+ROW_COLUMNS = 256  # of a row that one program adds up
 NORM_PROGRAMS = 132 * 4  # programs of the norm's backward pass, each with a partial gradient of its weight
 
 
@@ -105,6 +107,19 @@ def gate_backward(opened: Tensor, up: Tensor, grad: Tensor, product: Tensor | No
             AGAIN=product is not None, BLOCK=GATE_BLOCK, num_warps=8,
         )  # fmt: skip
     return grad, grad_up
+
+
+def add_rows(total: Tensor, ids: Tensor, rows: Tensor, skipped: int) -> None:
+    """total[ids[i]] += rows[i] for total (V, H), ids (N,) and rows (N, H), but for the id that is skipped.
+
+    Each sum is made in float32 and always in one order, that of the rows.
+    """
+    count, width = rows.shape
+    if count:
+        ids, order = ids.sort(stable=True)
+        add_rows_kernel[(count, -(-width // ROW_COLUMNS))](
+            ids, order, rows.contiguous(), total, count, width, skipped, ROWS=8, COLUMNS=ROW_COLUMNS, num_warps=1
+        )
 
 
 def _power_of_two(n: int) -> int:

@@ -127,3 +127,32 @@ def gate_backward_kernel(gate, up, grad, product, grad_up, count, AGAIN: tl.cons
     tl.store(grad_up + places, (slope * silu).to(grad_up.dtype.element_ty), mask=real)
     bent = share * (1.0 + numbers * (1.0 - share))
     tl.store(grad + places, (slope * other * bent).to(grad.dtype.element_ty), mask=real)
+
+
+@triton.jit(do_not_specialize=["count", "skipped"], do_not_specialize_on_alignment=["ids", "order"])
+def add_rows_kernel(
+    ids, order, rows, total, count, width, skipped, ROWS: tl.constexpr, COLUMNS: tl.constexpr
+):  # fmt: skip
+    """total[id] += sum of rows[order] over a run of equal ids, which are sorted; `skipped` gets nothing.
+
+    Axis 0 is the place where a run may start: all others have nothing to do. A run is added in one order.
+    """
+    first = tl.program_id(0)
+    token = tl.load(ids + first)
+    before = tl.load(ids + first - 1, mask=first > 0, other=-1)
+    if (before == token) | (token == skipped):
+        return
+    columns = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    real = columns < width
+    sums = tl.zeros([COLUMNS], dtype=tl.float32)
+    start, goes_on = first, first < count
+    while goes_on:
+        for place in tl.static_range(0, ROWS):  # asked for together, added one after another
+            own = tl.load(ids + start + place, mask=start + place < count, other=-1) == token
+            row = tl.load(order + start + place, mask=own, other=0)
+            sums += tl.load(rows + row * width + columns, mask=own & real, other=0.0).to(tl.float32)
+        start += ROWS
+        goes_on = tl.load(ids + start, mask=start < count, other=-1) == token
+    places = total + token * width + columns
+    known = tl.load(places, mask=real, other=0.0).to(tl.float32)
+    tl.store(places, (known + sums).to(total.dtype.element_ty), mask=real)

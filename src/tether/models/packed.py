@@ -96,7 +96,7 @@ def packed_states(
     """
     packing = packing_of(batch.attention_mask)
     rows = None if wanted is None else rows_of(wanted, packing)
-    hidden = packing.pack(embeddings) if embeddings is not None else trunk.embed_tokens(packing.pack(batch.tokens))
+    hidden = packing.pack(embeddings) if embeddings is not None else _embedded(trunk, packing.pack(batch.tokens), way)
     cos, sin = trunk.rotary_emb(hidden, packing.positions[None])
     if way == "plain":
         states = _plain_layers(trunk, hidden, (cos[0, :, None], sin[0, :, None]), packing, rows, recompute)
@@ -110,6 +110,15 @@ def packed_states(
     with at(hidden.device):
         states = fused_pass.run(layers, inputs, recompute=recompute, captured=captured)
     return packing.unpack(states, None if rows is None else rows.tokens)
+
+
+def _embedded(trunk: Any, tokens: Tensor, way: Way) -> Tensor:
+    """(N, H) the embeddings of tokens (N,)."""
+    if way == "plain":
+        return trunk.embed_tokens(tokens)
+    from tether.models.embedding import embedded
+
+    return embedded(trunk.embed_tokens, tokens)
 
 
 def _plain_layers(

@@ -179,7 +179,7 @@ def _update(shape: Shape, work: Work, held: Held, one: Pass, roles: Sequence[Rol
         # The gradient of an output layer that is the embedding waits for the embedding's own.
         waits = shape.embedding * one.width if one.trains_head and not shape.output and one.chunks(shape) > 1 else 0
         moments.append(made + own + waits + passing)
-        moments.append(gradients + 2 * waits)
+        moments.append(gradients + (waits if one.way == "fused" else 2 * waits))  # fused, it has no copy of its own
     count = max((role.gradients // held.width for role in trained), default=0)
     stays = sum(one.kept(shape) for role in trained if role.activations) if one.captured else 0  # between passes, too
     moments.append(gradients + stays + held.stepping(count, shape.embedding if one.trains_head else 0))
