@@ -1,8 +1,10 @@
 """The plan's predicted peak memory against what a device really held: sizes x roles x checkpointing.
 
-    python benchmarks/gpu/plan.py [--only 1b] [--device cuda] [--iterations 2] [--json FILE] [--markdown FILE]
+    python benchmarks/gpu/plan.py [--only 1b] [--jobs 1] [--device cuda] [--iterations 2] [--json FILE]
+        [--markdown FILE]
 
-Random weights in bf16, a few short prompts, two iterations: the second has the optimiser's state. The peak is the
+Random weights in bf16, a few short prompts, two iterations: the second has the optimiser's state. Each configuration
+has a process of its own, as a run has, for libraries keep memory that an earlier run made them take. The peak is the
 largest of the phases' (`torch.cuda.max_memory_allocated`, and the sampler's cache where that is not torch's memory).
 Seconds are of the second iteration. On a CPU the shapes are tiny and nothing but the script itself is tried.
 """
@@ -10,8 +12,10 @@ Seconds are of the second iteration. On a CPU the shapes are tiny and nothing bu
 from __future__ import annotations
 
 import argparse
-import gc
 import json
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -128,37 +132,52 @@ def markdown(results: list[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def cases_of(device: str) -> list[Case]:
+    """The configurations that are tried on a device."""
+    if device == "cuda":
+        return CASES
+    SHAPES["tiny"] = TINY
+    modes = [("separate", {}), ("adapters", {}), ("top", {"roles.top_layers": 1})]
+    return [Case("tiny", mode, extra, 8, 16, 8) for mode, extra in modes]
+
+
+def apart(case: Case, options: argparse.Namespace) -> dict[str, Any]:
+    """What a process of its own measures of a case."""
+    flags = ["--case", case.name, "--device", options.device, "--iterations", str(options.iterations)]
+    done = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=False)
+    lines = done.stdout.strip().splitlines()
+    found = {"name": case.name, "error": done.stderr[-300:]} if done.returncode or not lines else json.loads(lines[-1])
+    print(json.dumps(found), flush=True)
+    return found
+
+
 def main() -> None:
     """Measure each case and print the list."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", nargs="+", default=[], help="cases whose name holds one of these words")
+    parser.add_argument("--case", help="one case, in this process")
+    parser.add_argument("--jobs", type=int, default=1, help="cases measured at a time")
     parser.add_argument("--iterations", type=int, default=2)
     parser.add_argument("--json")
     parser.add_argument("--markdown")
     options = parser.parse_args()
-    cases = CASES
-    if options.device == "cpu":
-        SHAPES["tiny"] = TINY
-        modes = [("separate", {}), ("adapters", {}), ("top", {"roles.top_layers": 1})]
-        cases = [Case("tiny", mode, extra, 8, 16, 8) for mode, extra in modes]
-    results: list[dict[str, Any]] = []
-    for case in cases:
-        if options.only and not any(word in case.name for word in options.only):
-            continue
-        try:
-            results.append(measure(case, options.device, options.iterations))
-            print(json.dumps(results[-1]), flush=True)
-        except Exception as error:
-            print(json.dumps({"name": case.name, "error": repr(error)[:300]}), flush=True)
-        gc.collect()
-        if options.device == "cuda":
-            torch.cuda.empty_cache()
-    print(markdown(results))
+    cases = cases_of(options.device)
+    if options.case:
+        (case,) = (case for case in cases if case.name == options.case)
+        print(json.dumps(measure(case, options.device, options.iterations)))
+        return
+    wanted = [case for case in cases if not options.only or any(word in case.name for word in options.only)]
+    with ThreadPoolExecutor(options.jobs) as pool:
+        results = list(pool.map(lambda case: apart(case, options), wanted))
+    table = markdown([each for each in results if "error" not in each])
+    print(table)
     if options.json:
         Path(options.json).write_text(json.dumps(results, indent=2) + "\n")
     if options.markdown:
-        Path(options.markdown).write_text(markdown(results) + "\n")
+        Path(options.markdown).write_text(table + "\n")
+    if any("error" in each for each in results):
+        sys.exit(1)
 
 
 if __name__ == "__main__":

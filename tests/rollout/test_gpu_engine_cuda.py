@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from typing import Any
 
 import pytest
@@ -131,6 +132,15 @@ def test_the_cache_takes_its_share_of_what_is_free_and_no_more():
         assert engine.gpu.decoder is not None and engine.gpu.decoder.slots == 9
     assert gap(loaded, rollouts) < 2e-4
     assert free - torch.cuda.mem_get_info()[0] < 256 << 20
+
+
+def test_engines_that_are_let_go_leave_no_memory_taken():
+    loaded, held = build(dtype=torch.bfloat16), []
+    for _ in range(3):
+        NativeEngine(loaded, max_batch=8).generate(PROMPTS, Sampling(10), samples_per_prompt=2, seed=0)
+        gc.collect()
+        held.append(torch.cuda.memory_allocated())
+    assert held[2] == held[1] == held[0]
 
 
 def test_answers_of_many_lengths_in_many_slots():

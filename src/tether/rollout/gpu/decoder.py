@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tether.models.aside import capture_streams
 from tether.models.kernels import kernel_kind
 from tether.protocols import Sampling
 from tether.rollout.gpu.layers import Trunk, fingerprint
@@ -38,7 +39,8 @@ class GpuDecoder:
         self.made_for = fingerprint(model)
         self.graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
-        self.side = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        # One for all decoders of a device: libraries keep work space for every stream that they were called on.
+        self.side = capture_streams(self.device)[1] if self.device.type == "cuda" else None
         self.pool = torch.cuda.graph_pool_handle() if self.device.type == "cuda" else None
 
     @property
