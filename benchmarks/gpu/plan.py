@@ -118,6 +118,8 @@ def run(recipe: Any, loaded: LoadedModel, iterations: int) -> dict[str, float]:
     last: dict[str, float] = {}
     for result in train_rl(parts):
         last = result.metrics
+        if "out_of_memory" in last:
+            raise RuntimeError("memory ran out, and less was run than was asked for: measure fewer cases at a time")
         if result.step + 1 == iterations:
             break
     return last

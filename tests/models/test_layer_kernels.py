@@ -17,6 +17,7 @@ interpret()
 
 from tether.models import adapter_gate, fused_ops, fused_pass, layer_fused, plain_ops
 from tether.models.adapter_gate import GateAdapters
+from tether.models.embedding import embedded
 from tether.models.linear_parts import Adapter, Linear
 from tether.models.lora import inject_lora, lora_config
 from tether.models.packed import packed_states
@@ -240,6 +241,25 @@ def test_the_padding_tokens_embedding_is_not_trained():
     model.embed_tokens.padding_idx = int(rows().tokens[0, 4])
     assert_near_the_plain_parts(model, None, times=2)
     assert not model.embed_tokens.weight.grad[model.embed_tokens.padding_idx].any()
+
+
+@pytest.mark.parametrize("told", [None, "turned", "from the end", "heard"])
+def test_embeddings_of_any_table_have_torchs_gradient(told: str | None):
+    torch.manual_seed(0)
+    ours, heard = torch.nn.Embedding(9, 5, padding_idx=2), []
+    if told == "turned":
+        ours.weight = torch.nn.Parameter(torch.randn(5, 9).t())
+    if told == "from the end":
+        ours.padding_idx = -3
+    if told == "heard":
+        ours.register_full_backward_hook(lambda *_: heard.append(True))
+    theirs, tokens, slope = copy.deepcopy(ours), torch.tensor([2, 6, 6, 1, 8]), torch.randn(5, 5)
+    for _ in range(2):
+        embedded(ours, tokens).backward(slope)
+        theirs(tokens).backward(slope)
+    assert ours.weight.grad is not None and theirs.weight.grad is not None
+    torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
+    assert len(heard) == (4 if told == "heard" else 0)
 
 
 @pytest.mark.parametrize("name", ["layers.0.mlp.down_proj", "embed_tokens"])

@@ -110,6 +110,15 @@ def test_graphs_keep_their_activations_while_the_optimiser_steps():
     assert memory.phases["update"] >= memory.phases["rollout"] - cache + 3 * embedding
 
 
+def test_a_head_that_is_the_embedding_waits_for_it_once():
+    flags = ("--model.dtype=bfloat16", "--model.gradient_checkpointing=true", "--optimizer.masters=none")
+    sizes = ("--rollout.prompts_per_step=32", "--ppo.minibatch_size=32", "--rollout.max_new_tokens=128")
+    memory = plan_of(*flags, *sizes, "--optimizer.micro_tokens=65536")[1].memory
+    before = memory.phases["rollout"] - sum(role.cache for role in memory.roles)
+    waiting = memory.phases["update"] - before - sum(role.gradients for role in memory.roles)
+    assert 1.0 <= waiting / (2 * billion().embedding) < 1.5  # and the sampler's work space
+
+
 def test_what_does_not_fit_comes_with_changes_that_make_it_fit():
     small = Machine("cuda", "a device", 24 * GIB, 400e12, 3e12, "as given")
     recipe, plan = plan_of("--model.dtype=bfloat16", "--rollout.prompts_per_step=256", machine=small)

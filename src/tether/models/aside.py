@@ -18,7 +18,10 @@ import torch
 
 @cache
 def capture_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda.Stream]:
-    """`(chain, side)` to capture a device's passes on: where both could go on, the chain's kernels do."""
+    """`(chain, side)` to capture on, a device's only ones: where both could go on, the chain's kernels do.
+
+    Whatever is put on them during a capture is captured, so only what captures may use them, one at a time.
+    """
     return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
 
 

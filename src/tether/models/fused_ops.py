@@ -114,6 +114,7 @@ def add_rows(total: Tensor, ids: Tensor, rows: Tensor, skipped: int) -> None:
 
     Each sum is made in float32 and always in one order, that of the rows.
     """
+    assert total.is_contiguous()
     count, width = rows.shape
     if count:
         ids, order = ids.sort(stable=True)
