@@ -124,3 +124,11 @@ def test_small_answers_are_not_held_back_by_the_network():
         assert listening.proto == socket.IPPROTO_TCP
     finally:
         listening.close()
+
+
+def test_who_connects_before_the_server_is_up_is_not_refused():
+    listening = listen("127.0.0.1", 0)
+    try:
+        socket.create_connection(listening.getsockname(), timeout=5).close()
+    finally:
+        listening.close()

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from uvicorn import Server
 
 SHORTEST_TOKEN = 16
+WAITING = 2048  # connections that may wait to be taken, as many as uvicorn lets
 SWITCH_SECONDS = 0.001  # so often a thread at long work, as on a long run's curves, lets others in; usually 5 ms
 
 EXPOSED = """Whoever can reach {address} and has the token can do all that you can do here: read every run of {place},
@@ -81,13 +82,17 @@ def settings_for(options: argparse.Namespace, port: int) -> StudioSettings:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens; here, so that a port in use is told before anything is opened."""
+    """A socket that listens, so that a port in use is told before anything is opened.
+
+    Whoever connects as soon as the address is announced waits until the server is up, and is not refused.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     # Asyncio sends small answers at once (TCP_NODELAY) only on a socket that says it is TCP; else they wait 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
+        listening.listen(WAITING)
     except (OSError, OverflowError) as error:
         listening.close()
         reason = getattr(error, "strerror", None) or str(error)
