@@ -164,12 +164,15 @@ def main() -> None:
     parser.add_argument("--json")
     parser.add_argument("--markdown")
     options = parser.parse_args()
-    cases = cases_of(options.device)
+    if options.jobs < 1:
+        parser.error("--jobs: at least 1")
+    cases = {case.name: case for case in cases_of(options.device)}
+    wanted = [case for name, case in cases.items() if not options.only or any(word in name for word in options.only)]
+    if not wanted or options.case not in (None, *cases):
+        parser.error(f"no such case; there are: {'; '.join(cases)}")
     if options.case:
-        (case,) = (case for case in cases if case.name == options.case)
-        print(json.dumps(measure(case, options.device, options.iterations)))
+        print(json.dumps(measure(cases[options.case], options.device, options.iterations)))
         return
-    wanted = [case for case in cases if not options.only or any(word in case.name for word in options.only)]
     with ThreadPoolExecutor(options.jobs) as pool:
         results = list(pool.map(lambda case: apart(case, options), wanted))
     table = markdown([each for each in results if "error" not in each])
