@@ -1,12 +1,13 @@
 """How far the sampler's log-probs are from the trainer's, over many sampled tokens: mean, p99.9, max, and the KL.
 
     python benchmarks/gpu/agreement.py [--model smollm2-135m] [--tokens 1000000] [--device cuda] [--dtype bfloat16]
-        [--prompts 1024] [--new 128] [--seconds N] [--json FILE]
+        [--prompts 1024] [--new 128] [--seconds N] [--json FILE] [--seed 0] [--keep FILE] [--join FILE ...]
 
 Default settings of PPO (temperature 1, the whole distribution), real weights, questions of `--task`. Every batch of
 answers is evaluated as training would before its first update; nothing is learned in between. The KL is the mean of
 k3 = r - 1 - log r with r = trainer / sampler, an estimate of KL(sampler || trainer) a token that is never negative;
-k1, the mean of sampler - trainer, is printed beside it.
+k1, the mean of sampler - trainer, is printed beside it. A CPU needs hours for a million tokens: `--keep` writes all
+seen so far into a safetensors file after every batch, and `--join` counts those of earlier runs (of other seeds) too.
 """
 
 from __future__ import annotations
@@ -18,17 +19,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tether.config.load import load_recipe
 from tether.data.collate import collate
 from tether.learner.evaluate import evaluate_tokens
-from tether.loops.agreement import ApartToken, worst_tokens
 from tether.loops.build import build_rl, load_policy
 from tether.loops.rl import RLParts, release_memory
 from tether.ops.kl import kl_estimate
 from tether.seeds import derive_seed
-from tether.types import Experience, Score, extend
+from tether.types import EvaluatedBatch, Score
+
+Columns = dict[str, Tensor]  # (N,) each: "sampler" and "trainer", log-probs of a token, and "token", its id
 
 
 def parts_of(options: argparse.Namespace) -> tuple[RLParts, Any]:
@@ -40,6 +43,7 @@ def parts_of(options: argparse.Namespace) -> tuple[RLParts, Any]:
         "task.name": options.task,
         "rollout.prompts_per_step": options.prompts,
         "rollout.max_new_tokens": options.new,
+        "run.seed": options.seed,
         "kl.place": "none",
         "roles.critic": "head",
     }
@@ -50,10 +54,10 @@ def parts_of(options: argparse.Namespace) -> tuple[RLParts, Any]:
     return build_rl(recipe, policy), policy.tokenizer  # pyright: ignore[reportArgumentType]
 
 
-def one_batch(parts: RLParts, step: int) -> Experience:
-    """Sampled and evaluated; what credit would add is left at nothing."""
+def one_batch(parts: RLParts, run_seed: int, step: int) -> EvaluatedBatch:
+    """Sampled and evaluated."""
     prompts = parts.prompts.take(step * parts.prompts_per_step, parts.prompts_per_step)
-    seed = derive_seed(0, "agreement", step)
+    seed = derive_seed(run_seed, "agreement", step)
     rollouts = parts.engine.generate(prompts, parts.sampling, samples_per_prompt=1, seed=seed)
     release_memory(parts.engine)
     scores = [Score(0.0) for _ in rollouts]
@@ -61,7 +65,7 @@ def one_batch(parts: RLParts, step: int) -> Experience:
         rollouts, scores, pad_id=parts.pad_id, temperature=parts.sampling.temperature, need_groups=False
     ).batch
     learner = parts.learner
-    evaluated = evaluate_tokens(
+    return evaluate_tokens(
         batch,
         parts.roles,
         minibatch_size=parts.algorithm.minibatch_size,
@@ -69,13 +73,26 @@ def one_batch(parts: RLParts, step: int) -> Experience:
         device=learner.device,
         halve=learner.halve,
     )
-    nothing = torch.zeros_like(evaluated.old_logprobs)
-    return extend(evaluated, Experience, rewards=nothing, advantages=nothing, returns=None)
 
 
-def summary(sampler: Tensor, trainer: Tensor) -> dict[str, float]:
-    """Of (N,) log-probs each, in float64."""
-    sampler, trainer = sampler.double(), trainer.double()
+def columns_of(batch: EvaluatedBatch) -> Columns:
+    """The sampled tokens of a batch."""
+    mask = batch.response_mask
+    return {
+        "sampler": batch.untruncated_logprobs[mask].float(),
+        "trainer": batch.old_logprobs[mask].float(),
+        "token": batch.tokens[mask],
+    }
+
+
+def joined(parts: list[Columns]) -> Columns:
+    """End to end."""
+    return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+def summary(columns: Columns) -> dict[str, float]:
+    """In float64."""
+    sampler, trainer = columns["sampler"].double(), columns["trainer"].double()
     gaps = (sampler - trainer).abs().sort().values
     return {
         "tokens": len(gaps),
@@ -89,8 +106,18 @@ def summary(sampler: Tensor, trainer: Tensor) -> dict[str, float]:
     }
 
 
-def main() -> None:
-    """Sample until there are enough tokens, and print what they say."""
+def worst(columns: Columns, tokenizer: Any, count: int = 5) -> list[dict[str, Any]]:
+    """The tokens with the largest gaps, worst first."""
+    gaps = (columns["sampler"] - columns["trainer"]).abs()
+    return [
+        {"text": tokenizer.decode([int(columns["token"][at])])}
+        | {name: float(columns[name][at]) for name in ("sampler", "trainer")}
+        for at in gaps.topk(min(count, len(gaps))).indices.tolist()
+    ]
+
+
+def options_given() -> argparse.Namespace:
+    """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--task", default="reasoning-gym:chain_sum")
@@ -101,27 +128,33 @@ def main() -> None:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop with what there is after so many")
     parser.add_argument("--json")
+    parser.add_argument("--seed", type=int, default=0, help="of the questions and of what is drawn")
+    parser.add_argument("--keep", help="a safetensors file for all tokens seen, written after every batch")
+    parser.add_argument("--join", nargs="+", default=[], help="such files of earlier runs, to be counted too")
     options = parser.parse_args()
     options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
+    return options
+
+
+def main() -> None:
+    """Sample until there are enough tokens, and print what they say."""
+    options = options_given()
     parts, tokenizer = parts_of(options)
-    columns: list[tuple[Tensor, Tensor]] = []
-    worst: list[tuple[ApartToken, str]] = []
-    count, step, began = 0, 0, time.perf_counter()
+    seen = [load_file(path) for path in options.join]
+    count, step, began = sum(len(part["token"]) for part in seen), 0, time.perf_counter()
     while count < options.tokens and time.perf_counter() - began < options.seconds:
-        batch = one_batch(parts, step)
-        mask = batch.response_mask
-        columns.append((batch.untruncated_logprobs[mask].float(), batch.old_logprobs[mask].float()))
-        found = [(token, tokenizer.decode([token.token])) for token in worst_tokens(batch)]
-        worst = sorted(worst + found, key=lambda each: -each[0].gap)[:5]
-        count += int(mask.sum())
+        seen.append(columns_of(one_batch(parts, options.seed, step)))
+        count += len(seen[-1]["token"])
         step += 1
+        if options.keep:
+            save_file(joined(seen), options.keep)
         print(f"{count:,} tokens, {time.perf_counter() - began:.0f} s", flush=True)
-    sampler, trainer = (torch.cat(column) for column in zip(*columns, strict=True))
+    columns = joined(seen)
     result: dict[str, Any] = {
         "model": options.model, "device": options.device, "dtype": options.dtype, "task": options.task,
-        "notices": list(getattr(parts.engine, "notices", ())), **summary(sampler, trainer),
+        "notices": list(getattr(parts.engine, "notices", ())), **summary(columns),
         "seconds": round(time.perf_counter() - began, 1),
-        "worst": [{"text": text, "sampler": token.sampler, "trainer": token.trainer} for token, text in worst],
+        "worst": worst(columns, tokenizer),
     }  # fmt: skip
     print(json.dumps(result))
     if options.json:

@@ -5,7 +5,8 @@
 
 Every token is sampled with its log-prob. `decode` counts from when the first prompts are read; `call` counts their
 reading too. With `--tail` about one token id in 128 ends an answer and at most 1024 tokens are drawn, as in a rollout:
-1,024 answers to as many prompts in 1,024 slots that empty, and a queue of 4,096 answers, four to each of 1,024 prompts.
+1,024 answers to as many prompts in 1,024 slots that empty, and a queue of 4,096 answers, four to each of 1,024 prompts,
+over 1,024 slots and over as many as the full batch has (`--slots`).
 The rate is per token of an answer, so idle slots, small steps and the reading of prompts in between count against it.
 `--steps` times a step for each number of slots, at a length of 192 tokens.
 """
@@ -38,6 +39,7 @@ SHAPES: dict[str, dict[str, int]] = {
 VOCABULARY = 49152
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LONGEST, ENDING = 1024, set(range(0, VOCABULARY, 128))  # of the long tail: the most that is drawn, and what ends it
+MOST = 1024  # slots, as `rollout.max_batch: auto` has them
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype, rank: int = 0) -> Any:
@@ -165,19 +167,27 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         found["gap"] = gap(model, run.decoder, options.prompt)
     print(shape, json.dumps(found), flush=True)
     del run
-    if options.tail or options.steps:
-        most = 1024
-        tail = Run(model, most, options.prompt, Sampling(LONGEST, **settings))
-        if options.steps:
-            found["steps"] = tail.steps()
-            print(shape, "milliseconds a step by slots", json.dumps(found["steps"]), flush=True)
-        for name, answers, samples in (("tail", most, 1), ("queue", 4 * most, 4)) if options.tail else ():
-            found[name] = tail.best(answers, ENDING, options.repeats, samples, warm=name == "queue")
-            share = found[name]["decode_tokens_per_second"] / found["decode_tokens_per_second"]
-            found[name]["share_of_full_rate"] = round(share, 3)
-            print(shape, name, json.dumps(found[name]), flush=True)
-        found["memory_milliseconds"] = tail.handed_back()
-        print(shape, "cache memory, milliseconds", json.dumps(found["memory_milliseconds"]), flush=True)
+    if not (options.tail or options.steps):
+        return found
+
+    def tell(name: str, numbers: dict[str, Any]) -> None:
+        if rate := numbers.get("decode_tokens_per_second"):
+            numbers["share_of_full_rate"] = round(rate / found["decode_tokens_per_second"], 3)
+        found[name] = numbers
+        print(shape, name, json.dumps(numbers), flush=True)
+
+    long = Sampling(LONGEST, **settings)
+    wide = Run(model, MOST, options.prompt, long)
+    if options.steps:
+        tell("milliseconds a step by slots", {str(slots): time for slots, time in wide.steps().items()})
+    if options.tail:
+        tell("tail", wide.best(MOST, ENDING, options.repeats))
+        tell("queue", wide.best(4 * MOST, ENDING, options.repeats, samples=4, warm=True))
+    tell("cache memory, milliseconds", wide.handed_back())
+    del wide
+    if options.tail:
+        narrow = Run(model, options.slots, options.prompt, long)
+        tell("queue, narrow", narrow.best(4 * MOST, ENDING, options.repeats, samples=4))
     return found
 
 
