@@ -62,8 +62,9 @@ def process(command: list[str], path: str | None = None) -> tuple[str, str]:
     print(" ".join(command), flush=True)
     environment = os.environ | {"PYTHONPATH": search}
     done = subprocess.run([sys.executable, *command], capture_output=True, text=True, check=False, env=environment)
-    print(done.stdout[-1500:], flush=True)
-    return done.stdout, "" if done.returncode == 0 else done.stderr[-1500:]
+    why = "" if done.returncode == 0 else done.stderr[-1500:] or f"it ended with {done.returncode}"
+    print(done.stdout[-1500:], f"failed: {why}" if why else "", flush=True)
+    return done.stdout, why
 
 
 def last_json(text: str, why: str) -> dict[str, Any]:
@@ -126,6 +127,9 @@ def main() -> None:
     parser.add_argument("--peer-iterations", type=int, default=3)
     parser.add_argument("--limit", help="a script that prints the decode limit")
     options = parser.parse_args()
+    for name in ("tokenizer", "peer_path"):
+        if (folder := getattr(options, name)) and not Path(folder).is_dir():
+            parser.error(f"--{name.replace('_', '-')}: there is no folder {folder}")
     written = table(measure(options))
     print(written)
     if options.docs:
