@@ -6,8 +6,8 @@
 Default settings of PPO (temperature 1, the whole distribution), real weights, questions of `--task`. Every batch of
 answers is evaluated as training would before its first update; nothing is learned in between. The KL is the mean of
 k3 = r - 1 - log r with r = trainer / sampler, an estimate of KL(sampler || trainer) a token that is never negative;
-k1, the mean of sampler - trainer, is printed beside it. A CPU needs hours for a million tokens: `--keep` writes all
-seen so far into a safetensors file after every batch, and `--join` counts those of earlier runs (of other seeds) too.
+k1, the mean of sampler - trainer, is printed beside it. A CPU needs hours for a million tokens: `--keep` writes what
+this run saw into a safetensors file after every batch, and `--join` counts such files of runs with other seeds too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from tether.config.load import load_recipe
@@ -90,6 +91,35 @@ def joined(parts: list[Columns]) -> Columns:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
+def origin(options: argparse.Namespace) -> dict[str, str]:
+    """What a file of kept tokens says about the run."""
+    return {name: str(getattr(options, name)) for name in ("seed", "model", "task", "dtype", "new")}
+
+
+def keep(columns: Columns, options: argparse.Namespace) -> None:
+    """Written beside the file and then put in its place, so that a run that is ended loses one batch at most."""
+    half = Path(f"{options.keep}.half")
+    save_file(columns, half, metadata=origin(options))
+    half.replace(options.keep)
+
+
+def kept(options: argparse.Namespace) -> list[Columns]:
+    """The tokens of earlier runs, none of them counted twice."""
+    found: list[Columns] = []
+    seeds = {str(options.seed): "this run"}
+    for path in options.join:
+        with safe_open(path, "pt") as file:
+            said = file.metadata() or {}
+            other = [name for name, value in origin(options).items() if name != "seed" and said.get(name) != value]
+            if other:
+                raise SystemExit(f"--join: {path} is of another {' and '.join(other)}: {said}")
+            if said["seed"] in seeds:
+                raise SystemExit(f"--join: {path} has the seed of {seeds[said['seed']]}: the same tokens once more")
+            seeds[said["seed"]] = path
+            found.append({name: file.get_tensor(name) for name in ("sampler", "trainer", "token")})
+    return found
+
+
 def summary(columns: Columns) -> dict[str, float]:
     """In float64."""
     sampler, trainer = columns["sampler"].double(), columns["trainer"].double()
@@ -128,8 +158,8 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop with what there is after so many")
     parser.add_argument("--json")
-    parser.add_argument("--seed", type=int, default=0, help="of the questions and of what is drawn")
-    parser.add_argument("--keep", help="a safetensors file for all tokens seen, written after every batch")
+    parser.add_argument("--seed", type=int, default=0, help="of the order of the questions and of what is drawn")
+    parser.add_argument("--keep", help="a safetensors file for this run's tokens, written after every batch")
     parser.add_argument("--join", nargs="+", default=[], help="such files of earlier runs, to be counted too")
     options = parser.parse_args()
     options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
@@ -140,16 +170,16 @@ def main() -> None:
     """Sample until there are enough tokens, and print what they say."""
     options = options_given()
     parts, tokenizer = parts_of(options)
-    seen = [load_file(path) for path in options.join]
-    count, step, began = sum(len(part["token"]) for part in seen), 0, time.perf_counter()
+    before, seen = kept(options), list[Columns]()
+    count, step, began = sum(len(part["token"]) for part in before), 0, time.perf_counter()
     while count < options.tokens and time.perf_counter() - began < options.seconds:
         seen.append(columns_of(one_batch(parts, options.seed, step)))
         count += len(seen[-1]["token"])
         step += 1
         if options.keep:
-            save_file(joined(seen), options.keep)
+            keep(joined(seen), options)
         print(f"{count:,} tokens, {time.perf_counter() - began:.0f} s", flush=True)
-    columns = joined(seen)
+    columns = joined(before + seen)
     result: dict[str, Any] = {
         "model": options.model, "device": options.device, "dtype": options.dtype, "task": options.task,
         "notices": list(getattr(parts.engine, "notices", ())), **summary(columns),

@@ -123,6 +123,7 @@ def main() -> None:
     parser.add_argument("--out", default=".")
     options = parser.parse_args()
     out = Path(options.out)
+    out.mkdir(parents=True, exist_ok=True)
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)

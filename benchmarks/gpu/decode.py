@@ -1,7 +1,7 @@
 """Decoding on a GPU: tokens per second of the native engine's decoder, random weights in the shape of real models.
 
     python benchmarks/gpu/decode.py [--shapes 135m 1b] [--slots 256] [--prompt 128] [--new 128] [--tail] [--steps]
-                                    [--rank 16] [--top-k 50] [--top-p 0.9] [--json]
+                                    [--repeats 3] [--rank 16] [--top-k 50] [--top-p 0.9] [--json]
 
 Every token is sampled with its log-prob. `decode` counts from when the first prompts are read; `call` counts their
 reading too. With `--tail` about one token id in 128 ends an answer and at most 1024 tokens are drawn, as in a rollout:
@@ -59,7 +59,7 @@ def random_model(shape: str, device: str, dtype: torch.dtype, rank: int = 0) -> 
     return model
 
 
-def gap(model: Any, decoder: GpuDecoder, tokens: int, samples: int = 64, new: int = 64) -> dict[str, float]:
+def gap(model: Any, decoder: GpuDecoder, tokens: int, samples: int, new: int) -> dict[str, float]:
     """How far the log-probs of sampled answers to a long and a short prompt are from the model's own forward pass."""
     prompts = {0: torch.randint(0, VOCABULARY, (tokens,)).tolist(), 1: torch.randint(0, VOCABULARY, (7,)).tolist()}
     uniforms = 1.0 - torch.rand(2 * samples, new, dtype=torch.float64)
@@ -164,7 +164,7 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     run = Run(model, options.slots, options.prompt, Sampling(options.new, **settings))
     found = run.best(options.slots, set(), options.repeats)
     if not options.top_k and options.top_p == 1.0:
-        found["gap"] = gap(model, run.decoder, options.prompt)
+        found["gap"] = gap(model, run.decoder, options.prompt, min(64, options.slots // 2), min(64, options.new))
     print(shape, json.dumps(found), flush=True)
     del run
     if not (options.tail or options.steps):

@@ -120,12 +120,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     trunk, head = forward_operations(shape, options.prompts, length, options.new + 1)
     trunks = 2 if options.critic == "separate" else 1
     times = 2 if options.mode == "adapters" else 3
-    update = options.epochs * times * (trunks * trunk + head)
+    update = options.epochs * times * (trunks * trunk + head)  # of whole trunks: in mode `top` less is done
     return {
         "shape": options.shape, "mode": options.mode, "critic": options.critic, "settings": options.set,
         "micro_tokens": options.micro_tokens, "seconds": best, "all": [run["whole"] for run in runs],
         "peak_gib": peaks, "peak": max(peaks.values()), "matrix_rate": rate, "update_operations": update,
-        "update_share": update / best["update"] / rate,
+        "update_share": update / best["update"] / rate if options.mode != "top" else None,
         "notices": [*getattr(parts.engine, "notices", ()), *trunk_notices(parts.roles.actor)],
     }  # fmt: skip
 

@@ -23,7 +23,6 @@ from typing import Any
 HERE = Path(__file__).parent
 MARKS = "<!-- iteration table -->", "<!-- end of iteration table -->"
 SAME = ["--set", "optimizer.masters=none"]  # as the peer: weights and optimiser state in bf16
-SEVEN = ["--shape", "7b", "--mode", "adapters", "--prompts", "64", "--prompt", "256", "--new", "256", "--release"]
 OURS: dict[str, tuple[str, list[str]]] = {
     "135m": ("135M, four models", ["--shape", "135m", "--micro-tokens", "8192", "--release", *SAME]),
     "1b": ("1B, four models", ["--shape", "1b", "--release", *SAME]),
@@ -41,7 +40,11 @@ OURS: dict[str, tuple[str, list[str]]] = {
         "1B, adapters, critic as adapters",
         ["--shape", "1b", "--mode", "adapters", "--micro-tokens", "8192", "--release"],
     ),
-    "7b": ("7B, adapters, 64 x (256 + 256)", [*SEVEN, "--set", "model.gradient_checkpointing=true"]),
+    "7b": (
+        "7B, adapters, 64 x (256 + 256), one epoch",
+        ["--shape", "7b", "--mode", "adapters", "--prompts", "64", "--prompt", "256", "--new", "256", "--epochs", "1",
+         "--release", "--set", "model.gradient_checkpointing=true"],
+    ),
     "32b": (
         "32B, adapters, 16 x (256 + 256), one epoch",
         ["--shape", "32b", "--mode", "adapters", "--prompts", "16", "--prompt", "256", "--new", "256", "--epochs", "1",
@@ -130,8 +133,15 @@ def main() -> None:
     for name in ("tokenizer", "peer_path"):
         if (folder := getattr(options, name)) and not Path(folder).is_dir():
             parser.error(f"--{name.replace('_', '-')}: there is no folder {folder}")
-    written = table(measure(options))
+    if options.docs and not all(mark in options.docs.read_text() for mark in MARKS):
+        parser.error(f"--docs: {options.docs} has no line {MARKS[0]} or no line {MARKS[1]}")
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    found = measure(options)
+    written = table(found)
     print(written)
+    failed = [f"{side} {name}" for side in ("ours", "peer") for name in found[side] if "failed" in found[side][name]]
+    if failed:
+        raise SystemExit(f"failed, so no file but {options.json} was written: {', '.join(failed)}")
     if options.docs:
         text = options.docs.read_text()
         start, end = (text.index(mark) for mark in MARKS)

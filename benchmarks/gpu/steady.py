@@ -146,6 +146,8 @@ def main() -> None:
     parser.add_argument("--micro-tokens", type=int, default=2048)
     parser.add_argument("--json")
     options = parser.parse_args()
+    if options.iterations <= options.settled:
+        parser.error(f"--iterations: growth is measured from iteration {options.settled} on, so more than that")
     SHAPES.setdefault("tiny", TINY)
     result = measure(options)
     print(json.dumps({name: value for name, value in result.items() if name != "every"}))
