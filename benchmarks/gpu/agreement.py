@@ -1,7 +1,8 @@
 """How far the sampler's log-probs are from the trainer's, over many sampled tokens: mean, p99.9, max, and the KL.
 
     python benchmarks/gpu/agreement.py [--model smollm2-135m] [--tokens 1000000] [--device cuda] [--dtype bfloat16]
-        [--prompts 1024] [--new 128] [--seconds N] [--json FILE] [--seed 0] [--keep FILE] [--join FILE ...]
+        [--prompts 1024] [--samples 1] [--new 128] [--seconds N] [--json FILE] [--seed 0] [--keep FILE]
+        [--join FILE ...]
 
 Default settings of PPO (temperature 1, the whole distribution), real weights, questions of `--task`. Every batch of
 answers is evaluated as training would before its first update; nothing is learned in between. The KL is the mean of
@@ -34,6 +35,8 @@ from tether.types import EvaluatedBatch, Score
 
 Columns = dict[str, Tensor]  # (N,) each: "sampler" and "trainer", log-probs of a token, and "token", its id
 
+QUESTIONS = 4096
+
 
 def parts_of(options: argparse.Namespace) -> tuple[RLParts, Any]:
     """A PPO run with default settings but for sizes."""
@@ -43,23 +46,24 @@ def parts_of(options: argparse.Namespace) -> tuple[RLParts, Any]:
         "model.dtype": options.dtype,
         "task.name": options.task,
         "rollout.prompts_per_step": options.prompts,
+        "rollout.samples_per_prompt": options.samples,
         "rollout.max_new_tokens": options.new,
         "run.seed": options.seed,
         "kl.place": "none",
         "roles.critic": "head",
     }
     if options.task.startswith("reasoning-gym:"):
-        flags["task.options"] = {"size": 4 * options.prompts}
+        flags["task.options"] = {"size": max(QUESTIONS, options.prompts)}
     recipe = load_recipe("ppo", None, [f"--{key}={json.dumps(value)}" for key, value in flags.items()])
     policy = load_policy(recipe)
     return build_rl(recipe, policy), policy.tokenizer  # pyright: ignore[reportArgumentType]
 
 
-def one_batch(parts: RLParts, run_seed: int, step: int) -> EvaluatedBatch:
+def one_batch(parts: RLParts, options: argparse.Namespace, step: int) -> EvaluatedBatch:
     """Sampled and evaluated."""
     prompts = parts.prompts.take(step * parts.prompts_per_step, parts.prompts_per_step)
-    seed = derive_seed(run_seed, "agreement", step)
-    rollouts = parts.engine.generate(prompts, parts.sampling, samples_per_prompt=1, seed=seed)
+    seed = derive_seed(options.seed, "agreement", step)
+    rollouts = parts.engine.generate(prompts, parts.sampling, samples_per_prompt=options.samples, seed=seed)
     release_memory(parts.engine)
     scores = [Score(0.0) for _ in rollouts]
     batch = collate(
@@ -155,6 +159,7 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype")
     parser.add_argument("--prompts", type=int, default=1024)
+    parser.add_argument("--samples", type=int, default=1, help="answers to each question")
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--seconds", type=float, default=float("inf"), help="stop with what there is after so many")
     parser.add_argument("--json")
@@ -173,7 +178,7 @@ def main() -> None:
     before, seen = kept(options), list[Columns]()
     count, step, began = sum(len(part["token"]) for part in before), 0, time.perf_counter()
     while count < options.tokens and time.perf_counter() - began < options.seconds:
-        seen.append(columns_of(one_batch(parts, options.seed, step)))
+        seen.append(columns_of(one_batch(parts, options, step)))
         count += len(seen[-1]["token"])
         step += 1
         if options.keep:
