@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -112,15 +112,18 @@ def kept(options: argparse.Namespace) -> list[Columns]:
     found: list[Columns] = []
     seeds = {str(options.seed): "this run"}
     for path in options.join:
-        with safe_open(path, "pt") as file:
-            said = file.metadata() or {}
-            other = [name for name, value in origin(options).items() if name != "seed" and said.get(name) != value]
-            if other:
-                raise SystemExit(f"--join: {path} is of another {' and '.join(other)}: {said}")
-            if said["seed"] in seeds:
-                raise SystemExit(f"--join: {path} has the seed of {seeds[said['seed']]}: the same tokens once more")
-            seeds[said["seed"]] = path
-            found.append({name: file.get_tensor(name) for name in ("sampler", "trainer", "token")})
+        try:
+            with safe_open(path, "pt") as file:
+                said = file.metadata() or {}
+                found.append({name: file.get_tensor(name) for name in ("sampler", "trainer", "token")})
+        except (OSError, SafetensorError) as unread:
+            raise SystemExit(f"--join: {path} is not a file that --keep wrote: {unread}") from unread
+        other = [name for name, value in origin(options).items() if name != "seed" and said.get(name) != value]
+        if other:
+            raise SystemExit(f"--join: {path} is of another {' and '.join(other)}: {said}")
+        if said["seed"] in seeds:
+            raise SystemExit(f"--join: {path} has the seed of {seeds[said['seed']]}: the same tokens once more")
+        seeds[said["seed"]] = path
     return found
 
 
@@ -174,8 +177,8 @@ def options_given() -> argparse.Namespace:
 def main() -> None:
     """Sample until there are enough tokens, and print what they say."""
     options = options_given()
-    parts, tokenizer = parts_of(options)
     before, seen = kept(options), list[Columns]()
+    parts, tokenizer = parts_of(options)
     count, step, began = sum(len(part["token"]) for part in before), 0, time.perf_counter()
     while count < options.tokens and time.perf_counter() - began < options.seconds:
         seen.append(columns_of(one_batch(parts, options, step)))

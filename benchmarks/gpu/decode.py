@@ -179,7 +179,7 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     long = Sampling(LONGEST, **settings)
     wide = Run(model, MOST, options.prompt, long)
     if options.steps:
-        tell("milliseconds a step by slots", {str(slots): time for slots, time in wide.steps().items()})
+        tell("milliseconds a step by slots", {str(slots): taken for slots, taken in wide.steps().items()})
     if options.tail:
         tell("tail", wide.best(MOST, ENDING, options.repeats))
         tell("queue", wide.best(4 * MOST, ENDING, options.repeats, samples=4, warm=True))
@@ -206,6 +206,8 @@ def main() -> None:
     parser.add_argument("--top-p", type=float, default=1.0)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("this needs a CUDA device; benchmarks/rollout_cpu.py measures a CPU")
     results: dict[str, dict[str, Any]] = {}
     with torch.inference_mode():
         for shape in options.shapes:

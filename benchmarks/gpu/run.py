@@ -133,6 +133,8 @@ def main() -> None:
     for name in ("tokenizer", "peer_path"):
         if (folder := getattr(options, name)) and not Path(folder).is_dir():
             parser.error(f"--{name.replace('_', '-')}: there is no folder {folder}")
+    if options.docs and not options.docs.is_file():
+        parser.error(f"--docs: there is no file {options.docs}")
     if options.docs and not all(mark in options.docs.read_text() for mark in MARKS):
         parser.error(f"--docs: {options.docs} has no line {MARKS[0]} or no line {MARKS[1]}")
     options.json.parent.mkdir(parents=True, exist_ok=True)
