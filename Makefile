@@ -3,23 +3,32 @@
 PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
+TOOLS := .venv/tools
+LOCKED := $(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all:
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo conformance algorithms soak clean
+.PHONY: help setup test check format demo conformance algorithms soak fuzz attack families lock sbom audit licences clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv with the pinned versions of everything
 
+# Every file that is installed is one whose hash is in locks/, and none of them runs code on the way: see
+# docs/dependencies.md. A build of PyTorch in a folder that pip is told of (PIP_FIND_LINKS) goes before the registry's.
+# PyTorch's build for CUDA needs packages beside it, which a build for CPUs does without.
 # Redone only when what it was made from changes.
-$(STAMP): pyproject.toml constraints.txt
+$(STAMP): pyproject.toml locks/torch.txt locks/dev.txt locks/cuda.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Tether needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | grep Python || echo missing)." >&2; \
 	  echo "Name another: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
 	@echo "Setting up .venv (a minute or two, once)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv .venv
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(LOCKED) --no-index -r locks/torch.txt 2>/dev/null || $(LOCKED) -r locks/torch.txt
+	@$(LOCKED) -r locks/dev.txt
+	@! $(BIN)/python -m pip check --disable-pip-version-check | grep '^torch .* is not installed' >/dev/null || \
+	  $(LOCKED) -r locks/cuda.txt
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --no-build-isolation -e .
 	@touch $@
 
 # One thread a worker: two workers with a thread pool each are slower than two without.
@@ -49,6 +58,33 @@ algorithms: setup  ## compare the algorithms on one task
 
 soak: setup  ## kill runs hundreds of times, resume them, and compare every bit; ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py $(SOAK)
+
+fuzz: setup  ## run 300 random recipes: each ends in success or in one clear sentence
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz.py $(FUZZ)
+
+attack: setup  ## try hostile files, rewards, models and requests; under 15 minutes
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/attack -n 2 $(ATTACK)
+
+families: setup  ## try every family of models with every method and way of sharing
+	OMP_NUM_THREADS=1 $(BIN)/python benchmarks/families.py $(FAMILIES)
+
+lock: $(TOOLS)/.stamp  ## write locks/ anew: every version and the hashes of all files; LOCK=--upgrade takes newer ones
+	$(BIN)/python locks/lock.py --uv $(TOOLS)/bin/uv $(LOCK)
+
+sbom: setup  ## write dist/sbom.cdx.json (CycloneDX): all that is installed and shipped, with versions, hashes and licences
+	@$(BIN)/python locks/sbom.py
+
+licences: setup  ## write docs/licences.md: the licences of all that is installed and shipped
+	@$(BIN)/python locks/licences.py
+
+audit: $(TOOLS)/.stamp  ## look every locked version up among known vulnerabilities; exit 3 where that could not be reached
+	@$(BIN)/python locks/audit.py --pip-audit $(TOOLS)/bin/pip-audit
+
+# The programs of `make lock` and `make audit`, apart from what Tether runs on.
+$(TOOLS)/.stamp: $(STAMP) locks/tools.txt
+	@$(BIN)/python -m venv $(TOOLS)
+	@$(TOOLS)/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all: -r locks/tools.txt
+	@touch $@
 
 clean:  ## remove .venv and caches; runs/ is kept
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
