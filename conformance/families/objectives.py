@@ -206,4 +206,59 @@ def policy_losses() -> Family:
     return Family("policy_losses", about, cases)
 
 
-FAMILIES = [clip_cases, dual_clip, value_clip, policy_losses]
+def large_ratios() -> Family:
+    """Log-ratios whose exponential float32, or even float64, cannot hold."""
+    e20, k3_bound = 485165195.4097903, 485165174.4097903  # exp(20), and exp(20) - 1 - 20
+
+    def clip_at(log_ratio: float, advantage: float, dual: float | None, loss: float, why: str, **fractions: float):
+        bound = f", c = {dual:g}" if dual is not None else ""
+        name = f"clip, log r = {log_ratio:g}, A = {advantage:g}{bound}"
+        inputs = _at_ratios([1.0], [advantage], 0.2, 0.2, dual) | {"logprobs": [[log_ratio]], "old_logprobs": [[0.0]]}
+        return Case(name, why, "clip_loss", inputs, {"loss": [[loss]], "grad": [[0.0]], **NO_FRACTIONS, **fractions})
+
+    high, low = {"positive_high": 1.0, "clipped": 1.0}, {"negative_low": 1.0, "clipped": 1.0}
+    cases = [
+        clip_at(x, 1.0, None, -1.2, "min(r, 1.2) = 1.2, a constant: 0 times infinity would be NaN.", **high)
+        for x in (50.0, 100.0, 1e4)
+    ]
+    cases += [
+        clip_at(-1e4, 1.0, None, 0.0, "r = 0 to every digit: loss and gradient are 0.", positive_low=1.0),
+        clip_at(-1e4, -1.0, None, 0.8, "min(-0, -0.8) = -0.8, a constant.", **low),
+        clip_at(1e4, -1.0, 3.0, 3.0, "max(-r, -3) = -3, a constant.", negative_high=1.0, clipped=1.0),
+        clip_at(1e4, 0.0, None, 0.0, "A = 0: nothing to gain or lose."),
+        clip_at(100.0, -1.0, None, e20, "No clip bounds this; the exponent stops at 20.", negative_high=1.0),
+        clip_at(1e4, -2.0, None, 2 * e20, "The same, twice A.", negative_high=1.0),
+    ]
+    far = {"logprobs": [[100.0, 1e4, -1e4]], "old_logprobs": [[0.0, 0.0, 0.0]], "advantages": [[1.0, -2.0, 1.0]]}
+    flat = {"grad": [[0.0, 0.0, 0.0]]}
+    cases.append(
+        Case("unclipped", "r stops at exp(20).", "unclipped_loss", far, {"loss": [[-e20, 2 * e20, 0.0]]} | flat)
+    )
+    penalty = {**far, "advantages": [[0.0, 0.0, 0.0]], "beta": 0.5}
+    cases.append(
+        Case(
+            "k3 penalty",
+            "d = old - new: k3 stops at d = -20, and grows like d on the other side, with gradient -0.5 (1 - 0).",
+            "kl_penalty_loss",
+            {**penalty, "estimator": "k3"},
+            {"loss": [[k3_bound / 2, k3_bound / 2, 4999.5]], "grad": [[0.0, 0.0, -0.5]]},
+        )
+    )
+    apart = {"logprobs": [[-1e4, 0.0, -100.0]], "other_logprobs": [[0.0, -1e4, 0.0]], "estimator": "k3"}
+    why = "exp(-d) - 1 + d with d no lower than -20; for d = 1e4 it is d - 1."
+    cases.append(Case("k3", why, "kl_estimate", apart, {"kl": [[k3_bound, 9999.0, k3_bound]]}))
+    draw = Draw("large_ratios")
+    rows = mask(".xxxxx", "xxxx..")
+    wide = {"old_logprobs": draw.grid(rows, -3, -1), "advantages": draw.grid(rows, -2, 2), "mask": rows}
+    wide["logprobs"] = draw.grid(rows, -60, 60)
+    for dual in (None, 3.0):
+        clip = {"clip_low": 0.2, "clip_high": 0.3, "dual_clip": dual}
+        cases.append(Case(f"a masked batch, dual clip {dual}", "Up to 60 nats apart.", "clip_loss", {**wide, **clip}))
+    about = (
+        "A ratio's exponent is clamped at 20 from above, so that losses and gradients are finite whatever the policies "
+        "say; where the clip binds, the gradient is 0 and not NaN."
+    )
+    return Family("large_ratios", about, cases)
+
+
+FAMILIES = [clip_cases, dual_clip, value_clip, policy_losses, large_ratios]

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 from conformance.oracle.grids import Grid, Mask, true_places, undefined_like
-from conformance.oracle.probabilities import estimate_kl
+from conformance.oracle.probabilities import LARGEST_EXPONENT, estimate_kl
 
 
 def _per_token(token: Callable[..., tuple[float, float]], *grids: Grid) -> dict[str, Grid]:
@@ -24,12 +24,18 @@ def reinforce_loss(logprobs: Grid, advantages: Grid) -> dict[str, Grid]:
     return _per_token(lambda new, advantage: (-advantage * new, -advantage), logprobs, advantages)
 
 
+def ratio_and_slope(new: float, old: float) -> tuple[float, float]:
+    """r = exp(min(new - old, 20)), and dr/dnew: r itself, or 0 where the bound makes it a constant."""
+    ratio = math.exp(min(new - old, LARGEST_EXPONENT))
+    return ratio, ratio if new - old <= LARGEST_EXPONENT else 0.0
+
+
 def unclipped_loss(logprobs: Grid, old_logprobs: Grid, advantages: Grid) -> dict[str, Grid]:
-    """L = -r A with r = exp(new - old); dr/dnew = r, so dL/dnew = -r A too."""
+    """L = -r A; dL/dnew = -dr/dnew A, which is -r A too, unless r is at its bound."""
 
     def token(new: float, old: float, advantage: float) -> tuple[float, float]:
-        weighted = -math.exp(new - old) * advantage
-        return weighted, weighted
+        ratio, slope = ratio_and_slope(new, old)
+        return -ratio * advantage, -slope * advantage
 
     return _per_token(token, logprobs, old_logprobs, advantages)
 
@@ -49,9 +55,9 @@ def clip_token(
     """L = -min(r A, clip(r) A), and for A < 0 with a dual clip c: L = -max(min(...), c A).
 
     The clipped branch is a constant, so the gradient is 0 wherever it is the one chosen:
-    A > 0 and r > 1 + clip_high; A < 0 and r < 1 - clip_low; A < 0 and r > c. Everywhere else it is -r A.
+    A > 0 and r > 1 + clip_high; A < 0 and r < 1 - clip_low; A < 0 and r > c. Everywhere else it is -dr/dnew A.
     """
-    ratio = math.exp(new - old)
+    ratio, slope = ratio_and_slope(new, old)
     if advantage == 0.0:
         return ClippedToken(0.0, 0.0, False, None)
     lower, upper = 1 - clip_low, 1 + clip_high
@@ -65,7 +71,7 @@ def clip_token(
         side = "positive_high" if advantage > 0 else "negative_high"
     elif ratio < lower:
         side = "positive_low" if advantage > 0 else "negative_low"
-    return ClippedToken(-objective, 0.0 if removed else -ratio * advantage, removed, side)
+    return ClippedToken(-objective, 0.0 if removed else -slope * advantage, removed, side)
 
 
 def clip_loss(
@@ -95,16 +101,17 @@ def clip_loss(
 def kl_penalty_loss(
     logprobs: Grid, old_logprobs: Grid, advantages: Grid, beta: float, estimator: str
 ) -> dict[str, Grid]:
-    """L = -r A + beta k(d) with d = old - new; since dd/dnew = -1, dL/dnew = -r A - beta k'(d).
+    """L = -r A + beta k(d) with d = old - new; since dd/dnew = -1, dL/dnew = -dr/dnew A - beta k'(d).
 
-    k1' = 1; k2' = d; k3' = 1 - exp(-d).
+    k1' = 1; k2' = d; k3' = 1 - exp(-d), or 0 where d is below -20.
     """
 
     def token(new: float, old: float, advantage: float) -> tuple[float, float]:
         d = old - new
-        slope = {"k1": 1.0, "k2": d, "k3": -math.expm1(-d)}[estimator]
-        weighted = -math.exp(new - old) * advantage
-        return weighted + beta * estimate_kl(old, new, estimator), weighted - beta * slope
+        bounded = -d > LARGEST_EXPONENT
+        kl_slope = {"k1": 1.0, "k2": d, "k3": 0.0 if bounded else -math.expm1(-d)}[estimator]
+        ratio, slope = ratio_and_slope(new, old)
+        return -ratio * advantage + beta * estimate_kl(old, new, estimator), -slope * advantage - beta * kl_slope
 
     return _per_token(token, logprobs, old_logprobs, advantages)
 

@@ -33,14 +33,21 @@ def token_logprobs(
     return {"logprobs": logprobs, "entropy": entropies}
 
 
+LARGEST_EXPONENT = 20.0  # a ratio's exponent goes no higher, so that float32 (which ends at exp(88.7)) can hold it
+
+
 def estimate_kl(log_p: float, log_q: float, estimator: str) -> float:
-    """One token drawn from p. With d = log p - log q: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (never negative)."""
+    """One token drawn from p. With d = log p - log q: k1 = d, k2 = d^2 / 2, k3 = exp(-d) - 1 + d (never negative).
+
+    k3 takes d no lower than -20.
+    """
     d = log_p - log_q
     if estimator == "k1":
         return d
     if estimator == "k2":
         return d * d / 2
     if estimator == "k3":
+        d = max(d, -LARGEST_EXPONENT)
         return math.expm1(-d) + d
     raise ValueError(f"estimator must be k1, k2 or k3, not {estimator!r}")
 

@@ -136,6 +136,7 @@ class Adapter(Protocol):
         ...
 
     # -- objectives: per-token losses (to be minimised) and their gradient by the new log-probs, both (B,T) ---------
+    # The exponent of r, and that of k3, is clamped at 20 from above; beyond it they are constants, with gradient 0.
     def reinforce_loss(self, logprobs: Grid, advantages: Grid) -> dict[str, Any]:
         """`loss`, `grad`: -A log pi."""
         ...

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import copy
-import importlib
 import json
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from importlib.resources import files
@@ -17,6 +15,7 @@ from rich.console import Console
 from tether.conformance.adapter import Unsupported
 from tether.conformance.compare import Mismatch, mismatches, plain
 from tether.conformance.report import render, report_json
+from tether.rewards.user_modules import import_module_from
 
 __all__ = [
     "DEFAULT_TARGET",
@@ -116,10 +115,8 @@ def load_target(target: str) -> AdapterFactory:
     module_name, colon, attribute = target.partition(":")
     if not (colon and module_name and attribute):
         raise ValueError(f"target: {target!r} names no attribute; write package.module:factory, like {DEFAULT_TARGET}")
-    if str(Path.cwd()) not in sys.path:
-        sys.path.insert(0, str(Path.cwd()))
     try:
-        module = importlib.import_module(module_name)
+        module = import_module_from(Path.cwd(), module_name)
     except ModuleNotFoundError as error:
         missing = error.name or module_name
         if module_name == missing or module_name.startswith(f"{missing}."):
