@@ -15,7 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tether.data.examples import RowEncoder, read_demonstrations, read_rankings
-from tether.data.records import read_prompts, read_records
+from tether.data.prompts import read_prompts
+from tether.data.records import read_records
 from tether.errors import DataError
 from tether.models.tiny import END_ID, tiny_tokenizer
 

@@ -1,35 +1,31 @@
-"""Demonstrations, pairs and rankings as token rows, and as batches."""
+"""Demonstrations, texts, pairs and rankings as token rows, and as batches."""
 
 from __future__ import annotations
 
-import sys
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from tether.data.chat import prompt_token_ids
+from tether.config.reading import Paths, ReadSettings
+from tether.data.chat import has_template
 from tether.data.collate import attention_mask, pad_right
-from tether.data.records import Record, read_records
-from tether.data.truncate import cut_end, cut_middle
+from tether.data.conversations import (
+    IMPLIED,
+    Demonstration,
+    Preference,
+    demonstration_of,
+    grouped_by_prompt,
+    is_labelled,
+    preference_of,
+)
+from tether.data.records import PLAIN, Record, read_records
+from tether.data.rows import Row, RowEncoder, TooLongError
+from tether.data.sources import shown_source
 from tether.errors import DataError
-from tether.types import Message, PairBatch, Prompt, RankedBatch, Sequences
-
-
-@dataclass(frozen=True)
-class Row:
-    """One prompt with one answer, the end token included unless it was cut; the prompt is not trained on."""
-
-    tokens: Tensor  # (T,)
-    prompt_length: int
-
-    @property
-    def response_mask(self) -> Tensor:
-        """(T,) True on the answer."""
-        return torch.arange(len(self.tokens)) >= self.prompt_length
+from tether.types import PairBatch, RankedBatch, Sequences
 
 
 @dataclass(frozen=True)
@@ -40,154 +36,142 @@ class Ranking:
     ranks: tuple[int, ...]
 
 
-class RowEncoder:
-    """Turns a prompt and its answers into rows with the tokenizer's own chat template and a learned end token.
+@dataclass(frozen=True)
+class Text:
+    """A text all of whose tokens are learned."""
 
-    A row that is too long is cut at the end of a paragraph where `truncate` is set, and refused where it is not. Of
-    prompt and answer the longer is cut; where that does not help, the other. The answers to one prompt keep the same
-    prompt, for they were compared under it. An answer that was cut did not end there, so it gets no end token.
-    """
-
-    def __init__(
-        self,
-        tokenizer: Any,
-        end_id: int,
-        max_length: int,
-        *,
-        truncate: bool = True,
-        notify: Callable[[str], None] | None = None,
-    ) -> None:
-        self.tokenizer = tokenizer
-        self.end_id = end_id
-        self.max_length = max_length
-        self.truncate = truncate
-        self.notify = notify or _tell
-        self.cut: Counter[str] = Counter()  # how many prompts and answers were cut
-
-    def __call__(self, messages: tuple[Message, ...], answer: str, place: str, field: str) -> Row:
-        """The row, as the policy itself would have sampled it: the template's prompt, the answer, the end token."""
-        return self.rows(messages, [answer], place, field)[0]
-
-    def rows(
-        self,
-        messages: tuple[Message, ...],
-        answers: Sequence[str],
-        place: str,
-        field: str,
-        ended: Sequence[bool] | None = None,
-    ) -> list[Row]:
-        """A row for each answer to one prompt; one that had not `ended` by itself gets no end token."""
-        prompt = prompt_token_ids(self.tokenizer, Prompt(place, messages))
-        ends = [[self.end_id] if whole else [] for whole in ended or [True] * len(answers)]
-        encoded = [[*self._encode(answer), *end] for answer, end in zip(answers, ends, strict=True)]
-        longest = max(map(len, encoded))
-        if len(prompt) + longest > self.max_length:
-            shorter = self._shorten(messages, prompt, answers, encoded, place) if self.truncate else None
-            if shorter is None:
-                repair = "no end of a paragraph fits: shorten it" if self.truncate else "shorten it, set data.truncate"
-                raise DataError(
-                    f"{place}: field {field!r} makes a row of {len(prompt) + longest} tokens, above data.max_length = "
-                    f"{self.max_length}: {repair}, or raise the limit"
-                )
-            prompt, encoded = shorter
-        return [Row(torch.tensor([*prompt, *answer]), len(prompt)) for answer in encoded]
-
-    def report(self, path: str) -> None:
-        """Tell what was cut in a file, and begin to count anew."""
-        if self.cut:
-            what = " and ".join(f"{number} {kind}{'s' * (number != 1)}" for kind, number in sorted(self.cut.items()))
-            self.notify(f"{path}: {what} cut at the end of a paragraph, to fit data.max_length = {self.max_length}")
-            self.cut.clear()
-
-    def _shorten(
-        self,
-        messages: tuple[Message, ...],
-        prompt: list[int],
-        answers: Sequence[str],
-        encoded: list[list[int]],
-        place: str,
-    ) -> tuple[list[int], list[list[int]]] | None:
-        """`(prompt, answers)` as ids that fit, or None."""
-        longest = max(map(len, encoded))
-        for kind in ("answer", "prompt") if longest > len(prompt) else ("prompt", "answer"):
-            if kind == "prompt":
-                shorter = self._shorten_prompt(messages, self.max_length - longest, place)
-                if shorter is not None:
-                    self.cut["prompt"] += 1
-                    return shorter, encoded
-            else:
-                room = self.max_length - len(prompt)
-                cut = [
-                    ids if len(ids) <= room else self._shorten_answer(answer, room)
-                    for answer, ids in zip(answers, encoded, strict=True)
-                ]
-                fitting = [ids for ids in cut if ids is not None]
-                if len(fitting) == len(cut):
-                    self.cut["answer"] += sum(len(ids) > room for ids in encoded)
-                    return prompt, fitting
-        return None
-
-    def _shorten_prompt(self, messages: tuple[Message, ...], room: int, place: str) -> list[int] | None:
-        """The prompt's ids with its longest message cut in the middle."""
-        which = max(range(len(messages)), key=lambda index: len(messages[index]["content"]))
-
-        def ids(content: str) -> list[int]:
-            changed = Message(role=messages[which]["role"], content=content)
-            return prompt_token_ids(self.tokenizer, Prompt(place, (*messages[:which], changed, *messages[which + 1 :])))
-
-        content = cut_middle(messages[which]["content"], lambda text: len(ids(text)) <= room)
-        return None if content is None else ids(content)
-
-    def _shorten_answer(self, answer: str, room: int) -> list[int] | None:
-        """The ids of the answer's beginning, without an end token."""
-        text = cut_end(answer, lambda text: len(self._encode(text)) <= room)
-        return None if text is None else self._encode(text)
-
-    def _encode(self, answer: str) -> list[int]:
-        return list(self.tokenizer.encode(answer, add_special_tokens=False))
+    text: str
+    shape: str = "text"
 
 
-def read_demonstrations(path: str, encode: RowEncoder) -> list[Row]:
-    """From records with `messages` (the last turn is the answer) or `prompt` and `completion`."""
-    rows: list[Row] = []
-    for record in read_records(path):
-        if record.has("messages"):
-            messages = record.messages("messages")
-            if len(messages) < 2 or messages[-1]["role"] != "assistant":
-                raise DataError(f"{record.place}: field 'messages' must end with an answer of role assistant")
-            rows.append(encode(messages[:-1], messages[-1]["content"], record.place, "messages"))
+@dataclass(frozen=True)
+class Parsed:
+    """The records of a source as they were understood, and why some were left out."""
+
+    name: str
+    examples: Sequence[Any]
+    records: int
+    dropped: Counter[str]
+    columns: dict[str, int]  # in how many records each column holds something
+
+    def checked(self) -> Parsed:
+        """Itself, if there is anything to learn from."""
+        if not self.examples:
+            reasons = ", ".join(f"{number} {reason}" for reason, number in self.dropped.items())
+            raise DataError(f"{self.name}: none of the {self.records} records can be learned from ({reasons})")
+        return self
+
+
+def columns_in(records: Sequence[Record]) -> dict[str, int]:
+    """In how many records each column holds something."""
+    return dict(Counter(name for record in records for name, value in record.fields.items() if value is not None))
+
+
+# -- demonstrations -----------------------------------------------------------------------------------------------
+
+
+def parse_demonstrations(paths: Paths, settings: ReadSettings = PLAIN, *, split: str | None = None) -> Parsed:
+    """Demonstrations and texts. Of answers with a label only the good ones are learned."""
+    dropped: Counter[str] = Counter()
+    found: list[Demonstration | Text] = []
+    records = read_records(paths, settings, split=split)
+    for record in records:
+        example = _text(record) or demonstration_of(record, settings)
+        if isinstance(example, Demonstration) and not example.good:
+            dropped["answers with label false"] += 1
         else:
-            rows.append(encode(record.prompt_messages(), record.text("completion"), record.place, "completion"))
-    encode.report(path)
+            found.append(example)
+    return Parsed(shown_source(paths), found, len(records), dropped, columns_in(records)).checked()
+
+
+def _text(record: Record) -> Text | None:
+    others = ("messages", "conversations", "prompt", "instruction", "completion", "chosen")
+    if not record.has("text") or any(record.has(field) for field in others):
+        return None
+    return Text(record.text("text"))
+
+
+def encode_demonstrations(parsed: Parsed, encode: RowEncoder, *, end_texts: bool = True) -> list[Row]:
+    """Their rows; what was cut or dropped is told."""
+    rows: list[Row] = []
+    for example in parsed.examples:
+        if isinstance(example, Text):
+            rows += encode.text(example.text, end=end_texts)
+            continue
+        try:
+            said = ([example.answer], example.prompt.id, example.field, [example.ended], example.sampled)
+            rows += encode.rows(example.prompt, *said)
+        except TooLongError:
+            if encode.overlong == "error":
+                raise
+            encode.dropped[TooLongError.REASON] += 1
+    encode.report(parsed)
+    if not rows:
+        raise DataError(f"{parsed.name}: no record fits data.max_length = {encode.max_length}: raise it")
     return rows
 
 
-def read_rankings(path: str, encode: RowEncoder) -> list[Ranking]:
-    """From records with `prompt`, `chosen` and `rejected`, or `prompt`, `answers` and perhaps `ranks`."""
-    rankings = [_ranking(record, encode) for record in read_records(path)]
-    encode.report(path)
+def read_demonstrations(
+    paths: Paths, encode: RowEncoder, settings: ReadSettings = PLAIN, *, split: str | None = None
+) -> list[Row]:
+    """From records with `messages`, `prompt` and `completion`, `text`, or any other shape that has an answer."""
+    return encode_demonstrations(parse_demonstrations(paths, settings, split=split), encode)
+
+
+# -- preferences --------------------------------------------------------------------------------------------------
+
+
+def parse_rankings(paths: Paths, settings: ReadSettings = PLAIN, *, split: str | None = None) -> Parsed:
+    """Preferences. Answers with a label make rankings of those prompts that have good and bad ones."""
+    dropped: Counter[str] = Counter()
+    found: list[Preference] = []
+    labelled: list[Demonstration] = []
+    records = read_records(paths, settings, split=split)
+    for record in records:
+        if is_labelled(record) and not record.has("chosen") and not record.has("answers"):
+            labelled.append(demonstration_of(record, settings))
+            continue
+        preference = preference_of(record, settings)
+        if preference is None:
+            dropped["pairs whose answers are equal"] += 1
+        else:
+            found.append(preference)
+    grouped = grouped_by_prompt(labelled)
+    if alone := len(labelled) - sum(len(each.answers) for each in grouped):
+        dropped["labelled answers to prompts that have only good or only bad ones"] += alone
+    return Parsed(shown_source(paths), [*found, *grouped], len(records), dropped, columns_in(records)).checked()
+
+
+def encode_rankings(parsed: Parsed, encode: RowEncoder) -> list[Ranking]:
+    """Their rows; what was cut or dropped is told."""
+    rankings: list[Ranking] = []
+    templated = has_template(encode.tokenizer)
+    for each in parsed.examples:
+        answers = each.answers
+        if templated and each.shape == IMPLIED:  # the blank before the answer separated it from the prompt
+            answers = tuple(text.lstrip() if isinstance(text, str) else text for text in answers)
+        try:
+            rows = encode.rows(each.prompt, answers, each.prompt.id, each.field, each.ended, each.sampled)
+        except TooLongError:
+            if encode.overlong == "error":
+                raise
+            encode.dropped[TooLongError.REASON] += 1
+        else:
+            rankings.append(Ranking(tuple(rows), each.ranks))
+    encode.report(parsed)
+    if not rankings:
+        raise DataError(f"{parsed.name}: no record fits data.max_length = {encode.max_length}: raise it")
     return rankings
 
 
-def _ranking(record: Record, encode: RowEncoder) -> Ranking:
-    messages = record.prompt_messages()
-    if not record.has("answers"):
-        answers = [record.text("chosen"), record.text("rejected")]
-        longer = "chosen" if len(answers[0]) > len(answers[1]) else "rejected"
-        ended = [record.flag("chosen_ended"), record.flag("rejected_ended")]
-        return Ranking(tuple(encode.rows(messages, answers, record.place, longer, ended)), (0, 1))
-    answers = record.texts("answers")
-    if len(answers) < 2:
-        raise DataError(f"{record.place}: field 'answers' needs at least two answers to rank")
-    ranks = record.fields["ranks"] if record.has("ranks") else list(range(len(answers)))
-    if not isinstance(ranks, list) or len(ranks) != len(answers) or not all(type(rank) is int for rank in ranks):
-        raise DataError(f"{record.place}: field 'ranks' must be a list of {len(answers)} whole numbers, 0 for the best")
-    if len(set(ranks)) < 2:
-        raise DataError(f"{record.place}: field 'ranks' says that all answers tie: there is nothing to learn from it")
-    ended = record.fields["ended"] if record.has("ended") else [True] * len(answers)
-    if not isinstance(ended, list) or len(ended) != len(answers) or not all(type(end) is bool for end in ended):
-        raise DataError(f"{record.place}: field 'ended' must be a list of {len(answers)} times true or false")
-    return Ranking(tuple(encode.rows(messages, answers, record.place, "answers", ended)), tuple(ranks))
+def read_rankings(
+    paths: Paths, encode: RowEncoder, settings: ReadSettings = PLAIN, *, split: str | None = None
+) -> list[Ranking]:
+    """From records with `chosen` and `rejected`, or `answers` and perhaps `ranks`, or `completion` and `label`."""
+    return encode_rankings(parse_rankings(paths, settings, split=split), encode)
+
+
+# -- batches ------------------------------------------------------------------------------------------------------
 
 
 def collate_rows(rows: Sequence[Row], pad_id: int) -> Sequences:
@@ -230,7 +214,3 @@ def _columns(rows: Sequence[Row], pad_id: int) -> dict[str, Any]:
         "attention_mask": attention_mask(tokens),
         "response_mask": pad_right([row.response_mask for row in rows], False),
     }
-
-
-def _tell(message: str) -> None:
-    print(f"tether: {message}", file=sys.stderr, flush=True)

@@ -1,24 +1,32 @@
 """Files of records as rows of named fields: JSONL, JSON, CSV and Parquet, told apart by their ending.
 
-Each reader gives every row with the line it begins on, and raises a DataError that names the file, the line and, as far
-as the format lets it be known, the field.
+All but Parquet may be compressed (`.jsonl.gz`). Each reader gives every row with the line it begins on, and raises a
+DataError that names the file, the line and, as far as the format lets it be known, the field.
 """
 
 from __future__ import annotations
 
 import csv
+import errno
+import gzip
 import io
 import json
 import re
+import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from tether.errors import DataError
+from tether.plain_file import NotPlainError, read_plain, require_plain
 
-# CSV has texts only: these fields hold JSON text.
-NESTED = ("messages", "answers", "ranks", "chosen_ended", "rejected_ended")
-LONGEST_CELL = 1 << 27  # Python's csv refuses cells above 128 KiB unless told otherwise
+# CSV has texts only: these fields hold JSON text. So does any other cell that is a list of objects.
+NESTED = (
+    *("messages", "conversations", "answers", "ranks", "ended", "chosen_ended", "rejected_ended"),
+    *("prompt_token_ids", "token_ids", "chosen_token_ids", "rejected_token_ids"),
+)
+MAX_RECORD = 1 << 23  # characters of one record: more than any context holds, and minutes to make tokens of
+LONGEST_CELL = MAX_RECORD  # Python's csv refuses cells above 128 KiB unless told otherwise
 
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:')
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -33,17 +41,31 @@ class Row(NamedTuple):
 
 def read_rows(path: str) -> Iterator[Row]:
     """The rows of a file, by its ending."""
-    reader = READERS.get(Path(path).suffix.lower())
+    reader = READERS.get(ending_of(path))
     if reader is None:
-        raise DataError(
-            f"{path}: unknown file ending {Path(path).suffix!r}; records are read from {', '.join(READERS)}"
-        )
+        raise DataError(f"{path}: unknown file ending {ending_of(path)!r}; records are read from {', '.join(READERS)}")
     try:
+        require_plain(path)
         yield from reader(path)
     except FileNotFoundError:
         raise DataError(f"{path}: there is no such file") from None
     except IsADirectoryError:
         raise DataError(f"{path}: this is a folder; name a file of records") from None
+    except NotPlainError as error:
+        raise DataError(f"{path}: {error.strerror}; records are read more than once") from None
+    except (NotADirectoryError, PermissionError) as error:
+        raise DataError(f"{path}: it cannot be read: {error.strerror}") from None
+    except OSError as error:
+        if error.errno not in (errno.ELOOP, errno.ENAMETOOLONG):
+            raise
+        raise DataError(f"{path}: it cannot be read: {error.strerror}") from None
+
+
+def ending_of(path: str) -> str:
+    """The ending that says how a file is read, with a `.gz` after it as part of it."""
+    name = Path(path).name.lower()
+    whole = Path(name.removesuffix(".gz")).suffix
+    return f"{whole}.gz" if name.endswith(".gz") else whole
 
 
 # -- JSON ---------------------------------------------------------------------------------------------------------
@@ -54,6 +76,7 @@ def _read_jsonl(path: str) -> Iterator[Row]:
     for number, line in enumerate(_text(path).split("\n"), start=1):  # not splitlines: U+2028 may stand in a text
         if line.strip():
             place = f"{path}, line {number}"
+            _check_length(len(line), place)
             value, end = _decode(line, _skip_blank(line, 0), path, number)
             if line[end:].strip():
                 raise DataError(f"{place}: more than one value, from column {end + 1} on: one record a line")
@@ -74,6 +97,7 @@ def _read_json(path: str) -> Iterator[Row]:
         line, counted = line + text.count("\n", counted, place), place
         value, end = _decode(text, place, path, line)
         where = f"{path}, line {line}"
+        _check_length(end - place, where)
         yield Row(_object(value, where), where)
         place = _skip_blank(text, end)
         if text[place : place + 1] == ",":
@@ -103,12 +127,17 @@ def _decode(text: str, place: int, path: str, line: int) -> tuple[Any, int]:
         raise DataError(f"{path}, line {line}: not JSON that can be read ({error})") from None
 
 
+def _check_length(characters: int, place: str) -> None:
+    if characters > MAX_RECORD:
+        raise DataError(f"{place}: a record of {characters:,} characters, and one may have {MAX_RECORD:,}: split it")
+
+
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """An object whose names are all different: JSON would let the last one win, unsaid."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
-        names = [name for name, _ in pairs]
-        twice = next(name for name in names if names.count(name) > 1)
+        seen: set[str] = set()
+        twice = next(name for name, _ in pairs if name in seen or seen.add(name))
         raise DataError(f"field {twice!r} is given more than once")
     return fields
 
@@ -182,22 +211,24 @@ def _broken_cell(text: str, line: int) -> int:
 
 def _header(cells: list[str], place: str) -> list[str]:
     names = [cell.strip() for cell in cells]
+    seen: set[str] = set()
     for column, name in enumerate(names):
         if not name:
             raise DataError(f"{place}: column {column + 1} of the header has no name")
-        if name in names[:column]:
+        if name in seen:
             raise DataError(f"{place}: the header names field {name!r} more than once")
+        seen.add(name)
     return names
 
 
 def _nested(name: str, cell: str | None, place: str) -> Any:
-    """A cell's value: the JSON in it where the field is not a text. A prompt is a text unless it is messages."""
-    if cell is None or not (name in NESTED or (name == "prompt" and cell.lstrip().startswith("[{"))):
+    """A cell's value: the JSON in it where the field is not a text, or where it is a list of objects (messages)."""
+    if cell is None or not (name in NESTED or cell.lstrip().startswith("[{")):
         return cell
     try:
         return json.loads(cell)
     except (ValueError, RecursionError) as error:
-        if name == "prompt":
+        if name not in NESTED:
             return cell
         raise DataError(f"{place}: field {name!r} must hold JSON text, not {shown(cell)} ({error})") from None
 
@@ -217,6 +248,7 @@ def _read_parquet(path: str) -> Iterator[Row]:
     number = 0
     try:
         with parquet.ParquetFile(path) as file:
+            _check_parquet(path, file.metadata)
             for batch in file.iter_batches():
                 for row in range(batch.num_rows):
                     number += 1
@@ -231,7 +263,10 @@ def _read_parquet(path: str) -> Iterator[Row]:
 
 def _cell(scalar: Any, name: str, place: str) -> Any:
     try:
-        return scalar.as_py()
+        value = scalar.as_py()
+        if isinstance(value, str | bytes):
+            _check_length(len(value), place)
+        return value
     except UnicodeDecodeError as error:
         raise DataError(f"{place}: field {name!r} is not UTF-8 text ({error.reason})") from None
 
@@ -241,7 +276,9 @@ def _cell(scalar: Any, name: str, place: str) -> Any:
 
 def _text(path: str) -> str:
     """The file as text, without the mark that some editors put before UTF-8."""
-    data = Path(path).read_bytes()
+    data = read_plain(path)
+    if path.lower().endswith(".gz"):
+        data = _inflated(data, path)
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -249,6 +286,38 @@ def _text(path: str) -> str:
         keys = _KEY.findall(data[: error.start].rpartition(b"\n")[2].decode("utf-8", "replace"))
         near = f", near field {keys[-1]!r}" if keys else ""
         raise DataError(f"{path}, line {line}: not UTF-8 text ({error.reason} at byte {error.start}{near})") from None
+
+
+def _inflated(packed: bytes, path: str) -> bytes:
+    """What was compressed, as long as it is not a few megabytes that stand for gigabytes."""
+    most = inflate_limit(len(packed))
+    try:
+        with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
+            data = file.read(most + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{path}: not a whole gzip file ({error}): compress it anew") from None
+    if len(data) > most:
+        raise DataError(f"{path}: inflates to more than {most >> 20} MiB, {_TOO_DENSE}")
+    return data
+
+
+MIN_INFLATED = 256 << 20  # any file may inflate to this many bytes
+MAX_RATIO = 100  # beyond that, to so many times its size: texts reach 3 to 20
+_TOO_DENSE = f"over {MAX_RATIO} times its size: if you trust it, unpack it yourself and name the unpacked file"
+
+
+def inflate_limit(size: int) -> int:
+    """How many bytes a compressed file of `size` bytes may stand for."""
+    return max(MIN_INFLATED, MAX_RATIO * size)
+
+
+def _check_parquet(path: str, metadata: Any) -> None:
+    """The same for Parquet, by what its own footer says; equal values are stored once, so that rows count too."""
+    most = inflate_limit(Path(path).stat().st_size)
+    said = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
+    least = 16 * metadata.num_rows * max(1, metadata.num_columns)
+    if max(said, least) > most:
+        raise DataError(f"{path}: its {metadata.num_rows:,} rows inflate to more than {most >> 20} MiB, {_TOO_DENSE}")
 
 
 def _skip_blank(text: str, place: int) -> int:
@@ -272,4 +341,7 @@ READERS: dict[str, Callable[[str], Iterator[Row]]] = {
     ".json": _read_json,
     ".csv": _read_csv,
     ".parquet": _read_parquet,
+    ".jsonl.gz": _read_jsonl,
+    ".json.gz": _read_json,
+    ".csv.gz": _read_csv,
 }

@@ -1,0 +1,137 @@
+"""Prompts to sample answers to: reading them, holding some out, and the rule for those that are too long."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from tether.config.parts import PromptSettings
+from tether.config.reading import Paths, ReadSettings
+from tether.data.chat import Encoder, prompt_token_ids
+from tether.data.conversations import prompt_of
+from tether.data.records import PLAIN, read_records
+from tether.data.truncate import cut_middle
+from tether.errors import ConfigError, DataError
+from tether.types import Message, Prompt
+
+
+def read_prompts(paths: Paths, settings: ReadSettings = PLAIN, *, split: str | None = None) -> list[Prompt]:
+    """The prompts of a source, whatever shape its records have."""
+    records = read_records(paths, settings, split=split)
+    return [prompt_of(record, settings, index)[0] for index, record in enumerate(records)]
+
+
+def hold_out(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
+    """(to train on, held out), each in the order given. Equal prompts stay together, so that none is on both sides.
+
+    Which are held out follows from the seed and the prompts' own texts, and not from their order in the file.
+    """
+    keys = [_key(prompt) for prompt in prompts]
+    different = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
+    count = max(1, round(fraction * len(different)))
+    if count >= len(different):
+        raise DataError(
+            f"task.held_out_fraction is {fraction}, and of {len(different)} different prompts that leaves none to "
+            "train on: lower it, or bring more prompts"
+        )
+    out = set(different[:count])
+    sides = [
+        [prompt for prompt, key in zip(prompts, keys, strict=True) if (key in out) is side] for side in (False, True)
+    ]
+    return sides[0], sides[1]
+
+
+def seen_in_training(held_out: Sequence[Prompt], training: Sequence[Prompt]) -> int:
+    """How many of the held-out prompts are trained on too."""
+    trained = {_key(prompt) for prompt in training}
+    return sum(_key(prompt) in trained for prompt in held_out)
+
+
+def _key(prompt: Prompt) -> str:
+    return json.dumps([prompt.messages, prompt.tools], sort_keys=True, default=str)
+
+
+@dataclass(frozen=True)
+class PromptRule:
+    """What is done with prompts that are too long: `limit` is in tokens, `why` says where it is from."""
+
+    limit: int
+    why: str
+    settings: PromptSettings
+
+    @classmethod
+    def of(cls, settings: PromptSettings, context: int, max_new_tokens: int) -> PromptRule:
+        """From data.max_prompt_length, and what the model's context leaves beside the answer."""
+        room = context - max_new_tokens
+        if room < 1:
+            raise ConfigError(
+                f"rollout.max_new_tokens is {max_new_tokens}, and the model's context of {context} tokens leaves no "
+                "room for a prompt: lower it"
+            )
+        given = settings.max_prompt_length
+        if given is not None and given <= room:
+            return cls(given, f"data.max_prompt_length = {given}", settings)
+        why = f"the model's context of {context} less max_new_tokens {max_new_tokens}"
+        return cls(room, f"{room} tokens, {why}", settings)
+
+    def apply(self, prompts: Sequence[Prompt], tokenizer: Encoder, name: str) -> Fitted:
+        """The prompts that fit, some of them cut; with counts of the rest."""
+        kept: list[Prompt] = []
+        lengths: list[int] = []
+        counts: Counter[str] = Counter()
+        for prompt in prompts:
+            length = len(prompt_token_ids(tokenizer, prompt))
+            if length > self.limit:
+                shorter = shortened(prompt, tokenizer, self.limit) if self.settings.truncate else None
+                if shorter is None and self.settings.overlong == "error":
+                    raise DataError(
+                        f"{name}: prompt {prompt.id!r} has {length} tokens, above {self.why}: shorten it, set "
+                        "data.truncate, or set data.overlong to drop"
+                    )
+                counts["dropped" if shorter is None else "cut"] += 1
+                if shorter is None:
+                    continue
+                prompt, length = shorter, len(prompt_token_ids(tokenizer, shorter))
+            kept.append(prompt)
+            lengths.append(length)
+        if not kept:
+            raise DataError(
+                f"{name}: all {len(prompts)} prompts are longer than {self.why}: shorten them, or set data.truncate"
+            )
+        return Fitted(kept, lengths, counts["dropped"], counts["cut"], self.why, name)
+
+
+@dataclass(frozen=True)
+class Fitted:
+    """Prompts that fit the model, with their lengths in tokens, and how many were dropped and cut for it."""
+
+    prompts: list[Prompt]
+    lengths: list[int]
+    dropped: int
+    cut: int
+    why: str
+    name: str
+
+    @property
+    def notices(self) -> list[str]:
+        """What the user is told."""
+        whole = len(self.prompts) + self.dropped
+        said = [(self.dropped, "dropped"), (self.cut, "cut at the ends of paragraphs")]
+        return [f"{self.name}: {n} of {whole} prompts {what}, to fit {self.why}." for n, what in said if n]
+
+
+def shortened(prompt: Prompt, tokenizer: Encoder, room: int) -> Prompt | None:
+    """The prompt with its longest message cut in the middle, at ends of paragraphs; None where that is not enough."""
+    which = max(range(len(prompt.messages)), key=lambda index: len(prompt.messages[index]["content"]))
+
+    def changed(content: str) -> Prompt:
+        turn: Message = {**prompt.messages[which], "content": content}
+        return replace(prompt, messages=(*prompt.messages[:which], turn, *prompt.messages[which + 1 :]))
+
+    content = cut_middle(
+        prompt.messages[which]["content"], lambda text: len(prompt_token_ids(tokenizer, changed(text))) <= room
+    )
+    return None if content is None else changed(content)

@@ -1,0 +1,302 @@
+"""From a prompt and its answers to rows of tokens."""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from tether.data.chat import has_template, prompt_text, prompt_token_ids, text_token_ids
+from tether.data.conversations import Answer
+from tether.data.prompts import shortened
+from tether.data.sampled import SampledIds, tokenizer_digest
+from tether.data.truncate import cut_end
+from tether.errors import DataError
+from tether.types import Message, Prompt
+
+
+class TooLongError(DataError):
+    """A row that is above the limit and cannot be cut."""
+
+    REASON = "too long for data.max_length"
+
+
+class Source(Protocol):
+    """What a report is about."""
+
+    @property
+    def name(self) -> str:
+        """Where the records are from."""
+        ...
+
+    @property
+    def dropped(self) -> Counter[str]:
+        """Why some were left out when they were read."""
+        ...
+
+
+@dataclass(frozen=True)
+class Row:
+    """One prompt with one answer, the end token included unless it was cut; the prompt is not trained on.
+
+    `trained` (T,) says which tokens are learned where that is not the answer alone.
+    """
+
+    tokens: Tensor  # (T,)
+    prompt_length: int
+    trained: Tensor | None = None
+
+    @property
+    def response_mask(self) -> Tensor:
+        """(T,) True on what is learned."""
+        return torch.arange(len(self.tokens)) >= self.prompt_length if self.trained is None else self.trained
+
+
+class RowEncoder:
+    """Turns a prompt and its answers into rows with the tokenizer's own chat template and a learned end token.
+
+    A row that is too long is cut at the end of a paragraph where `truncate` is set, and refused where it is not. Of
+    prompt and answer the longer is cut; where that does not help, the other. The answers to one prompt keep the same
+    prompt, for they were compared under it. An answer that was cut did not end there, so it gets no end token.
+    With `turns` all, the assistant's earlier turns in the prompt are learned as well.
+    """
+
+    def __init__(
+        self,
+        tokenizer: Any,
+        end_id: int,
+        max_length: int,
+        *,
+        truncate: bool = True,
+        overlong: Literal["drop", "error"] = "error",
+        turns: Literal["last", "all"] = "last",
+        notify: Callable[[str], None] | None = None,
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.end_id = end_id
+        self.max_length = max_length
+        self.truncate = truncate
+        self.overlong = overlong
+        self.turns = turns
+        self.notify = notify or _tell
+        self.cut: Counter[str] = Counter()  # how many prompts and answers were cut
+        self.dropped: Counter[str] = Counter()
+        self.encoded_again = 0  # records whose token ids belong to another tokenizer
+
+    def __call__(self, prompt: Prompt | tuple[Message, ...], answer: Answer, place: str, field: str) -> Row:
+        """The row, as the policy itself would have sampled it: the template's prompt, the answer, the end token."""
+        return self.rows(prompt, [answer], place, field)[0]
+
+    def rows(
+        self,
+        prompt: Prompt | tuple[Message, ...],
+        answers: Sequence[Answer],
+        place: str,
+        field: str,
+        ended: Sequence[bool] | None = None,
+        sampled: SampledIds | None = None,
+    ) -> list[Row]:
+        """A row for each answer to one prompt; one that had not `ended` by itself gets no end token.
+
+        Where `sampled` has the token ids of this tokenizer, the rows are those ids.
+        """
+        if sampled is not None and self.turns == "last" and self._can_read(sampled, place):
+            return [Row(torch.tensor([*sampled.prompt, *ids]), len(sampled.prompt)) for ids in sampled.answers]
+        prompt = prompt if isinstance(prompt, Prompt) else Prompt(place, prompt)
+        before = prompt_token_ids(self.tokenizer, prompt)
+        whole = ended or [True] * len(answers)
+        encoded = [self._answer(prompt, answer, end) for answer, end in zip(answers, whole, strict=True)]
+        longest = max(len(ids) for ids, _ in encoded)
+        if len(before) + longest > self.max_length:
+            shorter = self._shorten(prompt, before, answers, encoded) if self.truncate else None
+            if shorter is None:
+                repair = "no end of a paragraph fits: shorten it" if self.truncate else "shorten it, set data.truncate"
+                raise TooLongError(
+                    f"{place}: field {field!r} makes a row of {len(before) + longest} tokens, above data.max_length = "
+                    f"{self.max_length}: {repair}, set data.overlong to drop, or raise the limit"
+                )
+            prompt, encoded = shorter
+            before = prompt_token_ids(self.tokenizer, prompt)
+        asked = self._earlier_turns(prompt, before) if self.turns == "all" else [False] * len(before)
+        return [
+            Row(torch.tensor([*before, *ids]), len(before), _mask([*asked, *learned], len(before)))
+            for ids, learned in encoded
+        ]
+
+    def text(self, text: str, *, end: bool) -> list[Row]:
+        """The row of a plain text, none where it has no second token; one that is too long is cut and does not end."""
+        ids = text_token_ids(self.tokenizer, text)
+        if end and ids[-1:] != [self.end_id]:
+            ids = [*ids, self.end_id]
+        if len(ids) > self.max_length:
+            self.cut["text"] += 1
+        if len(ids) < 2:
+            self.dropped["texts of one token"] += 1
+            return []
+        return [Row(torch.tensor(ids[: self.max_length]), 1)]
+
+    def report(self, source: Source | str) -> None:
+        """Tell what was cut and dropped in a source, and begin to count anew."""
+        name, dropped = (source, Counter[str]()) if isinstance(source, str) else (source.name, source.dropped)
+        if self.encoded_again:
+            self.notify(
+                f"{name}: {self.encoded_again} records hold token ids of another tokenizer: their texts are encoded "
+                "with this one, so their tokens can differ from those that were sampled"
+            )
+            self.encoded_again = 0
+        paragraphs = {kind: number for kind, number in self.cut.items() if kind != "text"}
+        if paragraphs:
+            what = " and ".join(f"{number} {kind}{'s' * (number != 1)}" for kind, number in sorted(paragraphs.items()))
+            self.notify(f"{name}: {what} cut at the end of a paragraph, to fit data.max_length = {self.max_length}")
+        if number := self.cut["text"]:
+            self.notify(f"{name}: {number} text{'s' * (number != 1)} cut at data.max_length = {self.max_length} tokens")
+        for reason, number in (dropped + self.dropped).items():
+            self.notify(f"{name}: dropped {number}: {reason}")
+        self.cut.clear()
+        self.dropped.clear()
+
+    @cached_property
+    def digest(self) -> str:
+        """Of the tokenizer; computed where a record asks for it."""
+        return tokenizer_digest(self.tokenizer)
+
+    def _can_read(self, sampled: SampledIds, place: str) -> bool:
+        """Whether the ids are this tokenizer's own and fit; otherwise the texts are encoded, and cut where too long."""
+        if sampled.tokenizer != self.digest:
+            self.encoded_again += 1
+            return False
+        highest = max(max(ids) for ids in (sampled.prompt, *sampled.answers))
+        if highest >= len(self.tokenizer):
+            raise DataError(f"{place}: token id {highest} is not in the tokenizer, which has {len(self.tokenizer)}")
+        return len(sampled.prompt) + max(map(len, sampled.answers)) <= self.max_length
+
+    # -- answers ------------------------------------------------------------------------------------------------------
+
+    def _answer(self, prompt: Prompt, answer: Answer, ended: bool) -> tuple[list[int], list[bool]]:
+        """(ids, which of them are learned)."""
+        if isinstance(answer, tuple):
+            return self._turns(prompt, answer, ended)
+        ids = [*self._encode(answer), *([self.end_id] if ended else [])]
+        return ids, [True] * len(ids)
+
+    def _turns(self, prompt: Prompt, turns: tuple[Message, ...], ended: bool) -> tuple[list[int], list[bool]]:
+        """Turns of assistant and tools, as the template writes them after the prompt; the assistant's are learned."""
+        if not has_template(self.tokenizer):
+            raise DataError(f"{prompt.id}: an answer with tools or of several turns needs a model with a chat template")
+        start = prompt_text(self.tokenizer, prompt)
+        whole = replace(prompt, messages=(*prompt.messages, *turns))
+        text, spans = self._spans(whole, len(prompt.messages))
+        if not text.startswith(start):
+            raise DataError(_rewrites(prompt.id))
+        text = text.rstrip()
+        ids, learned = self._marked(text[len(start) :], [(a - len(start), b - len(start)) for a, b in spans])
+        if ended and ids[-1] != self.end_id:
+            ids, learned = [*ids, self.end_id], [*learned, True]
+        return ids, learned
+
+    def _earlier_turns(self, prompt: Prompt, before: list[int]) -> list[bool]:
+        """(prompt's length,) True on what the assistant said in it."""
+        if not any(turn["role"] == "assistant" for turn in prompt.messages):
+            return [False] * len(before)
+        text, spans = self._spans(prompt, 0, answered=False)
+        ids, learned = self._marked(text, spans)
+        first = len(before) - len(ids)  # BOS, where there is no template
+        if first < 0 or before[first:] != ids:
+            raise DataError(_rewrites(prompt.id))
+        return [False] * first + learned
+
+    def _spans(self, prompt: Prompt, first: int, *, answered: bool = True) -> tuple[str, list[tuple[int, int]]]:
+        """The conversation as text, and where in it the assistant's turns from message `first` on stand.
+
+        A turn is what the template writes between the beginning of an answer and the end of the turn, its end token
+        included and the blanks after it not.
+        """
+        text = prompt_text(self.tokenizer, prompt, answered=answered)
+        spans: list[tuple[int, int]] = []
+        for place, turn in enumerate(prompt.messages):
+            if turn["role"] != "assistant" or place < max(first, 1):
+                continue
+            begun = prompt_text(self.tokenizer, replace(prompt, messages=prompt.messages[:place]))
+            begun += "" if has_template(self.tokenizer) else "\n"
+            done = prompt_text(self.tokenizer, replace(prompt, messages=prompt.messages[: place + 1]), answered=True)
+            if not (done.startswith(begun) and text.startswith(done.rstrip())):
+                raise DataError(_rewrites(prompt.id))
+            spans.append((len(begun), len(done.rstrip())))
+        return text, spans
+
+    def _marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
+        """The ids of a text, and which of them stand in one of the spans."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            raise DataError(
+                "assistant turns can be told apart with a fast tokenizer only: set data.assistant_turns last"
+            )
+        found = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        learned = [
+            any(a <= start and end <= b and end > start for a, b in spans) for start, end in found["offset_mapping"]
+        ]
+        return list(found["input_ids"]), learned
+
+    # -- cutting ------------------------------------------------------------------------------------------------------
+
+    def _shorten(
+        self,
+        prompt: Prompt,
+        before: list[int],
+        answers: Sequence[Answer],
+        encoded: list[tuple[list[int], list[bool]]],
+    ) -> tuple[Prompt, list[tuple[list[int], list[bool]]]] | None:
+        """`(prompt, answers)` that fit, or None."""
+        longest = max(len(ids) for ids, _ in encoded)
+        for kind in ("answer", "prompt") if longest > len(before) else ("prompt", "answer"):
+            if kind == "prompt":
+                shorter = shortened(prompt, self.tokenizer, self.max_length - longest)
+                if shorter is not None:
+                    self.cut["prompt"] += 1
+                    return shorter, encoded
+            else:
+                room = self.max_length - len(before)
+                cut = [
+                    pair if len(pair[0]) <= room else self._shorten_answer(answer, room)
+                    for answer, pair in zip(answers, encoded, strict=True)
+                ]
+                fitting = [pair for pair in cut if pair is not None]
+                if len(fitting) == len(cut):
+                    self.cut["answer"] += sum(len(ids) > room for ids, _ in encoded)
+                    return prompt, fitting
+        return None
+
+    def _shorten_answer(self, answer: Answer, room: int) -> tuple[list[int], list[bool]] | None:
+        """The ids of the answer's beginning, without an end token."""
+        if isinstance(answer, tuple):
+            return None
+        text = cut_end(answer, lambda text: len(self._encode(text)) <= room)
+        if text is None:
+            return None
+        ids = self._encode(text)
+        return ids, [True] * len(ids)
+
+    def _encode(self, answer: str) -> list[int]:
+        return list(self.tokenizer.encode(answer, add_special_tokens=False))
+
+
+def _mask(learned: list[bool], prompt_length: int) -> Tensor | None:
+    """None where just the answer is learned."""
+    plain = not any(learned[:prompt_length]) and all(learned[prompt_length:])
+    return None if plain else torch.tensor(learned)
+
+
+def _rewrites(place: str) -> str:
+    return (
+        f"{place}: the model's chat template writes earlier turns differently once they are answered, so they cannot "
+        "be learned in place: set data.assistant_turns last, and give answers as text"
+    )
+
+
+def _tell(message: str) -> None:
+    print(f"tether: {message}", file=sys.stderr, flush=True)
