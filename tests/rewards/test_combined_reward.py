@@ -79,7 +79,11 @@ def test_a_function_of_rollouts_may_give_numbers_or_scores():
 
 
 @pytest.mark.parametrize(
-    ("name", "said"), [("too_few", "'function' gave 1 scores for 4"), ("broken", "'function' raised RuntimeError: oh")]
+    ("name", "said"),
+    [
+        ("too_few", "part 'function': .*:too_few gave 1 scores for 4 rollouts"),
+        ("broken", r"part 'function': .*:broken raised RuntimeError: oh \(.*, line \d+, in broken: raise RuntimeError"),
+    ],
 )
 def test_a_function_that_is_broken_ends_the_run(name: str, said: str):
     part = FunctionPart(kind="function", function=f"{__name__}:{name}")
@@ -96,7 +100,7 @@ def test_the_tasks_own_reward_alone_and_as_a_part():
     def own(rollouts):
         return [Score(3.0, {"right": 1.0})] * len(rollouts)
 
-    assert build_reward([], own=own, policy=None, seed=0) is own
+    assert list(build_reward([], own=own, policy=None, seed=0)(FOUR)) == own(FOUR)
     parts = [TaskPart(kind="task", weight=10.0), EndedPart(kind="ended")]
     [score] = build_reward(parts, own=own, policy=None, seed=0)(FOUR[:1])
     assert score.value == 31.0 and score.parts == {"task": 3.0, "task/right": 1.0, "ended": 1.0}

@@ -65,6 +65,28 @@ def test_what_fails_is_masked_with_its_reason(behave, said, requests):
     assert time.monotonic() - began < faults.LONGEST, "the deadline holds for the whole exchange"
 
 
+def test_requests_are_under_way_at_the_same_time_and_scores_keep_their_order():
+    most = threading.Semaphore(3)
+
+    def behave(request):
+        assert most.acquire(blocking=False), "more requests at once than concurrency allows"
+        time.sleep(0.2)
+        most.release()
+        if request.items[0]["id"] == "6":
+            faults.answer_400(request)
+        else:
+            request.score(*(float(item["completion"]) for item in request.items))
+
+    rollouts = [rollout_of(str(n)) for n in range(12)]
+    with FaultServer(behave) as server:
+        began = time.monotonic()
+        scores = remote(server.url, batch_size=1, concurrency=3)(rollouts)
+        took = time.monotonic() - began
+    assert [score.value for score in scores if score.valid] == [n for n in range(12) if n != 6]
+    assert scores[6].parts == {"failed/status_400": 1.0}
+    assert took < 1.8, "12 x 0.2 seconds, one after another, would be 2.4"
+
+
 def test_no_server_at_all():
     scores = remote("http://127.0.0.1:9/", retries=1)(ROLLOUTS)
     assert [list(score.parts) for score in scores] == [["failed/connection"]] * 4
@@ -99,7 +121,7 @@ def test_one_failed_batch_leaves_the_others():
 
 def test_the_request_is_the_protocol():
     with FaultServer(faults.Request.score) as server:
-        remote(server.url, batch_size=3)(ROLLOUTS)
+        remote(server.url, batch_size=3, concurrency=1)(ROLLOUTS)
         first, second = server.requests
     assert first.headers.startswith("POST /score HTTP/1.1") and "Authorization: Bearer secret" in first.headers
     assert [item["id"] for item in first.items + second.items] == ["0", "1", "2", "3"]

@@ -1,6 +1,7 @@
 """PPO against a reward server that misbehaves: below the limit the run goes on without what failed, above it exit 5."""
 
 import json
+from collections import Counter
 
 import fault_server as faults
 import pytest
@@ -70,8 +71,12 @@ def test_above_the_limit_the_run_ends_with_exit_code_5(capsys, tmp_path, reason:
 
 
 def test_a_server_that_recovers_costs_nothing_but_time(capsys, tmp_path):
+    tries: Counter[str] = Counter()
+
     def behave(request):
-        (faults.answer_500 if request.number % 2 == 0 else faults.Request.score)(request)
+        """Every request fails at first, whatever else is under way."""
+        tries[request.items[0]["id"]] += 1
+        (faults.answer_500 if tries[request.items[0]["id"]] % 2 else faults.Request.score)(request)
 
     code, steps = train(capsys, tmp_path, behave, limit=0.0, retries=1)
     assert code == 0 and [metrics["reward/remote/failed"] for metrics in steps] == [0.0, 0.0]

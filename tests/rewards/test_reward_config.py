@@ -43,10 +43,16 @@ def test_parts_from_a_file_and_over_it(tmp_path: Path):
     assert again == recipe, "the saved recipe is the recipe"
 
 
+@pytest.mark.parametrize("flag", ["ended", "{kind: ended}", "[{kind: ended}]"])
+def test_one_part_needs_no_brackets(flag: str):
+    [part] = load_recipe("ppo", None, ["--reward.parts", flag]).reward.parts
+    assert part.kind == "ended"
+
+
 @pytest.mark.parametrize(
     ("flag", "said"),
     [
-        ("{kind: ended}", "reward.parts in the flags: expected a list of mappings such as [{kind: ended}]"),
+        ("3", "reward.parts[0] in the flags: expected a mapping such as {kind: ended}, was given 3"),
         ("[ended]", "reward.parts[0] in the flags: expected a mapping such as {kind: ended}, was given 'ended'"),
         ("[{kind: ended}, {kind: endd}]", "reward.parts[1] in the flags: unknown kind endd: did you mean ended?"),
         ("[{name: a}]", "reward.parts[0] in the flags: say its kind, one of task, model"),

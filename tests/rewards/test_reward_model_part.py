@@ -73,12 +73,11 @@ def test_an_answer_beyond_the_context_is_not_scored(policy, saved):
     assert short.valid and not long.valid and long.parts == {"failed/too_long": 1.0}
 
 
-def test_another_vocabulary_is_refused(saved):
+def test_another_vocabulary_is_read_as_text(saved):
     tokenizer = tiny_tokenizer()
     tokenizer.add_tokens(["something"])
-    other = describe(tiny_model(0), tokenizer)
-    with pytest.raises(ConfigError, match="does not share the policy's vocabulary"):
-        RewardModelReward.load(part(saved), other)
+    reward = RewardModelReward.load(part(saved), describe(tiny_model(0), tokenizer))
+    assert reward.reads == "text" and "(vocabulary size 258, not 259)" in reward.notices[0]
 
 
 def test_what_is_no_reward_model_is_refused(policy, saved, tmp_path: Path):

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rollout_factory import rollout_of
 
-from tether.config.rewards import EndedPart, ExactPart, JSONPart, LengthPart, NumericPart, RegexPart
+from tether.config.rewards import EndedPart, ExactPart, JSONPart, LengthPart, MathPart, NumericPart, RegexPart
 from tether.rewards.extract import extract
 from tether.rewards.numerals import last_number, number, numerals
 from tether.rewards.rules import json_is_valid, rule_reward
@@ -110,7 +110,7 @@ def test_exact(settings: dict, completion: str, answer: str | None, expected: fl
         ("one thousand", "1000", 0.0),
         ("0.3333333333", "0.33333333", 1.0),
         ("0.33", "0.3333", 0.0),
-        ("1000000.5", "1000000", 1.0),
+        ("1000000.5", "1000000", 0.0),
         ("1000002", "1000000", 0.0),
         ("9" * 200, "7", 0.0),
         ("1e999999999", "7", 0.0),
@@ -170,3 +170,24 @@ def test_a_number_is_found_however_it_is_dressed(decimal):
     for written in (str(decimal), f"{decimal:,}", f"so it is {decimal:,}.", f"= {decimal}!"):
         assert last_number(written) == number(str(decimal)), written
     assert numerals(f"1 + 2 = {decimal}")[-1] == str(decimal)
+
+
+@pytest.mark.parametrize("extract_by", ["auto", "last_number", "marker", "last_line", "whole"])
+@pytest.mark.parametrize("answer", ["6,250", "$6,250", "6250", "$6250"])
+def test_exact_reads_numbers_alike_on_both_sides(extract_by: str, answer: str):
+    part = ExactPart(kind="exact", extract=extract_by)
+    assert value(part, "6,250" if extract_by == "whole" else "The answer is $6,250.", answer) == float(
+        extract_by != "last_line"
+    )
+    assert value(part, "answer: 6,251", answer) == 0.0
+
+
+def test_exact_keeps_leading_zeros_apart():
+    assert value(ExactPart(kind="exact"), "007", "7") == 0.0
+
+
+@pytest.mark.parametrize("part", [MathPart(kind="math"), NumericPart(kind="numeric")])
+@given(st.integers(-(10**40), 10**40), st.integers(1, 1000))
+def test_whole_numbers_compare_exactly(part, number: int, off: int):
+    assert value(part, str(number), str(number)) == 1.0
+    assert value(part, str(number + off), str(number)) == 0.0

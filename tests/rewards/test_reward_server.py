@@ -4,11 +4,13 @@ import http.client
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -21,6 +23,7 @@ from tether.errors import ConfigError
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import load_causal_lm
 from tether.models.sharing import Separate
+from tether.rate_limit import Rate, RateLimit
 from tether.rewards.remote import RemoteReward
 from tether.rewards.server import RewardServer
 from tether.rewards.service import RewardService, build_service
@@ -226,3 +229,43 @@ def test_the_welcome_shows_a_recipe_that_works(capsys, monkeypatch: pytest.Monke
     assert cli.main(["serve-reward", "ended", "--port", "0"]) == 0
     shown = capsys.readouterr().out
     assert "kept" not in shown and "token_env: TETHER_REWARD_TOKEN" in shown
+
+
+def test_under_429_a_right_token_looks_like_a_wrong_one():
+    with serving(build_service("ended")) as server:
+        server.strangers = RateLimit(Rate(0.001, 3))
+        assert {ask(server, b"x")[0] for _ in range(10)} == {400}, "right tokens take nothing away"
+        assert [ask(server, b"x", token=None)[0] for _ in range(5)] == [401] * 5, "no token is no guess"
+        assert [ask(server, b"x", token=f"guess {n}")[0] for n in range(4)] == [401, 401, 401, 429]
+        assert ask(server, b"x") == ask(server, b"x", token="guess") and ask(server, b"x")[0] == 429
+
+
+def test_half_open_connections_push_each_other_out():
+    with serving(build_service("ended")) as server:
+        server.max_connections = 8
+        held = []
+        for _ in range(60):
+            held.append(socket.create_connection(server.server_address[:2], timeout=5))
+            held[-1].sendall(b"POST /score HT")
+        for _ in range(3):
+            assert ask(server, b"", token=None, path="/health", method="GET")[0] == 200
+        assert threading.active_count() < 40
+        for one in held:
+            one.close()
+
+
+@pytest.mark.parametrize("first", [b"", b"POST /score HTTP/1.1\r\nX-A: "])
+def test_a_head_that_never_ends_is_hung_up_on(first):
+    with serving(build_service("ended")) as server:
+        server.header_seconds = 0.3
+        with socket.create_connection(server.server_address[:2], timeout=5) as connection:
+            connection.sendall(first)
+            started = time.monotonic()
+            with suppress(OSError):
+                while time.monotonic() - started < 3:
+                    connection.sendall(b"a" if first else b"")
+                    connection.settimeout(0.1)
+                    with suppress(TimeoutError):
+                        if not connection.recv(100):
+                            break
+            assert time.monotonic() - started < 2.5

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from importlib.util import find_spec
 from typing import Any
 
-from tether.config.rewards import FunctionPart, ModelPart, Part, RemotePart, TaskPart
+from tether.config.rewards import FunctionPart, MathVerifyPart, ModelPart, Part, RemotePart, TaskPart
 from tether.errors import ConfigError
 from tether.models.load import LoadedModel
 from tether.protocols import RewardFn
 from tether.rewards.combine import CombinedReward, WeightedReward, failed
+from tether.rewards.function import CALL_SECONDS, CodeReward, FunctionReward, in_limits
 from tether.rewards.model import LoadShared, RewardModelReward
 from tether.rewards.remote import RemoteReward, token_from
-from tether.rewards.resolve import resolve
 from tether.rewards.rules import rule_reward
 from tether.seeds import derive_seed
 from tether.types import Rollout, Score
@@ -26,21 +26,32 @@ def build_reward(
     policy: LoadedModel | None,
     seed: int,
     load_shared: LoadShared | None = None,
+    timeout: float = CALL_SECONDS,
 ) -> RewardFn:
     """The parts combined; where there are none, the task's own reward.
 
     `load_shared` loads a reward model onto the trunk that the run's roles share. Without a policy, as in a reward
-    server, a reward model reads texts by its own tokenizer.
+    server, a reward model reads texts by its own tokenizer. `timeout` is the most seconds that a call of Python code
+    in this process may take; 0: no limit.
     """
+    own = in_limits(own, "the task's reward", timeout)
     if not parts:
         return _present(own, "reward.parts is empty and there is no task: name at least one part")
     return CombinedReward(
-        tuple(WeightedReward(part.label, part.weight, _part(part, own, policy, seed, load_shared)) for part in parts)
+        tuple(
+            WeightedReward(part.label, part.weight, _part(part, own, policy, seed, load_shared, timeout))
+            for part in parts
+        )
     )
 
 
 def _part(
-    part: Any, own: RewardFn | None, policy: LoadedModel | None, seed: int, load_shared: LoadShared | None
+    part: Any,
+    own: RewardFn | None,
+    policy: LoadedModel | None,
+    seed: int,
+    load_shared: LoadShared | None,
+    timeout: float,
 ) -> RewardFn:
     match part:
         case TaskPart():
@@ -48,44 +59,41 @@ def _part(
         case ModelPart():
             return RewardModelReward.load(part, policy, load_shared)
         case FunctionPart():
-            return function_reward(part)
+            seed = derive_seed(seed, "reward", part.label)
+            return FunctionReward(part, field="reward.parts: function", seed=seed, limit=timeout)
+        case MathVerifyPart():
+            return math_verify_reward(part, seed=derive_seed(seed, "reward", part.label))
         case RemotePart():
             return RemoteReward(part, token=token_from(part.token_env), seed=derive_seed(seed, "reward", part.label))
         case _:
-            return rule_reward(part)
+            return CodeReward(rule_reward(part), f"kind {part.kind}", timeout, own=True)
 
 
-def function_reward(part: FunctionPart) -> RewardFn:
-    """A user's function as a reward.
+def math_verify_reward(part: MathVerifyPart, *, seed: int) -> RewardFn:
+    """1 or 0 from worker processes; an answer that takes too long, and a prompt without an answer, is not scored."""
+    if find_spec("math_verify") is None:
+        raise ConfigError(
+            "reward.parts: kind math_verify needs the package math-verify, which is not installed: "
+            "pip install 'tether-rl[math]'"
+        )
+    compare = FunctionReward(
+        FunctionPart(
+            kind="function",
+            function="tether.rewards.math_verified:compare_by_math_verify",
+            takes="text",
+            timeout_seconds=part.timeout_seconds,
+            workers=part.workers,
+        ),
+        field="reward.parts: math_verify",
+        seed=seed,
+    )
 
-    One that takes text and raises, or gives no number, has failed for that rollout alone. One that takes rollouts may
-    give numbers or Scores; where it raises, nothing is scored and the run ends.
-    """
-    function: Callable[..., Any] = resolve(part.function, "reward.parts: function")
-    if part.takes == "rollouts":
-        return lambda rollouts: [value if isinstance(value, Score) else _score(value) for value in function(rollouts)]
+    def reward(rollouts: Sequence[Rollout]) -> list[Score]:
+        answered = [rollout for rollout in rollouts if rollout.prompt.answer is not None]
+        scores = iter(compare(answered))
+        return [failed("no_answer") if rollout.prompt.answer is None else next(scores) for rollout in rollouts]
 
-    def score(rollout: Rollout) -> Score:
-        try:
-            prompt = rollout.prompt
-            return _score(function(prompt.messages[-1]["content"], rollout.completion, prompt.answer))
-        except Exception as error:
-            return failed(type(error).__name__)
-
-    return lambda rollouts: [score(rollout) for rollout in rollouts]
-
-
-def _score(value: Any) -> Score:
-    """A number as a score; anything that is none, and None itself, is a failure."""
-    if value is None:
-        return failed("none")
-    if isinstance(value, (str, bytes)):
-        return failed("not_a_number")
-    try:
-        number = float(value)
-    except (TypeError, ValueError):
-        return failed("not_a_number")
-    return Score(number) if math.isfinite(number) else failed("not_finite")
+    return reward
 
 
 def _present(thing: Any, otherwise: str) -> Any:

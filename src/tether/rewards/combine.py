@@ -1,7 +1,8 @@
 """Several rewards as one: a weighted sum that keeps each part's own value, and each failure's reason, in view.
 
 In `Score.parts` a part that scored has its raw value under its name; a part that failed has no value, but
-`NAME/failed/REASON: 1`. So what is logged is a function of the scores alone.
+`NAME/failed/REASON: 1`, and one that does not apply to a rollout has `NAME/not_applicable: 1`. So what is logged is a
+function of the scores alone.
 """
 
 from __future__ import annotations
@@ -12,16 +13,22 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from tether.errors import DataError
+from tether.errors import DataError, TetherError
 from tether.protocols import RewardFn
-from tether.types import Rollout, Score
+from tether.rewards.calling import NOT_APPLICABLE
+from tether.rewards.explain import explain
+from tether.types import Prompt, Rollout, Score
+from tether.user_code import is_its_own
 
 FAILED = "failed"
 
 
-def failed(reason: str) -> Score:
-    """The score of a rollout that could not be scored: masked out and counted by its reason, never read as zero."""
-    return Score(math.nan, {f"{FAILED}/{reason}": 1.0}, valid=False)
+def failed(reason: str, error: str = "") -> Score:
+    """The score of a rollout that could not be scored: masked out and counted by its reason, never read as zero.
+
+    `error` says more, in one line, to people.
+    """
+    return Score(math.nan, {f"{FAILED}/{reason}": 1.0}, valid=False, error=error)
 
 
 class WeightedReward(NamedTuple):
@@ -34,9 +41,22 @@ class WeightedReward(NamedTuple):
 
 @dataclass(frozen=True)
 class CombinedReward:
-    """The weighted sum of its parts. A rollout that any part failed to score has no valid score."""
+    """The weighted sum of its parts. A rollout that any part failed to score has no valid score.
+
+    A part that does not apply to a rollout adds nothing to its sum; one to which no part applies has no valid score.
+    """
 
     parts: tuple[WeightedReward, ...]
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What the parts have to tell the user."""
+        return tuple(notice for part in self.parts for notice in getattr(part.reward, "notices", ()))
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise where a part cannot score the answers to these prompts."""
+        for part in self.parts:
+            check_reward(part.reward, prompts)
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score for each rollout; each part sees the whole batch."""
@@ -45,45 +65,70 @@ class CombinedReward:
 
     def _column(self, part: WeightedReward, rollouts: Sequence[Rollout]) -> list[Score]:
         try:
-            scores = list(part.reward(rollouts))
-        except Exception as error:
-            raise DataError(f"part {part.name!r} raised {type(error).__name__}: {error}") from error
+            scores = list(part.reward(list(rollouts)))  # a list of its own, to sort as it likes
+        except TetherError as error:
+            raise type(error)(f"part {part.name!r}: {error}") from error
+        except BaseException as error:
+            if not is_its_own(error):
+                raise
+            raise DataError(f"part {part.name!r} raised {explain(error)}") from error
         if len(scores) != len(rollouts):
             raise DataError(f"part {part.name!r} gave {len(scores)} scores for {len(rollouts)} rollouts")
         return scores
 
     def _combine(self, scores: Sequence[Score]) -> Score:
-        total, values, valid = 0.0, dict[str, float](), True
+        total, values, errors, valid, applies = 0.0, dict[str, float](), list[str](), True, False
         for part, score in zip(self.parts, scores, strict=True):
             if score.valid and not math.isfinite(score.value):
                 score = failed("not_finite")
+            if f"{FAILED}/{NOT_APPLICABLE}" in score.parts:
+                values[f"{part.name}/{NOT_APPLICABLE}"] = 1.0
+                continue
+            applies = True
             values |= {f"{part.name}/{name}": value for name, value in score.parts.items()}
             if score.valid:
                 values[part.name] = score.value
                 total += part.weight * score.value
             elif not any(name.startswith(f"{FAILED}/") for name in score.parts):
                 values[f"{part.name}/{FAILED}/invalid"] = 1.0
+            if score.error:
+                errors.append(f"{part.name}: {score.error}")
             valid = valid and score.valid
-        return Score(total if valid else math.nan, values, valid)
+        if not applies:
+            values[f"{FAILED}/{NOT_APPLICABLE}"] = 1.0
+            valid = False
+        return Score(total if valid else math.nan, values, valid, "; ".join(errors))
+
+
+def check_reward(reward: RewardFn, prompts: Sequence[Prompt]) -> None:
+    """Raise where a reward can tell beforehand that it cannot score the answers to these prompts."""
+    check = getattr(reward, "check", None)
+    if callable(check):
+        check(prompts)
 
 
 def part_metrics(scores: Sequence[Score]) -> dict[str, float]:
     """`reward/NAME`, the mean over the rollouts that the part scored; `reward/NAME/failed`, how many it did not.
 
-    Failures are counted by reason as well, as `reward/NAME/failed/REASON`.
+    Failures are counted by reason as well, as `reward/NAME/failed/REASON`; `reward/NAME/not_applicable` is how many
+    rollouts the part says it is not for.
     """
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
     failures: Counter[str] = Counter()
+    skipped: Counter[str] = Counter()
     for score in scores:
         for name, value in score.parts.items():
             if FAILED in name.split("/"):
                 failures[name] += 1
+            elif name.endswith(f"/{NOT_APPLICABLE}"):
+                skipped[name] += 1
             elif math.isfinite(value):
                 sums[name] += value  # pyright: ignore[reportArgumentType] (a Counter of floats)
                 counts[name] += 1
     metrics = {f"reward/{name}": sums[name] / counts[name] for name in counts}
     metrics |= {f"reward/{name}/{FAILED}": 0.0 for name in counts if "/" not in name}
+    metrics |= {f"reward/{name}": float(number) for name, number in skipped.items()}
     for name, number in failures.items():
         part, _, _ = f"/{name}".rpartition(f"/{FAILED}")
         metrics[f"reward/{name}"] = float(number)
@@ -100,3 +145,9 @@ def failure_reasons(scores: Sequence[Score]) -> str:
                 part = "/".join(steps[: steps.index(FAILED)])
                 reasons[f"{part}: {steps[-1]}" if part else steps[-1]] += 1
     return ", ".join(f"{reason} ({number})" for reason, number in reasons.most_common(5))
+
+
+def failure_errors(scores: Sequence[Score], most: int = 3) -> list[str]:
+    """What went wrong, in the rewards' own words and how often; the most frequent first."""
+    errors = Counter(score.error for score in scores if not score.usable and score.error)
+    return [f"{error} ({number} of {len(scores)})" for error, number in errors.most_common(most)]

@@ -1,63 +1,80 @@
-"""Whether two answers to a mathematical question are the same: numbers, fractions, percentages and simple LaTeX.
+"""Whether two answers to a mathematical question are the same.
 
-Nothing is computed from what the model wrote: `2+2` is not 4 and `14/2` is not 7, for otherwise repeating the question
-would be an answer to it. A fraction counts in lowest terms only. No text makes these functions raise.
+`math_correct` finds the final answer of a completion; `same_answer` compares two answers. What is compared by value and
+what as text is in `math_terms`, units are in `units`. No text makes these functions raise, and none is evaluated.
 """
 
 from __future__ import annotations
 
-import math
 import re
 from fractions import Fraction
 
 from tether.rewards.extract import boxed, first_sentence, last_line, marked
-from tether.rewards.numerals import DASHES, NUMERAL, close, number
+from tether.rewards.math_terms import Group, Quantity, parse_quantity, parse_term, same_term, without_name
+from tether.rewards.numerals import DASHES, NUMERAL, close
+from tether.rewards.units import known_unit, split_unit
 
-_SPACING = re.compile(r"\\[,;:! ]|\\q?quad\b|\\displaystyle\b|\\left\b|\\right\b|[$~]|\\[()\[\]]")
-_TEXT = re.compile(r"\\(?:text|textbf|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
+MAX_CHARACTERS = 2_000  # a longer answer is no answer
+
+_SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad\b|\\displaystyle\b|\\left\b|\\right\b|[$~]|\\[()\[\]]")
+_TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
 _FRACTION_NAME = re.compile(r"\\[dtc]frac(?![A-Za-z])")
-_BARE_FRACTION = re.compile(r"\\frac\s*([0-9])\s*([0-9])")
-_ASSIGNMENT = re.compile(r"[A-Za-z](?:_\{?\w+\}?)?\s*=\s*([^=]+)")
-_UNIT = re.compile(
-    r"(?P<number>.*[0-9}])\s*(?:\^\{?\\circ\}?|°|(?<=\s)[A-Za-z]{2,}(?:[ /][A-Za-z]+)*\.?\s?(?:\^\{?[23]\}?)?)"
+_SYMBOLS = str.maketrans(
+    {"π": "\\pi ", "∞": "\\infty ", "√": "\\sqrt ", "×": "\\times ", "·": "\\cdot ", "∪": "\\cup ", "∈": "\\in "}
 )
-_FRACTION = re.compile(r"(-?)(?:([0-9]+)(?: |(?=\\)))?(?:\\frac\{(-?[0-9]+)\}\{([0-9]+)\}|(-?[0-9]+)/([0-9]+))")
-_POWER = re.compile(r"(-?[0-9.]+)(?:\\times|\\cdot|×|\*)10\^\{?(-?[0-9]{1,3})\}?")
-_ANY_NUMBER = re.compile(rf"-?\\frac\{{-?[0-9]+\}}\{{[0-9]+\}}|-?[0-9]+/[0-9]+|(?:{NUMERAL.pattern})\s*(?:\\?%)?")
-_MOST_CHARACTERS = 2_000  # a longer answer is no answer
+_PLAIN_NAMES = re.compile(r"(?<![A-Za-z\\])(pi|infinity|infty)(?![A-Za-z])")
+_PLAIN_ROOT = re.compile(r"(?<![A-Za-z])(?:\\sqrt\s*|sqrt)\(([^()]*)\)")
+_BOLD = re.compile(r"(?<![\w*)])(\*\*|__)(?=\S)([^*_\n]+?)(?<=\S)\1(?![\w*])")
+_ITALIC = re.compile(r"(?<![\w*)\\}])([*`])(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w*])")
+_PROSE_WORD = re.compile(r"(?<![a-z\\\\{])[a-z]{2,}")
+MAX_COMMANDS = 50  # fractions in one answer: each is looked for to the answer's end
+_UNIT_BEHIND = re.compile(r"\s?(?:(?:square|cubic|sq)\s)?[A-Za-z]+(?:(?:/|\sper\s)[A-Za-z]+)?(?:\^\{?[23]\}?)?")
+_MATHS = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
+_ROOT_OR_PI = r"(?:\\sqrt\{[0-9]+\}\s*(?:\\pi(?![A-Za-z]))?|\\pi(?![A-Za-z]))"
+_ANY_NUMBER = re.compile(
+    rf"-?\\frac\{{[^{{}}]*(?:\{{[^{{}}]*\}})?[^{{}}]*\}}\{{[^{{}}]*(?:\{{[^{{}}]*\}})?[^{{}}]*\}}(?:\s*{_ROOT_OR_PI})?"
+    rf"|-?[0-9]+/[0-9]+|(?:{NUMERAL.pattern})(?:\s*(?:\\?%|{_ROOT_OR_PI}))?|-?{_ROOT_OR_PI}"
+)
 
 
 def math_correct(completion: str, reference: str, tolerance: float) -> bool:
     """Whether the completion's final answer is the reference's.
 
     The final answer is the last `\\boxed{...}`; else what follows the last "answer:" or "answer is"; else the last
-    line. Without a box, a sentence around a number or a fraction is read for the last one in it.
+    line. Without a box, a sentence is read for the mathematics that it ends with: what stands between its last dollar
+    signs, or its last number, fraction, root or multiple of pi.
     """
+    whole, within = final_answers(completion)
+    return any(candidate is not None and same_answer(candidate, reference, tolerance) for candidate in (whole, within))
+
+
+def final_answers(completion: str) -> tuple[str | None, str | None]:
+    """The final answer as it stands, and the mathematics within it where it is a sentence."""
     if (answer := boxed(completion)) is not None:
-        return same_answer(answer, reference, tolerance)
+        return answer, None
     after_marker = marked(completion)
     answer = after_marker or last_line(completion)
     if answer is None:
-        return False
-    if same_answer(answer, reference, tolerance):
-        return True
-    found = _last_number(normalise(first_sentence(answer) if after_marker else answer))
-    return found is not None and same_answer(found, reference, tolerance)
+        return None, None
+    answer = without_emphasis(answer[:MAX_CHARACTERS])
+    if not _is_prose(answer) and isinstance(parse_term(normalise(answer)), Quantity | Group):
+        return answer, _right_side(answer)
+    return answer, _mathematics_in(first_sentence(answer) if after_marker else answer)
 
 
 def same_answer(answer: str, reference: str, tolerance: float) -> bool:
-    """Whether both say the same number, or the same text when white space, case and LaTeX's decoration are put aside.
+    """Whether both say the same value, or the same text when white space, case and LaTeX's decoration are put aside.
 
-    `50%` is the number 0.5, and also matches a bare 50, for questions that ask for a percentage.
+    `50%` is the number 0.5, and also matches a bare 50, for questions that ask for a percentage. A unit on one side
+    alone is passed over; `5 m` is not `5 cm`.
     """
-    ours, theirs = normalise(answer), normalise(reference)
-    if _plain(ours) == _plain(theirs):
-        return bool(ours)
-    if (parts := _members(ours)) and (others := _members(theirs)):
-        same_brackets = (ours[0], ours[-1], len(parts)) == (theirs[0], theirs[-1], len(others))
-        return same_brackets and all(same_answer(*pair, tolerance) for pair in zip(parts, others, strict=True))
+    (ours, unit), (theirs, wanted_unit) = (_without_unit(_plain_text(text)) for text in (answer, reference))
+    if not ours or (unit and wanted_unit and unit != wanted_unit):
+        return False
+    if same_term(parse_term(ours), parse_term(theirs), tolerance):
+        return True
     (value, percent), (wanted, wanted_percent) = value_of(ours), value_of(theirs)
-    if value is None or wanted is None:
+    if value is None or wanted is None or not (percent or wanted_percent):
         return False
     scale = Fraction(1, 100)
     exact = close(value * (scale if percent else 1), wanted * (scale if wanted_percent else 1), tolerance)
@@ -65,60 +82,104 @@ def same_answer(answer: str, reference: str, tolerance: float) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Without LaTeX's spacing and dollar signs, units and a leading `x =`; fractions as `\\frac{a}{b}`."""
-    text = text[:_MOST_CHARACTERS].translate(DASHES).replace("{,}", ",").replace("\\$", "").replace("\\!", "")
-    text = _TEXT.sub(r" \1 ", _SPACING.sub(" ", text))
-    text = _BARE_FRACTION.sub(r"\\frac{\1}{\2}", _FRACTION_NAME.sub(r"\\frac", text))
-    text = re.sub(r"\s*([{}])\s*", r"\1", " ".join(text.split())).strip(" .,;:*_`")
-    if assignment := _ASSIGNMENT.fullmatch(text):
-        text = assignment[1].strip()
-    if unit := _UNIT.fullmatch(text):
-        text = unit["number"].strip()
-    return text
+    """Without LaTeX's spacing and dollar signs, markdown, units and a leading `x =`; arguments of LaTeX in braces."""
+    return _without_unit(_plain_text(text))[0]
 
 
 def value_of(text: str) -> tuple[Fraction | None, bool]:
-    """The value of a normalised text that is one number, fraction or `a \\times 10^n`; and whether it had a percent."""
+    """The value of a normalised text that is one rational number; and whether it had a percent sign."""
     bare = re.sub(r"\s*\\?%$", "", text)
-    percent = bare != text
-    squeezed = bare.replace(" ", "")
-    if power := _POWER.fullmatch(squeezed):
-        value = number(f"{power[1]}e{power[2]}")
-    else:
-        value = number(bare) if number(bare) is not None else _fraction(bare)
-    return value, percent
+    quantity = parse_quantity(bare)
+    rational = quantity is not None and (quantity.radicand, quantity.power) == (1, 0)
+    return quantity.value if quantity is not None and rational else None, bare != text
 
 
-def _fraction(text: str) -> Fraction | None:
-    """`-3/4`, `\\frac{3}{4}`, `1\\frac{3}{4}` or `1 3/4`; None unless in lowest terms, with a whole part or without."""
-    match = _FRACTION.fullmatch(text)
-    if match is None or len(text) > 100:
-        return None
-    sign, whole, top, bottom = match[1], int(match[2] or 0), int(match[3] or match[5]), int(match[4] or match[6])
-    if bottom < 2 or math.gcd(top, bottom) != 1 or (match[2] and not 0 < top < bottom):
-        return None
-    return (whole + Fraction(top, bottom)) * (-1 if sign else 1)
+def without_emphasis(text: str) -> str:
+    """Without markdown's `**bold**`, `*italic*` and backticks; `2*3*4` and `2**3` stay."""
+    return _ITALIC.sub(r"\2", _BOLD.sub(r"\2", text))
+
+
+def _plain_text(text: str) -> str:
+    text = without_emphasis(text[:MAX_CHARACTERS].strip()).translate(DASHES).translate(_SYMBOLS)
+    text = text.replace("{,}", ",").replace("\\$", "").replace("\\!", "")
+    text = _TEXT.sub(r" \1 ", _SPACING.sub(" ", text))
+    text = _PLAIN_NAMES.sub(lambda found: "\\pi" if found[1] == "pi" else "\\infty", text)
+    text = _FRACTION_NAME.sub(r"\\frac", _PLAIN_ROOT.sub(r"\\sqrt{\1}", text))
+    text = _with_braces(_with_braces(text, "\\frac", 2), "\\sqrt", 1)
+    text = re.sub(r"\s*([{}])\s*", r"\1", " ".join(text.split()))
+    return without_name(text.strip(" .,;:*_`").strip())
+
+
+def _without_unit(text: str) -> tuple[str, str | None]:
+    text, unit = split_unit(text)
+    return text.strip(" ,"), unit
+
+
+def _with_braces(text: str, command: str, count: int) -> str:
+    r"""`\frac12`, `\frac{1}3` and `\sqrt5` with each of the command's arguments in braces."""
+    if not 0 < text.count(command) <= MAX_COMMANDS:
+        return text
+    pieces, place = [], 0
+    for found in re.finditer(re.escape(command) + r"(?![A-Za-z])", text):
+        if found.start() < place:
+            continue
+        pieces.append(text[place : found.end()])
+        place = found.end()
+        for _ in range(count):
+            argument, place = _argument(text, place)
+            pieces.append(argument)
+    return "".join(pieces) + text[place:]
+
+
+def _argument(text: str, place: int) -> tuple[str, int]:
+    """The argument of a LaTeX command that begins at `place`, in braces, and where it ends; as it is where unclear."""
+    start = place + len(text[place:]) - len(text[place:].lstrip())
+    if text[start : start + 1] != "{":
+        token = re.compile(r"[0-9A-Za-z]|\\[A-Za-z]+").match(text, start)
+        return (f"{{{token[0]}}}", token.end()) if token else ("", place)
+    depth = 0
+    for end in range(start, len(text)):
+        depth += (text[end] == "{") - (text[end] == "}")
+        if depth == 0:
+            inner = text[start + 1 : end]
+            nested = _with_braces(_with_braces(inner, "\\frac", 2), "\\sqrt", 1) if len(inner) < 200 else inner
+            return f"{{{nested}}}", end + 1
+    return "", place
+
+
+# -- sentences ----------------------------------------------------------------------------------------------------
+
+
+def _is_prose(text: str) -> bool:
+    """Whether there are words beside `and` and `or`; what LaTeX calls by name is none."""
+    return bool(set(_PROSE_WORD.findall(text.lower())) - {"and", "or"})
+
+
+def _mathematics_in(sentence: str) -> str | None:
+    """The mathematics that a sentence ends with."""
+    formulas = list(_MATHS.finditer(sentence))
+    last = formulas[-1] if formulas else None
+    if last is not None and not any(character.isdigit() for character in sentence[last.end() :]):
+        formula = next(group for group in last.groups() if group is not None)
+        return _right_side(formula) or formula
+    return _last_number(_plain_text(sentence))
+
+
+def _right_side(text: str) -> str | None:
+    """What stands after the last equals sign: 7 in `3 + 4 = 7`."""
+    left, sign, right = text.rpartition("=")
+    return right.strip() if sign and left.strip() and right.strip() and left[-1:] not in "<>!" else None
 
 
 def _last_number(text: str) -> str | None:
-    """The last number or fraction of a sentence, unless it is part of a larger expression: `2 + 3`, `5x`, `x^2`."""
+    """The last value of a sentence, unless it is part of a larger expression or one of two: `2 + 3`, `5x`, `7 or 8`."""
     matches = list(_ANY_NUMBER.finditer(text))
     if not matches:
         return None
     before, after = text[: matches[-1].start()].rstrip(), text[matches[-1].end() :]
+    behind = _UNIT_BEHIND.match(after)
+    unit = behind[0] if behind and known_unit(behind[0]) else ""
+    after = after[len(unit) :] if len(unit) > 1 else after
     in_expression = re.search(r"[-+*/^_×÷·{(]$|\\[a-z]+$", before) or re.match(r"[A-Za-z^({\\]|\s*[-+*/×÷·]", after)
-    return None if in_expression else matches[-1].group().strip()
-
-
-def _members(text: str) -> list[str]:
-    """The members of `(a, b)`, `[a, b]` or `\\{a, b\\}`; none where there are no brackets or no comma."""
-    if len(text) < 3 or text[0] not in "([" or text[-1] not in ")]":
-        return []
-    parts = [part.strip() for part in text[1:-1].split(",")]
-    flat = all(part and not set(part) & set("()[]") for part in parts)
-    return parts if flat and 1 < len(parts) <= 16 else []
-
-
-def _plain(text: str) -> str:
-    squeezed = "".join(text.split()).casefold().rstrip(".")
-    return squeezed[1:-1] if re.fullmatch(r"\([a-z]\)", squeezed) else squeezed
+    one_of_two = re.search(r"[0-9}]\s*(?:,|,?\s(?:or|and)(?:\s(?:maybe|perhaps|possibly))?)$", before)
+    return None if in_expression or one_of_two else matches[-1].group().strip() + unit

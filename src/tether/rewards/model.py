@@ -1,68 +1,130 @@
-"""A reward model's score of each rollout, read at its last real token."""
+"""A reward model's score of each rollout, read at its last real token.
+
+A model with the policy's tokenizer reads the very tokens that were sampled. One with another tokenizer reads the answer
+as text: the conversation is rendered anew with its own chat template and tokenizer.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
-from torch import Tensor
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import Tensor, nn
+from transformers import PreTrainedModel
 
 from tether.config.rewards import ModelPart
+from tether.data.chat import prompt_token_ids
 from tether.data.collate import attention_mask, pad_right
-from tether.errors import ConfigError
+from tether.errors import ConfigError, DataError
 from tether.learner.batching import micro_batches
-from tether.models.heads import ScalarModel
-from tether.models.load import NO_LIMIT, LoadedModel, check_same_vocabulary, choose_pad_id, embedding_count
+from tether.models.chat_template import render
+from tether.models.classifier import ClassifierModel, RewardModel, load_reward_model, reward_model_folder
+from tether.models.ends import Ends, find_ends
+from tether.models.heads import BIAS_FILE, ScalarModel
+from tether.models.load import NO_LIMIT, LoadedModel, choose_pad_id, embedding_count
 from tether.models.lora import CONFIG
 from tether.models.roles import onto
-from tether.rewards.combine import failed
+from tether.models.tokenizers import load_tokenizer, tokenizer_difference
+from tether.protocols import RewardFn
+from tether.rewards.combine import CombinedReward, failed
+from tether.runs.find import find_model
+from tether.seal import check_saved
 from tether.travel import brought
-from tether.types import Rollout, Score, Sequences
+from tether.types import Message, Prompt, Rollout, Score, Sequences
 
 LoadShared = Callable[[Path, str], ScalarModel]
 
 
 @dataclass(frozen=True)
 class RewardModelReward:
-    """Scores the very tokens that the policy sampled, without gradients, in micro-batches of so many tokens.
+    """Scores answers without gradients, in micro-batches of so many tokens.
 
     A rollout that is longer than the model's context is not scored, rather than scored in part.
     """
 
-    model: ScalarModel
+    model: RewardModel
     vocabulary: LoadedModel  # its trunk and its tokenizer
     micro_tokens: int
+    reads: Literal["tokens", "text"] = "tokens"
+    trained_here: bool = True  # by `tether train reward`, which ends an answer with the end token alone
+    notices: tuple[str, ...] = ()
 
     @classmethod
     def load(
         cls, part: ModelPart, policy: LoadedModel | None, load_shared: LoadShared | None = None
     ) -> RewardModelReward:
-        """The saved model of a recipe's part; it must share the policy's vocabulary, for it reads the same ids."""
-        folder = Path(part.path).expanduser()
+        """The model of a recipe's part. Without a policy, as in a reward server, it reads text."""
+        folder = reward_model_folder(find_model(part.path))
         if part.shared:
-            if load_shared is None:
-                raise ConfigError(f"{part.path}: shared: true needs a run whose roles it can share a trunk with")
-            model = load_shared(folder, "reward")
+            model: RewardModel = _load_shared(part, folder, policy, load_shared)
         elif (folder / CONFIG).is_file():
             raise ConfigError(f"{part.path} holds adapters: set shared: true, in a run with roles.mode adapters")
         else:
             device = policy.model.device if policy is not None and part.device == "auto" else part.device
-            model = ScalarModel.load(folder, part.dtype, device)
-        vocabulary = load_vocabulary(folder, model.requires_grad_(False).trunk.model)
-        if policy is not None:
-            check_same_vocabulary(policy, vocabulary, f"reward model {part.path}")
-        return cls(model, vocabulary, part.micro_tokens)
+            model = load_reward_model(folder, part.dtype, device)
+        inner = model.trunk.model if isinstance(model, ScalarModel) else model.model
+        vocabulary = load_vocabulary(folder, inner)
+        check_saved(folder)
+        model.requires_grad_(False)
+        reward = cls(model, vocabulary, part.micro_tokens, "text", (folder / BIAS_FILE).is_file())
+        if policy is None:
+            return reward
+        difference = tokenizer_difference(policy.tokenizer, vocabulary.tokenizer)
+        if difference is None and isinstance(model, ScalarModel):
+            notice = f"Reward model {part.path} has the policy's tokenizer: it reads the sampled tokens."
+            return dataclasses.replace(reward, reads="tokens", notices=(notice,))
+        why = difference or "its head is not at the last token"
+        notice = (
+            f"Reward model {part.path} has another tokenizer than the policy ({why}): it reads the answers as text, in "
+            "its own chat template."
+        )
+        return dataclasses.replace(reward, notices=(notice,))
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score for each rollout."""
-        most = self.vocabulary.context_length
-        rows = [rollout.token_ids for rollout in rollouts]
-        values = iter(self.values([row for row in rows if len(row) <= most]))
-        return [Score(next(values)) if len(row) <= most else failed("too_long") for row in rows]
+        rows = [self._row(rollout) for rollout in rollouts]
+        values = iter(self.values([row for row in rows if isinstance(row, Tensor)]))
+        return [Score(next(values)) if isinstance(row, Tensor) else row for row in rows]
+
+    def _row(self, rollout: Rollout) -> Tensor | Score:
+        """The tokens that are scored, or why there are none."""
+        row = rollout.token_ids
+        if self.reads == "text":
+            try:
+                row = torch.tensor(self.encode(rollout.prompt, rollout.completion, ended=rollout.finish == "stop"))
+            except DataError as error:
+                return failed("not_rendered", str(error))
+            if int(row.max()) >= embedding_count(self.vocabulary.model):
+                return failed("unknown_token", "the reward model has no embedding for a token of this answer")
+        return row if len(row) <= self.vocabulary.context_length else failed("too_long")
+
+    def encode(self, prompt: Prompt, completion: str, *, ended: bool) -> list[int]:
+        """An answer to a prompt as the model's own tokens; what was cut off has no end token.
+
+        A model of another maker was trained on whole conversations in its chat template, whatever that puts after the
+        answer's end token.
+        """
+        tokenizer: Any = self.vocabulary.tokenizer
+        template = getattr(tokenizer, "chat_template", None)
+        try:
+            if isinstance(self.model, ClassifierModel) and not template:
+                question = "\n".join(message["content"] for message in prompt.messages)
+                return list(tokenizer(question, completion)["input_ids"])
+            if template and ended and not self.trained_here:
+                turns = [*prompt.messages, Message(role="assistant", content=completion)]
+                whole = render(tokenizer, [dict(turn) for turn in turns], tokenize=True)
+                return list(whole)
+            after = tokenizer.encode(completion, add_special_tokens=False)
+            return prompt_token_ids(tokenizer, prompt) + after + ([self.vocabulary.end_id] if ended else [])
+        except DataError:
+            raise
+        except Exception as error:  # templates refuse roles and orders of turns with exceptions of their own
+            reason = " ".join(str(error).split())
+            raise DataError(f"the reward model's chat template refuses prompt {prompt.id!r}: {reason}") from error
 
     @torch.no_grad()
     def values(self, rows: Sequence[Tensor]) -> list[float]:
@@ -72,7 +134,7 @@ class RewardModelReward:
         mask = attention_mask(rows)
         batch = Sequences(tokens=pad_right(rows, self.vocabulary.pad_id), attention_mask=mask, response_mask=mask)
         scores = torch.zeros(len(rows))
-        device = self.model.head.weight.device
+        device = next(self.model.parameters()).device
         found: list[tuple[Tensor, Tensor]] = []
         for places in micro_batches(batch, self.micro_tokens):
             found.append((places, self.model(onto(batch.select(places).trimmed(), device)).scores.float()))
@@ -81,18 +143,47 @@ class RewardModelReward:
         return scores.tolist()
 
 
+def _load_shared(
+    part: ModelPart, folder: Path, policy: LoadedModel | None, load_shared: LoadShared | None
+) -> ScalarModel:
+    if load_shared is None or policy is None:
+        raise ConfigError(f"{part.path}: shared: true needs a run whose roles it can share a trunk with")
+    difference = tokenizer_difference(policy.tokenizer, load_tokenizer(folder))
+    if difference is not None:
+        raise ConfigError(
+            f"reward model {part.path} has another tokenizer than the policy ({difference}), and shared: true runs it "
+            "on the policy's own trunk: set shared: false"
+        )
+    return load_shared(folder, "reward")
+
+
+def reading_text(reward: RewardFn) -> RewardFn:
+    """The reward with every reward model reading text, for answers of models whose tokenizers differ."""
+    if isinstance(reward, RewardModelReward):
+        return dataclasses.replace(reward, reads="text")
+    if isinstance(reward, CombinedReward):
+        return CombinedReward(tuple(part._replace(reward=reading_text(part.reward)) for part in reward.parts))
+    return reward
+
+
 def load_vocabulary(path: Path, trunk: PreTrainedModel) -> LoadedModel:
     """A reward model's trunk with the tokenizer that was saved beside it, as a model of its own would have them."""
-    try:
-        loaded: Any = AutoTokenizer.from_pretrained(path, local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, ImportError) as error:
-        raise ConfigError(
-            f"{path} has no tokenizer beside the reward model: save the one it was trained with"
-        ) from error
-    tokenizer = cast(PreTrainedTokenizerBase, loaded)
-    end_id = tokenizer.eos_token_id
-    if not isinstance(end_id, int):
+    tokenizer = load_tokenizer(path)
+    known = embedding_count(trunk)
+    ends = find_ends(tokenizer, trunk.config, None, known)
+    if ends is None and isinstance(tokenizer.sep_token_id, int):
+        ends = Ends(tokenizer.sep_token_id)
+    if ends is None:
         raise ConfigError(f"{path}: the tokenizer has no end token; set `eos_token` in its tokenizer_config.json")
-    pad_id, _ = choose_pad_id(tokenizer, end_id, embedding_count(trunk))
-    context = getattr(trunk.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT
-    return LoadedModel(trunk, tokenizer, end_id, pad_id, int(context))
+    pad_id, _ = choose_pad_id(tokenizer, ends.appended, known, other_ends=ends.also)
+    return LoadedModel(trunk, tokenizer, ends.appended, pad_id, _context(trunk), other_end_ids=ends.also)
+
+
+def _context(trunk: PreTrainedModel) -> int:
+    """How many tokens the model can read. RoBERTa's kind counts positions from beyond its padding token's id."""
+    context = int(getattr(trunk.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT)
+    for name, module in trunk.named_modules():
+        if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
+            padding = cast("int | None", module.padding_idx)
+            context = min(context, module.num_embeddings - (0 if padding is None else padding + 1))
+    return context

@@ -36,6 +36,12 @@ def number(text: str) -> Fraction | None:
     return Fraction(digits) * (-1 if match["sign"] == "-" else 1)
 
 
+def plain_numeral(text: str) -> str | None:
+    """A text that is one number as `numerals` gives it, `6250` for `$6,250`; None for any other text."""
+    match = NUMERAL.fullmatch(text.translate(DASHES))
+    return None if match is None else (match["sign"] or "") + match["digits"].replace(",", "")
+
+
 def last_number(text: str) -> Fraction | None:
     """The value of the last number in the text; None where there is none, or it is out of all proportion."""
     written = last_numeral(text)
@@ -43,5 +49,9 @@ def last_number(text: str) -> Fraction | None:
 
 
 def close(value: Fraction, reference: Fraction, tolerance: float) -> bool:
-    """Equal within `tolerance` times the larger of 1 and |reference|."""
-    return abs(value - reference) <= Fraction(tolerance) * max(Fraction(1), abs(reference))
+    """Whole numbers are equal or they are not; other numbers are equal within `tolerance` times |reference|."""
+    if value == reference:
+        return True
+    if value.denominator == reference.denominator == 1:
+        return False
+    return abs(value - reference) <= Fraction(tolerance) * abs(reference)

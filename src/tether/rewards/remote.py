@@ -18,7 +18,9 @@ from typing import Any
 
 from tether.config.rewards import RemotePart
 from tether.errors import ConfigError
+from tether.redact import remember_secret
 from tether.rewards.combine import failed
+from tether.rewards.concurrent import in_order
 from tether.rewards.post import PostError, post_json
 from tether.seeds import derive_seed
 from tether.types import Rollout, Score
@@ -28,7 +30,9 @@ LONGEST_WAIT = 60.0  # seconds before any retry
 
 
 class RemoteReward:
-    """Posts rollouts in batches; each batch is tried again, with growing waits, where that may help."""
+    """Posts rollouts in batches, some of them at the same time; each batch is tried again, with growing waits, where
+    that may help.
+    """
 
     def __init__(
         self, part: RemotePart, *, token: str | None, seed: int, sleep: Callable[[float], None] = time.sleep
@@ -40,10 +44,13 @@ class RemoteReward:
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
         """One score for each rollout."""
-        scores: list[Score] = []
-        for start in range(0, len(rollouts), self.part.batch_size):
-            scores += self._batch(start, rollouts[start : start + self.part.batch_size])
-        return scores
+        starts = range(0, len(rollouts), self.part.batch_size)
+        batches = in_order(
+            lambda start: self._batch(start, rollouts[start : start + self.part.batch_size]),
+            starts,
+            self.part.concurrency,
+        )
+        return [score for batch in batches for score in batch]
 
     def _batch(self, start: int, rollouts: Sequence[Rollout]) -> list[Score]:
         ids = [str(start + place) for place in range(len(rollouts))]
@@ -123,4 +130,5 @@ def token_from(variable: str | None) -> str | None:
         raise ConfigError(f"reward.parts: token_env names {variable}, which is not set: export {variable}=...")
     if not (token.isascii() and token.isprintable()):
         raise ConfigError(f"reward.parts: the token in {variable} has characters that no HTTP header can hold")
+    remember_secret(token)
     return token

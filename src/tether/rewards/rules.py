@@ -20,7 +20,7 @@ from tether.protocols import RewardFn
 from tether.rewards.combine import failed
 from tether.rewards.extract import extract
 from tether.rewards.math_answer import math_correct
-from tether.rewards.numerals import close, last_number, number
+from tether.rewards.numerals import close, last_number, number, plain_numeral
 from tether.types import Rollout, Score
 
 RulePart = LengthPart | RegexPart | JSONPart | ExactPart | NumericPart | MathPart | EndedPart
@@ -75,8 +75,9 @@ def exact_match(completion: str, answer: str, part: ExactPart) -> bool:
 
 
 def normalise(text: str, *, ignore_case: bool) -> str:
-    """NFKC, one space for any white space, without quotes and punctuation around it."""
+    """NFKC, one space for any white space, no quotes or punctuation around it; `$6,250` is `6250`."""
     text = " ".join(unicodedata.normalize("NFKC", text).split()).strip(" .,;:!?\"'`*“”‘’")
+    text = plain_numeral(text) or text
     return text.casefold() if ignore_case else text
 
 

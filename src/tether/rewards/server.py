@@ -10,17 +10,23 @@ import signal
 import socket
 import sys
 import time
+from contextlib import suppress
 from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from threading import Lock
 from typing import Any
 
 from tether.errors import UsageError
+from tether.rate_limit import Rate, RateLimit, network_of
 from tether.rewards.remote import VERSION
 from tether.rewards.service import BadRequestError, RewardService, build_service
 
 TOKEN_VARIABLE = "TETHER_REWARD_TOKEN"  # noqa: S105 (the variable's name, not a secret)
 MOST_BYTES = 32_000_000  # of a request
-READ_SECONDS = 30.0  # in which a request must have arrived
+HEADER_SECONDS = 10.0  # in which the head of a request must have arrived
+READ_SECONDS = 30.0  # in which its body must have arrived
+MAX_CONNECTIONS = 128  # each has a thread
+WRONG_TOKENS = Rate(10.0, 100)  # from one address
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
@@ -28,11 +34,16 @@ class RewardServer(ThreadingHTTPServer):
     """Listens; what it answers is the service's business."""
 
     daemon_threads = True
+    request_queue_size = 128
 
     def __init__(
         self, service: RewardService, *, host: str, port: int, token: str, max_bytes: int = MOST_BYTES
     ) -> None:
         self.service, self.token, self.max_bytes = service, token, max_bytes
+        self.strangers = RateLimit(WRONG_TOKENS)
+        self.header_seconds, self.max_connections = HEADER_SECONDS, MAX_CONNECTIONS
+        self._open: dict[socket.socket, float | None] = {}  # until when its request must be there; None: it is
+        self._lock = Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), RewardHandler)
 
@@ -41,6 +52,36 @@ class RewardServer(ThreadingHTTPServer):
         """Where to post."""
         host = str(self.server_address[0])
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/score"
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """Take a connection; where there are too many, the one that has been waited for longest goes."""
+        with self._lock:
+            if len(self._open) >= self.max_connections:
+                slow = next((one for one, until in self._open.items() if until is not None), None)
+                _hang_up(slow if slow is not None else request)
+                self._open.pop(slow if slow is not None else request, None)
+            self._open[request] = time.monotonic() + self.header_seconds
+        super().process_request(request, client_address)
+
+    def shutdown_request(self, request: Any) -> None:
+        """A connection is over."""
+        with self._lock:
+            self._open.pop(request, None)
+        super().shutdown_request(request)
+
+    def wait_for(self, request: socket.socket, seconds: float | None) -> None:
+        """Give a connection so long for what it sends next; None: all of it is there."""
+        with self._lock:
+            if request in self._open:
+                self._open[request] = None if seconds is None else time.monotonic() + seconds
+
+    def service_actions(self) -> None:
+        """Twice a second: hang up on whoever takes too long to ask."""
+        now = time.monotonic()
+        with self._lock:
+            late = [one for one, until in self._open.items() if until is not None and until < now]
+        for one in late:
+            _hang_up(one)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A client that hangs up is no event."""
@@ -69,9 +110,15 @@ class RewardHandler(BaseHTTPRequestHandler):
         """Scores for a batch."""
         if self.path not in ("/", "/score"):
             return self._send(HTTPStatus.NOT_FOUND, {"error": "POST to /score"})
+        network = network_of(str(self.client_address[0]))
         given = self.headers.get("Authorization", "").encode("latin-1", "replace")
+        if given and (
+            wait := self.server.strangers.take(network)
+        ):  # before it is looked at: a right one looks no better
+            return self._send(HTTPStatus.TOO_MANY_REQUESTS, {"error": f"too many wrong tokens: wait {wait} s"}, wait)
         if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
             return self._send(HTTPStatus.UNAUTHORIZED, {"error": "the bearer token is missing or wrong"})
+        self.server.strangers.give_back(network)
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or not length.isascii():
             return self._send(HTTPStatus.LENGTH_REQUIRED, {"error": "say the Content-Length"})
@@ -93,6 +140,7 @@ class RewardHandler(BaseHTTPRequestHandler):
 
     def _read(self, length: int) -> bytes | None:
         """The body; None where it has not arrived by the deadline."""
+        self.server.wait_for(self.connection, READ_SECONDS)
         deadline, body = time.monotonic() + READ_SECONDS, bytearray()
         while len(body) < length and time.monotonic() < deadline:
             try:
@@ -102,16 +150,25 @@ class RewardHandler(BaseHTTPRequestHandler):
             if not chunk:
                 return None
             body += chunk
+        self.server.wait_for(self.connection, None)
         return bytes(body) if len(body) == length else None
 
-    def _send(self, status: HTTPStatus, answer: dict[str, Any]) -> None:
+    def _send(self, status: HTTPStatus, answer: dict[str, Any], wait: int = 0) -> None:
         self.close_connection = True
         body = json.dumps(answer).encode()
         self.send_response(status)
         self.send_header("Content-Type", "application/json")
         self.send_header("Content-Length", str(len(body)))
+        if wait:
+            self.send_header("Retry-After", str(wait))
         self.end_headers()
         self.wfile.write(body)
+
+
+def _hang_up(connection: socket.socket) -> None:
+    """Wake the thread that reads from it; that one closes it."""
+    with suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def serve(target: str, *, host: str, port: int, json_output: bool) -> int:

@@ -15,14 +15,13 @@ import torch
 from tether.config.load import load_recipe
 from tether.config.read_yaml import read_value
 from tether.config.recipes import RLRecipe
-from tether.data.chat import prompt_token_ids
 from tether.errors import ConfigError, DataError
-from tether.models.load import LoadedModel, check_same_vocabulary
 from tether.protocols import RewardFn
 from tether.rewards.build import build_reward
 from tether.rewards.combine import CombinedReward, failure_reasons
 from tether.rewards.model import RewardModelReward
 from tether.rewards.remote import VERSION
+from tether.runs.find import find_model
 from tether.types import Finish, Message, Prompt, Rollout, Score
 
 MOST_ITEMS = 4096
@@ -38,7 +37,7 @@ class RewardService:
     """Scores requests one at a time: a model is not shared by two threads."""
 
     reward: RewardFn
-    vocabulary: LoadedModel | None = None  # of the reward model, where there is one
+    model: RewardModelReward | None = None  # the first reward model, where there is one
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, body: bytes) -> dict[str, Any]:
@@ -60,30 +59,26 @@ class RewardService:
         prompt = Prompt(id, _messages(item), _text(item, "answer", optional=True))
         completion = _text(item, "completion") or ""
         finish = item.get("finish", "stop")
-        if finish not in FINISHES:
+        if not isinstance(finish, str) or finish not in FINISHES:
             raise DataError(f"finish must be one of {', '.join(FINISHES)}")
         tokens, mask = self.encode(prompt, completion, ended=finish == "stop")
         nothing = torch.zeros(len(tokens))
         return Rollout(prompt, place, 0, tokens, mask, nothing, nothing, completion, FINISHES[finish])
 
     def encode(self, prompt: Prompt, completion: str, *, ended: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and response mask; the end token follows an answer that ended by itself."""
-        if self.vocabulary is None:
+        """Token ids and response mask; reward models read the text once more, each by its own tokenizer."""
+        if self.model is None:
             return torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.bool)
-        before = prompt_token_ids(self.vocabulary.tokenizer, prompt)
-        after = self.vocabulary.tokenizer.encode(completion, add_special_tokens=False)
-        after = [*after, *([self.vocabulary.end_id] if ended else [])]
-        return torch.tensor(before + after), torch.tensor([False] * len(before) + [True] * len(after))
+        tokens = torch.tensor(self.model.encode(prompt, completion, ended=ended))
+        return tokens, torch.arange(len(tokens)) > 0
 
 
 def build_service(target: str) -> RewardService:
     """From a reward model's folder, or a part as in a recipe: `ended`, `{kind: json}`, `[{...}, {...}]`."""
-    reward = build_reward(_parts(target), own=None, policy=None, seed=0)
+    reward = build_reward(reward_parts(target), own=None, policy=None, seed=0)
     assert isinstance(reward, CombinedReward)
     models = [part.reward for part in reward.parts if isinstance(part.reward, RewardModelReward)]
-    for other in models[1:]:
-        check_same_vocabulary(models[0].vocabulary, other.vocabulary, "second reward model")
-    return RewardService(reward, models[0].vocabulary if models else None)
+    return RewardService(reward, models[0] if models else None)
 
 
 def read_items(body: bytes) -> dict[str, dict[str, Any]]:
@@ -105,9 +100,10 @@ def read_items(body: bytes) -> dict[str, dict[str, Any]]:
     return by_id
 
 
-def _parts(target: str) -> Sequence[Any]:
+def reward_parts(target: str) -> Sequence[Any]:
+    """The parts that a word of the command line names: a reward model's folder, its run's, or parts as in a recipe."""
     if Path(target).expanduser().is_dir():
-        given: Any = {"kind": "model", "path": target}
+        given: Any = {"kind": "model", "path": find_model(target)}
     else:
         try:
             given = read_value(target)
@@ -145,4 +141,5 @@ def _text(item: dict[str, Any], key: str, *, optional: bool = False) -> str | No
 def _entry(id: str, score: Score | None, error: str | None) -> dict[str, Any]:
     if score is not None and score.valid and math.isfinite(score.value):
         return {"id": id, "value": score.value}
-    return {"id": id, "value": None, "error": error or (failure_reasons([score]) if score else "") or "not scored"}
+    reason = (score.error or failure_reasons([score])) if score else ""
+    return {"id": id, "value": None, "error": error or reason or "not scored"}

@@ -2,29 +2,38 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
+from contextlib import redirect_stdout
 from dataclasses import dataclass
 from inspect import signature
 
-from tether.config.parts import TaskSettings
-from tether.data.records import read_prompts
-from tether.errors import ConfigError
+from tether.config.code_names import BUILT_IN as BUILT_IN_CODE
+from tether.config.parts import TOY_TASK, PromptSettings, TaskSettings
+from tether.data.prompts import PromptRule, hold_out, read_prompts, seen_in_training
+from tether.data.sources import places_of, shown_source
+from tether.data.tokenizer import TextModel
+from tether.errors import ConfigError, DataError, TetherError
 from tether.protocols import RewardFn, Task
 from tether.rewards import reasoning
+from tether.rewards.explain import explain
+from tether.rewards.function import CodeReward, named_reward
 from tether.rewards.match_case import MatchCase
 from tether.rewards.resolve import resolve
 from tether.types import Prompt
+from tether.user_code import apart, is_its_own
 
-BUILT_IN = {"match-case": MatchCase}
+BUILT_IN = {TOY_TASK: MatchCase}
 
 
 @dataclass(frozen=True)
 class RecipeTask:
-    """A task whose prompts or reward the recipe may have replaced."""
+    """What a recipe asks, read and checked. `scorer` is None where the recipe's reward.parts are all that scores."""
 
     training: Sequence[Prompt]
     evaluation: Sequence[Prompt]
-    scorer: RewardFn
+    scorer: RewardFn | None
+    notices: tuple[str, ...] = ()
 
     def prompts(self) -> Sequence[Prompt]:
         """Prompts to train on."""
@@ -34,29 +43,102 @@ class RecipeTask:
         """Prompts never trained on."""
         return self.evaluation
 
-    def reward(self) -> RewardFn:
-        """The reward."""
+    def reward(self) -> RewardFn | None:
+        """The reward, where the task has one."""
         return self.scorer
 
 
-def build_task(settings: TaskSettings) -> Task:
-    """The task named, with the recipe's own prompts and reward in place of its own where given."""
-    if settings.name in BUILT_IN:
-        task = _make(BUILT_IN[settings.name], settings)
-    elif settings.name.startswith(reasoning.PREFIX):
-        task = reasoning.ReasoningTask(settings.name.removeprefix(reasoning.PREFIX), settings.options)
-    elif ":" in settings.name:
-        task = _make(resolve(settings.name, "task.name"), settings)
-    else:
-        known = ", ".join(sorted(BUILT_IN))
-        raise ValueError(
-            f"task.name: {settings.name!r} is neither a built-in task ({known}), nor reasoning-gym:DATASET, nor "
-            "package.module:factory"
-        )
-    return RecipeTask(
-        training=read_prompts(settings.prompts) if settings.prompts else task.prompts(),
-        evaluation=task.held_out(),
-        scorer=resolve(settings.reward, "task.reward") if settings.reward else task.reward(),
+def build_task(settings: TaskSettings, data: PromptSettings | None = None) -> RecipeTask:
+    """The task that is named, or the user's own prompts; with the recipe's own reward where given."""
+    own = named_reward(settings.reward, "task.reward") if settings.reward else None
+    if settings.prompts is not None:
+        training, held_out, notices = _own_prompts(settings, data or PromptSettings())
+        return RecipeTask(training, held_out, own, notices)
+    training, held_out, scorer = _asked_of_task(settings)
+    told = (
+        ()
+        if settings.name
+        else (f"The recipe names no task.prompts and no task.name: it trains on {TOY_TASK}, a toy.",)
+    )
+    return RecipeTask(training, held_out, own or scorer, told)
+
+
+def prompts_without_code(settings: TaskSettings, data: PromptSettings) -> Sequence[Prompt]:
+    """The training prompts, for who only looks at them: no code that the recipe names is run."""
+    if settings.prompts is not None:
+        return _own_prompts(settings, data)[0]
+    name = settings.task_name or ""
+    if ":" in name and not name.startswith(reasoning.PREFIX) and name not in BUILT_IN_CODE:
+        raise ConfigError(f"task.name {name} is code, which is not run here")
+    return _named(settings).prompts()
+
+
+def fitted(task: RecipeTask, rule: PromptRule, model: TextModel) -> RecipeTask:
+    """The task without the prompts that are too long for the model, and saying so."""
+    train = rule.apply(task.training, model.tokenizer, "training prompts")
+    held_out = rule.apply(task.evaluation, model.tokenizer, "held-out prompts") if task.evaluation else None
+    notices = (*task.notices, *train.notices, *(held_out.notices if held_out else ()))
+    return RecipeTask(train.prompts, held_out.prompts if held_out else (), task.scorer, notices)
+
+
+def _own_prompts(settings: TaskSettings, data: PromptSettings) -> tuple[list[Prompt], list[Prompt], tuple[str, ...]]:
+    assert settings.prompts is not None
+    training = read_prompts(settings.prompts, data)
+    if settings.held_out_fraction:
+        return *hold_out(training, settings.held_out_fraction, settings.split_seed), ()
+    source = settings.held_out
+    if source is None and data.held_out_split is not None:
+        if not all(place.has_splits for place in places_of(settings.prompts)):
+            raise DataError(
+                f"data.held_out_split is {data.held_out_split}, and {shown_source(settings.prompts)} has no splits: "
+                "set task.held_out to a file, or task.held_out_fraction"
+            )
+        source = settings.prompts
+    if source is None:
+        return training, [], ()
+    held_out = read_prompts(source, data, split=data.held_out_split)
+    seen = seen_in_training(held_out, training)
+    told = f"{seen} of the {len(held_out)} held-out prompts are training prompts too: their score is not held out."
+    return training, held_out, (told,) if seen else ()
+
+
+def _asked_of_task(settings: TaskSettings) -> tuple[list[Prompt], list[Prompt], RewardFn | None]:
+    """A task's prompts, those held out and its reward; what its code does wrong is told as the task's fault."""
+    name = settings.task_name
+    try:
+        with apart(), redirect_stdout(sys.stderr):
+            task = _named(settings)
+            training, held_out, scorer = list(task.prompts()), list(task.held_out()), task.reward()
+    except TetherError:
+        raise
+    except BaseException as error:
+        if not is_its_own(error):
+            raise
+        if name in BUILT_IN or isinstance(error, ValueError):
+            raise
+        raise DataError(f"task.name: {name} raised {explain(error)}") from error
+    for prompts, what in ((training, "prompts()"), (held_out, "held_out()")):
+        wrong = [prompt for prompt in prompts if not isinstance(prompt, Prompt)]
+        if wrong:
+            raise DataError(f"task.name: {what} of {name} gave a {type(wrong[0]).__name__}: it must give Prompts")
+    if scorer is not None and not callable(scorer):
+        raise DataError(f"task.name: reward() of {name} gave a {type(scorer).__name__}: it must give a function")
+    return training, held_out, None if scorer is None else CodeReward(scorer, "the task's reward")
+
+
+def _named(settings: TaskSettings) -> Task:
+    name = settings.task_name
+    assert name is not None
+    if name in BUILT_IN:
+        return _make(BUILT_IN[name], settings)
+    if name.startswith(reasoning.PREFIX):
+        return reasoning.ReasoningTask(name.removeprefix(reasoning.PREFIX), settings.options)
+    if ":" in name:
+        return _make(resolve(name, "task.name"), settings)
+    known = ", ".join(sorted(BUILT_IN))
+    raise ValueError(
+        f"task.name: {name!r} is neither a built-in task ({known}), nor reasoning-gym:DATASET, nor "
+        "package.module:factory; prompts of your own go into task.prompts"
     )
 
 
@@ -65,5 +147,5 @@ def _make(factory: Callable[..., Task], settings: TaskSettings) -> Task:
     try:
         signature(factory).bind(**settings.options)
     except TypeError as error:
-        raise ConfigError(f"task.options: {settings.name} does not take them: {error}") from None
+        raise ConfigError(f"task.options: {settings.name or TOY_TASK} does not take them: {error}") from None
     return factory(**settings.options)

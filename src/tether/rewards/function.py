@@ -1,0 +1,216 @@
+"""A user's function as a reward: called by its signature, here or in worker processes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext, redirect_stdout
+from difflib import get_close_matches
+from typing import Any
+
+from tether.config.rewards import FunctionPart
+from tether.errors import ConfigError, DataError, TetherError
+from tether.protocols import RewardFn
+from tether.rewards.calling import (
+    AWAITED_AT_ONCE,
+    LIMIT,
+    Caller,
+    CallError,
+    Outcome,
+    outcome_of,
+    read_values,
+    timed_out,
+)
+from tether.rewards.combine import failed
+from tether.rewards.explain import explain
+from tether.rewards.plain import plain_rollout, private_copies, sample_of
+from tether.rewards.pool import LostError, WorkerPool
+from tether.rewards.resolve import check_code, resolve
+from tether.rewards.signature import Signature, read_signature
+from tether.seeds import derive_seed
+from tether.time_limit import TimeLimitError, time_limit
+from tether.types import Prompt, Rollout, Score
+from tether.user_code import apart, is_its_own
+
+CALL_SECONDS = 300.0  # of one call in this process, where the recipe says no other
+ASYNC_GRACE = 5.0  # seconds for which a worker may keep an async function that does not let itself be cancelled
+
+
+class FunctionReward:
+    """Scores rollouts by a function. What it cannot score has failed for that rollout alone.
+
+    A function of one answer that raises has failed for it. A function of a batch that raises has failed for that batch;
+    where it scored nothing at all, the run ends.
+    """
+
+    def __init__(self, part: FunctionPart, *, field: str, seed: int, limit: float = CALL_SECONDS) -> None:
+        self.name, self.part, self.field, self.seed = part.function, part, field, seed
+        self.pool: WorkerPool | None = None
+        self._caller: Caller | None = None
+        check_code(part.function, field)
+        if part.workers or part.timeout_seconds is not None:
+            setup = {"function": part.function, "field": field, "takes": part.takes}
+            self.pool = WorkerPool(setup, max(part.workers, 1), part.timeout_seconds)
+            told = self.pool.describe()["signature"]
+            self.signature = Signature(**{**told, "names": tuple(told["names"]), "required": tuple(told["required"])})
+            if self.signature.awaited:
+                self.pool.grace = ASYNC_GRACE
+        else:
+            with apart():
+                function = resolve(part.function, field)
+            self.signature = read_signature(function, part.takes, part.function, field)
+            self._caller = Caller(function, self.signature, limit=limit, what=part.function)
+        self._check_settings()
+
+    def limit_to(self, seconds: float) -> None:
+        """Have a call in this process take no longer; 0: no limit."""
+        if self._caller is not None:
+            self._caller.limit = seconds
+
+    def _check_settings(self) -> None:
+        takes = self.signature.takes
+        if takes == "text" and self.part.batch_size is not None:
+            raise ConfigError(f"{self.field}: {self.name} takes one answer a call: batch_size is for trl and rollouts")
+        if takes != "text" and self.part.workers > 1 and self.part.batch_size is None:
+            raise ConfigError(
+                f"{self.field}: {self.name} takes all answers of a step in one call, so workers: {self.part.workers} "
+                "would leave all but one idle: set batch_size, the answers in one call"
+            )
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise where the function needs a column that no record has."""
+        if not prompts:
+            return
+        known = dict.fromkeys(str(name) for prompt in prompts for name in prompt.meta)
+        for name in self.signature.columns():
+            if name not in known:
+                close = get_close_matches(name, known, n=1)
+                hint = f"did you mean {close[0]}?" if close else f"columns there: {', '.join(known) or 'none'}"
+                raise ConfigError(f"{self.field}: {self.name} takes {name!r}, and no record has such a column ({hint})")
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """One score for each rollout, in order."""
+        batches = self._batches(rollouts)
+        outcomes = self._asked(batches) if self.pool is not None else [self._called(batch) for batch in batches]
+        flat = [outcome for batch in outcomes for outcome in batch]
+        if self.signature.takes != "text" and flat and all(outcome.raised for outcome in flat):
+            raise DataError(f"{self.name} raised {flat[0].error}")
+        return [score_of(outcome) for outcome in flat]
+
+    def _batches(self, rollouts: Sequence[Rollout]) -> list[Sequence[Rollout]]:
+        """What goes into one call, or into one request to a worker. It does not depend on the number of workers."""
+        size = self.part.batch_size or max(len(rollouts), 1)
+        if self.signature.takes == "text" and self.pool is not None:
+            size = AWAITED_AT_ONCE if self.signature.awaited else 1
+        return [rollouts[start : start + size] for start in range(0, len(rollouts), size)]
+
+    def _called(self, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        assert self._caller is not None
+        with apart():
+            return self._outcomes(self._caller, rollouts)
+
+    def _outcomes(self, caller: Caller, rollouts: Sequence[Rollout]) -> list[Outcome]:
+        try:
+            if self.signature.takes == "rollouts":
+                return caller.outcomes([], private_copies(rollouts))
+            return caller.outcomes([sample_of(rollout, self.signature) for rollout in rollouts])
+        except CallError as error:
+            raise DataError(f"{self.name} {error}") from error
+
+    def _asked(self, batches: Sequence[Sequence[Rollout]]) -> list[list[Outcome]]:
+        assert self.pool is not None
+        try:
+            replies = self.pool.map([self._request(batch) for batch in batches])
+        except TypeError as error:  # of json.dumps
+            raise DataError(
+                f"{self.name} runs in a process of its own, and a column of the records cannot be sent there as JSON "
+                f"({error}): leave it out of the function's parameters, or run the function without workers and "
+                "timeout_seconds"
+            ) from error
+        return [self._read(reply, len(batch)) for reply, batch in zip(replies, batches, strict=True)]
+
+    def _request(self, batch: Sequence[Rollout]) -> Mapping[str, Any]:
+        plain = plain_rollout if self.signature.takes == "rollouts" else sample_of
+        first = batch[0]
+        seed = derive_seed(self.seed, first.prompt.id, first.sample_id, first.policy_version)
+        return {"seed": seed, "samples": [plain(rollout, self.signature) for rollout in batch]}
+
+    def _read(self, reply: Mapping[str, Any] | LostError, number: int) -> list[Outcome]:
+        if isinstance(reply, LostError):
+            return [Outcome(None, reply.reason, reply.text)] * number
+        if "failed" in reply:
+            raise DataError(f"{self.name} {reply['failed']}")
+        return [Outcome(**outcome) for outcome in reply["outcomes"]]
+
+
+class CodeReward:
+    """A reward that a task brings, or a rule: called with copies of its own, under a time limit, and read with care."""
+
+    def __init__(self, reward: RewardFn, name: str, limit: float = CALL_SECONDS, *, own: bool = False) -> None:
+        """`own`: it is Tether's own code, which changes nothing, and takes too long at the worst."""
+        self.reward, self.name, self.limit, self.own = reward, name, limit, own
+
+    def limit_to(self, seconds: float) -> None:
+        """Have a call take no longer; 0: no limit."""
+        self.limit = seconds
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """What it has to tell the user."""
+        return tuple(getattr(self.reward, "notices", ()))
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise where it can tell beforehand that it cannot score answers to these."""
+        check = getattr(self.reward, "check", None)
+        if callable(check):
+            check(prompts)
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """One score for each rollout, in order."""
+        try:
+            with nullcontext() if self.own else apart(), redirect_stdout(sys.stderr):
+                copies = rollouts if self.own else private_copies(rollouts)
+                with time_limit(self.limit, self.name):
+                    given = read_values(self.reward(copies), len(rollouts))
+        except CallError as error:
+            raise DataError(f"{self.name} {error}") from error
+        except TetherError:
+            raise
+        except BaseException as error:
+            if not is_its_own(error):
+                raise
+            if isinstance(error, TimeLimitError):
+                late = timed_out(self.limit, LIMIT)
+                return [score_of(late)] * len(rollouts)
+            raise DataError(f"{self.name} raised {explain(error)}") from error
+        return [as_score(value) for value in given]
+
+
+def as_score(value: Any) -> Score:
+    """What a reward gave one rollout, as a score: a Score of numbers is kept, anything else is read."""
+    if isinstance(value, Score):
+        numbers = (value.value, *value.parts.values())
+        if all(isinstance(number, int | float) for number in numbers):
+            return value
+    return score_of(outcome_of(value))
+
+
+def in_limits(reward: RewardFn | None, name: str, seconds: float) -> RewardFn | None:
+    """The reward with a time limit for its calls in this process."""
+    if isinstance(reward, FunctionReward | CodeReward):
+        reward.limit_to(seconds)
+        return reward
+    return None if reward is None else CodeReward(reward, name, seconds)
+
+
+def score_of(outcome: Outcome) -> Score:
+    """An outcome as a score."""
+    if outcome.value is not None:
+        return Score(outcome.value, outcome.parts)
+    lost = failed(outcome.reason, outcome.error)
+    return Score(lost.value, {**outcome.parts, **lost.parts}, valid=False, error=lost.error)
+
+
+def named_reward(reference: str, field: str, seed: int = 0) -> FunctionReward:
+    """The reward that a recipe's `field` names, read by its signature."""
+    return FunctionReward(FunctionPart(kind="function", function=reference), field=field, seed=seed)

@@ -1,0 +1,204 @@
+"""Processes that run a user's function: with a time limit that holds, several at once, replaced where one is lost.
+
+A worker is `python -m tether.rewards.worker`, told by name which function to import. Requests and replies are lines of
+JSON over its pipes. Each worker leads a process group of its own: Ctrl-C in the terminal does not reach it, and what
+the function started is killed with it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tether.errors import ConfigError, DataError
+from tether.processes import environment, python
+from tether.rewards import consent
+from tether.rewards.concurrent import in_order
+
+START_SECONDS = 300.0  # in which a worker must have imported the function
+ROOT = str(Path(__file__).parents[2])  # the folder that `tether` is imported from
+_pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
+
+
+class LostError(Exception):
+    """A worker gave no reply: `timeout`, or `worker_died` with how it ended."""
+
+    def __init__(self, reason: str, text: str) -> None:
+        super().__init__(text)
+        self.reason, self.text = reason, text
+
+
+class Worker:
+    """One process, started and asked by one thread at a time."""
+
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(  # noqa: S603 (this Python and a constant)
+            python("-m", "tether.rewards.worker"),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env=environment(ROOT),
+            start_new_session=True,
+        )
+
+    def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
+        """The reply to a request. Raises LostError where none came in time, or ever."""
+        line = json.dumps(request).encode() + b"\n"
+        expired = threading.Event()
+
+        def cut() -> None:
+            expired.set()
+            self.kill()
+
+        timer = threading.Timer(seconds, cut) if seconds is not None else None
+        if timer is not None:
+            timer.daemon = True
+            timer.start()
+        answer = b""
+        assert self.process.stdin is not None and self.process.stdout is not None
+        try:
+            self.process.stdin.write(line)
+            self.process.stdin.flush()
+            answer = self.process.stdout.readline()
+        except (OSError, ValueError):  # it is gone, or was closed from another thread
+            pass
+        finally:
+            if timer is not None:
+                timer.cancel()
+        if answer.endswith(b"\n"):
+            return json.loads(answer)
+        if expired.is_set():
+            raise LostError("timeout", f"the function took more than timeout_seconds = {seconds:g}")
+        self.kill()
+        raise LostError("worker_died", f"the process that ran the function {ending(self.process.wait())}")
+
+    def kill(self) -> None:
+        """End the process, and what it started, at once."""
+        with contextlib.suppress(OSError):
+            if hasattr(os, "killpg") and self.process.poll() is None:
+                os.killpg(self.process.pid, signal.SIGKILL)  # it leads its group
+        self.process.kill()
+
+    def close(self) -> None:
+        """Kill it, and let go of its pipes."""
+        self.kill()
+        self.process.wait()
+        for pipe in (self.process.stdin, self.process.stdout):
+            with contextlib.suppress(OSError):
+                assert pipe is not None
+                pipe.close()
+
+
+class WorkerPool:
+    """Up to `size` workers for one function, started when they are needed."""
+
+    def __init__(self, setup: Mapping[str, Any], size: int, seconds: float | None, grace: float = 0.0) -> None:
+        """`setup` is a worker's first request; `seconds` the limit of each later one, to which `grace` is added."""
+        now = consent.current()
+        self.setup = {**setup, "path": sys.path, "seconds": seconds}
+        self.setup |= {"folder": str(now.root), "allowed": list(now.given)}
+        self.size, self.seconds, self.grace = size, seconds, grace
+        self._idle: queue.SimpleQueue[Worker | None] = queue.SimpleQueue()
+        for _ in range(size):
+            self._idle.put(None)
+        self._workers: set[Worker] = set()
+        self._lock = threading.Lock()
+        self._closed = False
+        _pools.add(self)
+
+    def describe(self) -> dict[str, Any]:
+        """What a worker says of the function; starts one where none is there."""
+        self._closed = False
+        worker = self._idle.get()
+        try:
+            if worker is None:
+                worker = self._start()
+            return worker.ask({"describe": True}, START_SECONDS)
+        finally:
+            self._idle.put(worker)
+
+    def map(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any] | LostError]:
+        """A reply to each request, in order; LostError for one whose worker was lost, which is replaced."""
+        self._closed = False
+        try:
+            return in_order(self._ask, requests, self.size)
+        except BaseException:
+            self.close()
+            raise
+
+    def close(self) -> None:
+        """End every worker; a later call starts new ones."""
+        with self._lock:
+            self._closed = True
+            workers, self._workers = self._workers, set()
+        for worker in workers:
+            worker.close()
+
+    def _ask(self, request: Mapping[str, Any]) -> dict[str, Any] | LostError:
+        worker = self._idle.get()
+        if worker is not None and worker.process.poll() is not None:
+            self._forget(worker)  # it ended between two steps; nothing of this request is lost with it
+            worker = None
+        try:
+            worker = worker or self._start()
+            return worker.ask(request, None if self.seconds is None else self.seconds + self.grace)
+        except LostError as lost:
+            if worker is not None:
+                self._forget(worker)
+            worker = None
+            return lost
+        finally:
+            self._idle.put(worker)
+
+    def _start(self) -> Worker:
+        worker = Worker()
+        with self._lock:
+            self._workers.add(worker)
+            closed = self._closed
+        if closed:
+            self._forget(worker)
+            raise LostError("worker_died", "the workers are being closed")
+        try:
+            reply = worker.ask(self.setup, START_SECONDS)
+        except LostError as lost:
+            self._forget(worker)
+            text = f"{self.setup['function']} could not be started in a process of its own: {lost.text}"
+            raise DataError(text) from lost
+        if "refused" in reply:
+            self._forget(worker)
+            raise ConfigError(reply["refused"])
+        return worker
+
+    def _forget(self, worker: Worker) -> None:
+        with self._lock:
+            self._workers.discard(worker)
+        worker.close()
+
+
+def close_workers() -> None:
+    """End the workers of every pool in this process."""
+    for pool in list(_pools):
+        pool.close()
+
+
+atexit.register(close_workers)
+
+
+def ending(code: int) -> str:
+    """How a process ended, in words."""
+    if code >= 0:
+        return f"ended by itself with exit code {code}"
+    try:
+        return f"was killed by {signal.Signals(-code).name}"
+    except ValueError:
+        return f"was killed by signal {-code}"
