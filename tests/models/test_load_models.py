@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -126,10 +127,24 @@ def test_hub_ids_are_tried_offline_first(monkeypatch: pytest.MonkeyPatch):
         assert options["trust_remote_code"] is False and options["use_safetensors"] is True
         raise OSError("We couldn't connect to 'https://huggingface.co'\nmore")
 
+    monkeypatch.setattr(load.AutoConfig, "from_pretrained", lambda path, **options: LlamaConfig())
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", unreachable)
+    monkeypatch.setattr(load, "ask_hub", lambda path: None)  # the hub has it, and goes away
     with pytest.raises(ValueError, match=r"model\.path 'acme/model'.*hub.*couldn't connect"):
         load_on_cpu("acme/model")
     assert asked == [True, False]
+
+
+def test_the_hub_is_asked_once_and_never_for_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """No network is reached here, so that the one question fails at once and no download is tried."""
+    with pytest.raises(ValueError, match=r"model\.path 'acme/model': no folder .* hub cannot be reached"):
+        load_on_cpu("acme/model")
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "out").mkdir()
+    monkeypatch.setattr(load, "ask_hub", lambda path: pytest.fail(f"{path} is a path"))
+    for path in ("runs/nothing", "./model", "out/nothing", "a/b/c", "~/nothing", "model/"):
+        with pytest.raises(ValueError, match="this folder does not exist"):
+            load_on_cpu(path)
 
 
 def test_devices(monkeypatch: pytest.MonkeyPatch):
@@ -200,7 +215,8 @@ def test_other_end_tokens_and_unknown_context_are_noticed():
     model.generation_config.eos_token_id = [257, 5]
     loaded = describe(model, tiny_tokenizer())
     assert loaded.context_length == NO_LIMIT
-    assert any("[5]" in notice for notice in loaded.notices)
+    assert loaded.end_ids == {257, 5} and loaded.end_id == 257
+    assert any("(5) or " in notice for notice in loaded.notices)
     assert any("no context length" in notice for notice in loaded.notices)
 
 
@@ -208,14 +224,16 @@ def test_vocabularies_must_agree():
     policy = load_on_cpu("tiny-bytes")
     grown = tiny_tokenizer()
     grown.add_tokens(["extra"])
+    elsewhere = tiny_tokenizer()
+    elsewhere.eos_token = "&"
     changes = {
         "vocabulary size": dataclasses.replace(policy, tokenizer=grown),
-        "end token id: policy 257, reward model 5": dataclasses.replace(policy, end_id=5),
-        "padding token id": dataclasses.replace(policy, pad_id=5),
+        "end token id: policy 257, reward model 5": dataclasses.replace(policy, tokenizer=elsewhere),
     }
     for words, other in changes.items():
         with pytest.raises(ValueError, match=words):
             check_same_vocabulary(policy, other, "reward model")
+    check_same_vocabulary(policy, dataclasses.replace(policy, pad_id=5), "reward model")  # padding is never read
 
 
 def test_vocabularies_of_one_size_with_other_ids():
@@ -263,15 +281,18 @@ def test_loading_takes_dropout_out(saved: Path):
 
 
 def test_hub_failure_of_the_cache_lets_the_network_speak(monkeypatch: pytest.MonkeyPatch, saved: Path):
-    real = AutoModelForCausalLM.from_pretrained
+    def only_online(real: Any):
+        def read(path: str, **options: Any):
+            if options["local_files_only"]:
+                raise OSError("not cached")
+            return real(str(saved), **options)
 
-    def only_online(path: str, **options: object):
-        if options["local_files_only"]:
-            raise OSError("not cached")
-        return real(str(saved), **options)
+        return read
 
-    monkeypatch.setattr(load.AutoModelForCausalLM, "from_pretrained", only_online)
+    for kind in (load.AutoConfig, load.AutoModelForCausalLM):
+        monkeypatch.setattr(kind, "from_pretrained", only_online(kind.from_pretrained))
     monkeypatch.setattr(load.AutoTokenizer, "from_pretrained", lambda path, **options: tiny_tokenizer())
+    monkeypatch.setattr(load, "ask_hub", lambda path: None)  # the hub has it
     assert load_on_cpu("acme/model").context_length == 256
 
 

@@ -158,6 +158,21 @@ def test_a_saved_policy_loads_with_transformers_or_peft_and_with_tether(mode, ba
     torch.testing.assert_close(ours(rows.tokens).logits, expected, atol=1e-5, rtol=1e-5)
 
 
+def test_adapters_that_were_trained_on_adapters_stand_on_them(base, tmp_path):
+    folder, models = base, []
+    for stage in range(3):
+        roles = roles_of("adapters", load_causal_lm(folder, dtype="float32", device="cpu", seed=0).model)
+        with torch.no_grad():
+            for parameter in roles.actor.policy.parameters():
+                if parameter.requires_grad:
+                    parameter.add_(0.05 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(stage)))
+        folder = str(save_model(roles.actor.policy, tiny_tokenizer(), tmp_path / f"stage-{stage}"))
+        models.append(roles.actor.policy)
+    loaded = load_causal_lm(folder, dtype="float32", device="cpu", seed=0).model
+    tokens = batch().tokens
+    torch.testing.assert_close(loaded(tokens).logits, models[-1](tokens).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("mode", MODES)
 def test_a_saved_reward_model_loads_elsewhere_and_starts_a_critic(mode, base, tmp_path):
     policy = load_causal_lm(base, dtype="float32", device="cpu", seed=0).model

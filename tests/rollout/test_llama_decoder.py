@@ -85,12 +85,14 @@ def plain_logits(model: PreTrainedModel, ids: list[int]) -> Tensor:
         return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 
+@pytest.mark.parametrize("multiple", [1, 16])  # whatever this processor likes best
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_step_gives_the_models_own_logits(kind: str):
+def test_every_step_gives_the_models_own_logits(kind: str, multiple: int):
     model = build(KINDS[kind]).model
     rows = [[5, 9, 250, 3], [7], list(range(40, 60)), [1, 2]]
     with torch.inference_mode():
         decoder = LlamaDecoder(model, slots=4, length=32)
+        decoder.column_multiple = multiple
         decoder.prefill([rows[2][:-1], rows[0][:-1], rows[3][:-1]], [2, 0, 3])  # the prompt of one token needs none
         for step in range(6):
             lengths = [len(row) for row in rows]

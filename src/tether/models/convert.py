@@ -27,6 +27,8 @@ BLOCK_WEIGHTS = {
     "attn_q": "self_attn.q_proj",
     "attn_k": "self_attn.k_proj",
     "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
     "attn_output": "self_attn.o_proj",
     "ffn_norm": "post_attention_layernorm",
     "ffn_gate": "mlp.gate_proj",
@@ -45,7 +47,8 @@ def convert_gguf(source: Path, folder: Path, progress: Callable[[int, int], None
         config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
     except KeyError as error:
         raise DataError(f"{source.name} does not state {error.args[0]}, without which it cannot be read") from error
-    weights = _weights(gguf, config, progress or (lambda _done, _all: None))
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
+    weights = read_weights(gguf, heads, progress)
     _check_weights(weights, config, source.name)
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     config.save_pretrained(folder)
@@ -79,23 +82,36 @@ def _config(gguf: GgufFile) -> LlamaConfig:
     return config
 
 
-def _weights(gguf: GgufFile, config: LlamaConfig, progress: Callable[[int, int], None]) -> dict[str, Tensor]:
-    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
+def read_weights(
+    gguf: GgufFile, heads: Mapping[str, int], progress: Callable[[int, int], None] | None = None
+) -> dict[str, Tensor]:
+    """Every weight in float32 under transformers' name; `heads` are those of the parts whose rows stand in pairs.
+
+    Tables of frequencies, which transformers works out from the config, are left out.
+    """
     weights = {}
     for done, name in enumerate(gguf.tensors):
-        progress(done, len(gguf.tensors))
-        stem, _, ending = name.rpartition(".")
-        part = stem.rpartition(".")[2]
+        if progress is not None:
+            progress(done, len(gguf.tensors))
+        part = name.rpartition(".")[0].rpartition(".")[2]
+        if part == "rope_freqs":
+            continue
         weight = gguf.read(name)
         if part in heads:
             weight = _halves_from_pairs(weight, heads[part])
-        if stem.startswith("blk."):
-            target = f"model.layers.{stem.split('.')[1]}.{BLOCK_WEIGHTS.get(part, part)}"
-        else:
-            target = WEIGHTS.get(stem, stem)
-        weights[f"{target}.{ending}"] = weight.contiguous()
-    progress(len(gguf.tensors), len(gguf.tensors))
+        weights[transformers_name(name)] = weight.contiguous()
+    if progress is not None:
+        progress(len(gguf.tensors), len(gguf.tensors))
     return weights
+
+
+def transformers_name(name: str) -> str:
+    """transformers' name of a weight that GGUF calls `name`."""
+    stem, _, ending = name.rpartition(".")
+    if stem.startswith("blk."):
+        _, layer, part = stem.split(".", 2)
+        return f"model.layers.{layer}.{BLOCK_WEIGHTS.get(part, part)}.{ending}"
+    return f"{WEIGHTS.get(stem, stem)}.{ending}"
 
 
 def _halves_from_pairs(weight: Tensor, heads: int) -> Tensor:
@@ -103,8 +119,8 @@ def _halves_from_pairs(weight: Tensor, heads: int) -> Tensor:
 
     Rotary embedding turns pairs of rows: (0, 1), (2, 3), ... in llama.cpp; (0, d/2), (1, d/2 + 1), ... here.
     """
-    rows, columns = weight.shape
-    return weight.reshape(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+    rows, rest = weight.shape[0], weight.shape[1:]
+    return weight.reshape(heads, rows // heads // 2, 2, *rest).transpose(1, 2).reshape(rows, *rest)
 
 
 def _check_weights(weights: Mapping[str, Tensor], config: LlamaConfig, name: str) -> None:

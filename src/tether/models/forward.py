@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from tether.errors import ConfigError
 from tether.ops.logprobs import chunked_logprobs, log_distributions, token_logprobs
 from tether.ops.masks import position_ids
 from tether.types import Sequences
@@ -35,7 +36,9 @@ def hidden_states(
     if "position_ids" in inspect.signature(trunk.forward).parameters:
         arguments["position_ids"] = position_ids(batch.attention_mask)
     with _recomputing(trunk) if recompute and trunk.supports_gradient_checkpointing else nullcontext():
-        return trunk(**arguments, use_cache=False).last_hidden_state
+        states: Tensor = trunk(**arguments, use_cache=False).last_hidden_state
+    # Some trunks (Mamba) add up their residual stream in float32 whatever their weights are; output layers do not.
+    return states.to(trunk.dtype) if states.dtype == torch.float32 and trunk.dtype.itemsize < 4 else states
 
 
 @contextmanager
@@ -64,7 +67,12 @@ class OutputLayer:
         """Read off a model, and checked against the model's own logits; a model it cannot describe is refused."""
         linear = model.get_output_embeddings()
         if not isinstance(linear, torch.nn.Linear):
-            raise ValueError(f"model.path: {type(model).__name__} has no linear output layer, which training needs")
+            raise ConfigError(f"model.path: {type(model).__name__} has no linear output layer, which training needs")
+        if not linear.weight.is_floating_point():
+            raise ConfigError(
+                f"model.quantize: the output layer of {type(model).__name__} was quantised too, and training needs it "
+                "whole: set model.quantize none"
+            )
         config = model.config.get_text_config()
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
@@ -87,7 +95,7 @@ class OutputLayer:
             theirs = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
         tolerance = 1e-3 if self.weight.dtype == torch.float32 else 0.1
         if not torch.allclose(ours.float(), theirs, atol=tolerance, rtol=tolerance):
-            raise ValueError(
+            raise ConfigError(
                 f"model.path: the output layer of {type(model).__name__} does more than a product, a scale and a "
                 "softcap, so its log-probabilities cannot be taken in chunks; use another architecture"
             )

@@ -9,20 +9,30 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import AutoModelForSequenceClassification, PreTrainedModel
+from transformers import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    AutoConfig,
+    AutoModel,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
 
 from tether.errors import ConfigError
 from tether.models.forward import OutputLayer, trunk_of
-from tether.models.load import disable_dropout, resolve_device
+from tether.models.load import attention_options, disable_dropout, resolve_device
 from tether.models.lora import has_lora, save_lora
 from tether.models.precision import resolve_dtype
+from tether.models.safe_files import check_folder
 from tether.models.trunks import Trunk
 from tether.ops.logprobs import spread, states_before
 from tether.ops.masks import last_index, last_places
 from tether.types import ScoreOutputs, Sequences
 
 BIAS_FILE = "scalar_head.json"
+WEIGHT_FILE = "scalar_head.safetensors"  # for architectures of which transformers has no sequence classifier
+SCORE = "score.weight"
 
 
 class ScalarHead(nn.Module):
@@ -70,33 +80,45 @@ class ScalarModel(nn.Module):
         """A reward model saved by `save_pretrained`, or a classifier of one label that another tool saved.
 
         Only a local folder and safetensors are read; dropout is gone. A folder without `scalar_head.json` has bias 0.
+        With `scalar_head.safetensors` the folder holds a trunk alone, and its head is in that file.
         """
         folder, place = Path(path).expanduser(), resolve_device(device)
         if not (folder / "config.json").is_file():
             raise ConfigError(f"{path} holds no saved reward model: name the folder with its config.json")
+        check_folder(folder, "reward model")
+        where: dict[str, Any] = {"local_files_only": True}
         try:
-            loaded: Any = AutoModelForSequenceClassification.from_pretrained(
+            config = AutoConfig.from_pretrained(str(folder), trust_remote_code=False, **where)
+            kernels = attention_options(config, "auto")
+            apart = load_file(folder / WEIGHT_FILE)[SCORE] if (folder / WEIGHT_FILE).is_file() else None
+            kind = AutoModelForSequenceClassification if apart is None else AutoModel
+            loaded: Any = kind.from_pretrained(
                 str(folder),
                 dtype=resolve_dtype(dtype, place),
                 use_safetensors=True,
-                local_files_only=True,
                 trust_remote_code=False,
                 output_loading_info=True,
+                **kernels,
+                **where,
             )
             bias = cls.saved_bias(folder)
         except (OSError, ValueError, RuntimeError, KeyError, TypeError, SafetensorError) as error:
             reason = str(error).strip().partition("\n")[0]
             raise ConfigError(f"{path} could not be loaded as a reward model ({reason})") from error
-        classifier, info = loaded
-        score = getattr(classifier, "score", None)
-        if info["missing_keys"] or not isinstance(score, nn.Linear) or score.out_features != 1:
+        model, info = loaded
+        layer = getattr(model, "score", None)
+        score = apart if apart is not None else layer.weight if isinstance(layer, nn.Linear) else None
+        if info["missing_keys"] or score is None or score.shape[0] != 1:
             raise ConfigError(f"{path} is not a reward model: it needs a saved `score` layer with one output")
-        disable_dropout(classifier.to(place))  # first of all, for how a trunk is run depends on where it is
-        head = ScalarHead(score.in_features, deviation=0.0, seed=0, like=score.weight)
+        disable_dropout(model.to(place))  # first of all, for how a trunk is run depends on where it is
+        score = score.to(place)
+        head = ScalarHead(score.shape[1], deviation=0.0, seed=0, like=score)
         with torch.no_grad():
-            head.weight.copy_(score.weight)
+            head.weight.copy_(score)
             head.bias.fill_(bias)
-        return cls(Trunk(trunk_of(classifier)), head, "reward")
+            if apart is None and isinstance(layer, nn.Linear) and layer.bias is not None:
+                head.bias.add_(layer.bias.to(place))
+        return cls(Trunk(trunk_of(model)), head, "reward")
 
     @staticmethod
     def saved_bias(folder: Path) -> float:
@@ -111,21 +133,29 @@ class ScalarModel(nn.Module):
     def save_pretrained(self, target: Path) -> None:
         """In the Hugging Face layout of a sequence classifier with one label, or as peft adapters for one.
 
-        Neither layout has room for the head's bias: it goes into a file of its own beside them.
+        Neither layout has room for the head's bias: it goes into a file of its own beside them. An architecture of
+        which transformers has no classifier is saved as a trunk, with the head's weight in a file of its own too.
         """
         tree, score = self.trunk.model, self.head.weight.detach().to(self.trunk.model.dtype)
+        if has_lora(tree):
+            save_lora(tree, target, inside=f"{tree.base_model_prefix}.", extra={SCORE: score}, kind="SEQ_CLS")
+        elif type(tree.config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+            self._save_classifier(tree, score, target)
+        else:
+            tree.save_pretrained(target)
+            save_file({SCORE: score.cpu().contiguous()}, target / WEIGHT_FILE)
+        (target / BIAS_FILE).write_text(json.dumps({"bias": float(self.head.bias.detach())}) + "\n")
+
+    @staticmethod
+    def _save_classifier(tree: PreTrainedModel, score: Tensor, target: Path) -> None:
+        """The trunk and the head's weight as one classifier of transformers."""
         with torch.device("meta"):
             config = copy.deepcopy(tree.config)
             config.num_labels = 1
-            classifier = AutoModelForSequenceClassification.from_config(config)
-        prefix = f"{classifier.base_model_prefix}."
-        if has_lora(tree):
-            save_lora(tree, target, inside=prefix, extra={"score.weight": score}, kind="SEQ_CLS")
-        else:
-            state = {f"{prefix}{name}": value for name, value in tree.state_dict().items()}
-            classifier.load_state_dict(state | {"score.weight": score}, assign=True, strict=False)
-            classifier.save_pretrained(target)
-        (target / BIAS_FILE).write_text(json.dumps({"bias": float(self.head.bias.detach())}) + "\n")
+            classifier = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
+        state = {f"{classifier.base_model_prefix}.{name}": value for name, value in tree.state_dict().items()}
+        classifier.load_state_dict(state | {SCORE: score}, assign=True, strict=False)
+        classifier.save_pretrained(target)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
         """All of it, as one group."""

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
-from collections.abc import Iterator
+import json
+import logging
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -12,6 +15,7 @@ import torch
 from safetensors import SafetensorError
 from torch import nn
 from transformers import (
+    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     BitsAndBytesConfig,
@@ -21,16 +25,22 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
+from tether.ending import is_memory
 from tether.errors import ConfigError
+from tether.models.ends import ends_notice, find_ends
+from tether.models.folder_check import check_model_path
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
 from tether.models.lora import inject_lora, load_config, load_lora, merge_lora, saved_config
 from tether.models.precision import hold_in, resolve_dtype
-from tether.models.store import resolve_model_path
+from tether.models.safe_files import check_folder, check_hub_copy, fetch_hub_names
+from tether.models.store import looks_like_path, resolve_model_path
 from tether.models.tiny import tiny_model, tiny_tokenizer
+from tether.seal import check_saved
 
 transformers_logging.disable_progress_bar()  # its bars for reading and writing shards would tear Tether's own
 
 TINY = "tiny-bytes"
+HUB_SECONDS = 10.0  # for one question to the hub
 NO_LIMIT = 1 << 30  # the context of a model that states none
 
 
@@ -38,8 +48,9 @@ NO_LIMIT = 1 << 30  # the context of a model that states none
 class LoadedModel:
     """A model in eval mode with dropout gone, and what the rest of a run needs to know of it.
 
-    `pad_id` is a real token id that never equals `end_id`. `notices` are sentences for the user, one for each choice
-    that was made on their behalf.
+    `end_id` is the token that training appends to an answer that ended; sampling stops at each of `end_ids`, of which
+    it is one. `pad_id` is a real token id that is none of them. `notices` are sentences for the user, one for each
+    choice that was made on their behalf.
     """
 
     model: PreTrainedModel
@@ -48,6 +59,12 @@ class LoadedModel:
     pad_id: int
     context_length: int
     notices: tuple[str, ...] = ()
+    other_end_ids: tuple[int, ...] = ()
+
+    @property
+    def end_ids(self) -> frozenset[int]:
+        """Every token that ends an answer."""
+        return frozenset((self.end_id, *self.other_end_ids))
 
 
 def load_causal_lm(
@@ -56,29 +73,42 @@ def load_causal_lm(
     dtype: torch.dtype | str,
     device: torch.device | str,
     seed: int,
-    attention: str = "sdpa",
+    attention: str = "auto",
     quantize: str = "none",
+    verify: bool = True,
 ) -> LoadedModel:
     """The model at `path`: "tiny-bytes" (built in code from `seed`), the name of an embedded model (fetched into the
     cache where it is absent), a local folder (of a whole model, or of adapters), or a Hugging Face id.
 
     Only safetensors are read and no code of the checkpoint is run. A Hugging Face id is looked for in the local
-    cache first, and only then on the network. With `quantize` its linear layers are held in 8 or 4 bits and frozen.
+    cache first, and only then on the network. With `quantize` its linear layers are held in 8 or 4 bits and frozen. A
+    model that Tether saved is refused where its files are not what was written; without `verify` the caller compares.
     """
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
+    check_model_path(path)
     fewer_bits = quantization(quantize, kind, place)
     if fewer_bits is not None and (path == TINY or (Path(path).expanduser() / ADAPTER_CONFIG).is_file()):
         raise ConfigError(f"model.quantize is {quantize}, which is for whole saved models, and {path!r} is none")
     if path == TINY:
         model, tokenizer, notices = tiny_model(seed), tiny_tokenizer(), []
-        model.set_attn_implementation(attention)
+        if attention != "auto":
+            model.set_attn_implementation(attention)
     elif (Path(path).expanduser() / ADAPTER_CONFIG).is_file():
-        return _load_adapters(Path(path).expanduser(), kind, place, seed, attention)
+        loaded = load_adapters(Path(path).expanduser(), kind, place, seed, attention)
+        if verify:
+            check_saved(Path(path).expanduser())
+        merge_lora(loaded.model)
+        # Adapters that are trained on it next stand on these, not on these adapters' base.
+        loaded.model.config.name_or_path = str(Path(path).expanduser().resolve())
+        return loaded
     else:
         model, tokenizer, notices = _load_pretrained(resolve_model_path(path), kind, attention, seed, fewer_bits)
+        if verify:
+            check_saved(Path(path).expanduser())
     disable_dropout(model)
     train_every_embedding(model)
+    keep_scale(model)
     if fewer_bits is None:
         hold_in(model, kind, place)
     return describe(model, tokenizer, notices)
@@ -98,21 +128,51 @@ def quantization(bits: str, dtype: torch.dtype, device: torch.device) -> dict[st
     options: dict[str, Any] = {"load_in_8bit": True}
     if bits == "4bit":
         options = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": dtype}
+    logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)  # it tells of a cast at every product
     config = BitsAndBytesConfig(**options)
     return {"quantization_config": config, "device_map": {"": device}}
 
 
-def _load_adapters(folder: Path, dtype: torch.dtype, device: torch.device, seed: int, attention: str) -> LoadedModel:
-    """The base model that saved adapters name, with the adapters merged into it."""
+def load_adapters(
+    folder: Path, dtype: torch.dtype, device: torch.device, seed: int = 0, attention: str = "auto"
+) -> LoadedModel:
+    """The base model that saved adapters name, with the adapters on it, not yet merged."""
+    check_folder(folder)
+    refuse_reward_model(folder)
+    loaded = load_base(folder, dtype, device, seed, attention)
+    inject_lora(loaded.model, load_config(folder), seed)
+    load_lora(loaded.model, folder)
+    loaded.model.requires_grad_(True)
+    return loaded
+
+
+def load_base(
+    folder: Path, dtype: torch.dtype, device: torch.device, seed: int = 0, attention: str = "auto"
+) -> LoadedModel:
+    """The model that the adapters in a folder were trained on, without them."""
     base = str(saved_config(folder).get("base_model_name_or_path") or "")
     if not base:
         raise ConfigError(f"model.path {str(folder)!r} holds adapters that do not say for which model they are")
-    loaded = load_causal_lm(base, dtype=dtype, device=device, seed=seed, attention=attention)
-    inject_lora(loaded.model, load_config(folder), seed)
-    load_lora(loaded.model, folder)
-    merge_lora(loaded.model)
-    loaded.model.requires_grad_(True)
-    return loaded
+    return load_causal_lm(base, dtype=dtype, device=device, seed=seed, attention=attention)
+
+
+def is_reward_model(folder: Path) -> bool:
+    """Whether a folder holds a model with a score in place of a language-model head, whole or as adapters."""
+    for name, key in (("config.json", "architectures"), (ADAPTER_CONFIG, "task_type")):
+        with contextlib.suppress(OSError, ValueError, AttributeError):
+            said = json.loads((folder / name).read_text(encoding="utf-8")).get(key)
+            if any(mark in str(said) for mark in ("ForSequenceClassification", "SEQ_CLS")):
+                return True
+    return False
+
+
+def refuse_reward_model(folder: Path) -> None:
+    """Raise on a reward model. Where its embeddings are tied it would load, and answer as if it were a policy."""
+    if is_reward_model(folder):
+        raise ConfigError(
+            f"model.path {str(folder)!r} holds a reward model, which scores answers and writes none: name a model that "
+            "was trained with sft, dpo or RL"
+        )
 
 
 def describe(
@@ -120,19 +180,21 @@ def describe(
 ) -> LoadedModel:
     """A model and tokenizer that are already in memory, as a LoadedModel: ids chosen and checked, notices written."""
     notices = list(notices or [])
-    end_id = tokenizer.eos_token_id
-    if not isinstance(end_id, int):
-        raise ConfigError("model.path: the tokenizer has no end token; set `eos_token` in its tokenizer_config.json")
     rows = embedding_count(model)
+    ends = find_ends(tokenizer, model.config, getattr(model, "generation_config", None), rows)
+    if ends is None:
+        raise ConfigError("model.path: the tokenizer has no end token; set `eos_token` in its tokenizer_config.json")
+    if ends.also:  # kept in config.json too: a reward model made of this one is saved without a generation config
+        model.config.eos_token_id = list(ends.all)
     if len(tokenizer) > rows:
         notices.append(
             f"The tokenizer knows {len(tokenizer)} tokens and the model has embeddings for {rows}: "
             "a prompt that uses one of the others is refused."
         )
-    pad_id, pad_notice = choose_pad_id(tokenizer, end_id, rows)
-    context, context_notice = _context_length(model.config)
-    notices += [notice for notice in (pad_notice, context_notice, _other_ends(model, end_id)) if notice]
-    return LoadedModel(model, tokenizer, end_id, pad_id, context, tuple(notices))
+    pad_id, pad_notice = choose_pad_id(tokenizer, ends.appended, rows, other_ends=ends.also)
+    context, context_notice = context_length(model.config)
+    notices += [notice for notice in (pad_notice, context_notice, ends_notice(tokenizer, ends)) if notice]
+    return LoadedModel(model, tokenizer, ends.appended, pad_id, context, tuple(notices), ends.also)
 
 
 def embedding_count(model: PreTrainedModel) -> int:
@@ -160,18 +222,20 @@ def resolve_device(device: torch.device | str) -> torch.device:
     return chosen
 
 
-def choose_pad_id(tokenizer: PreTrainedTokenizerBase, end_id: int, embeddings: int) -> tuple[int, str | None]:
-    """An id to fill padding with, never `end_id` and always one the model has an embedding for; and what to tell.
+def choose_pad_id(
+    tokenizer: PreTrainedTokenizerBase, end_id: int, embeddings: int, other_ends: Sequence[int] = ()
+) -> tuple[int, str | None]:
+    """An id to fill padding with, never an end token and always one the model has an embedding for; and what to tell.
 
     Masks come from lengths, so the choice changes no result; it must only be an id that can be embedded.
     """
-    pad = cast("int | None", tokenizer.pad_token_id)
-    if pad is not None and pad != end_id and pad < embeddings:
+    pad, ends = cast("int | None", tokenizer.pad_token_id), {end_id, *other_ends}
+    if pad is not None and pad not in ends and pad < embeddings:
         return pad, None
-    special = [tokenizer.unk_token_id, *tokenizer.all_special_ids, *range(2)]
-    chosen = next(id for id in special if id is not None and id != end_id and id < embeddings)
+    special = [tokenizer.unk_token_id, *tokenizer.all_special_ids, *range(len(ends) + 1)]
+    chosen = next(id for id in special if id is not None and id not in ends and id < embeddings)
     reason = "has no padding token" if pad is None else "pads with its end token"
-    if pad is not None and pad != end_id:
+    if pad is not None and pad not in ends:
         reason = "pads with a token that the model has no embedding for"
     token = tokenizer.convert_ids_to_tokens(chosen)
     return chosen, (
@@ -184,8 +248,7 @@ def check_same_vocabulary(a: LoadedModel, b: LoadedModel, role: str) -> None:
     """Raise where `b`, which plays `role`, would read `a`'s token ids as other text."""
     pairs = {
         "vocabulary size": (len(a.tokenizer), len(b.tokenizer)),
-        "end token id": (a.end_id, b.end_id),
-        "padding token id": (a.pad_id, b.pad_id),
+        "end token id": (a.tokenizer.eos_token_id, b.tokenizer.eos_token_id),
     }
     for name, (ours, theirs) in pairs.items():
         if ours != theirs:
@@ -228,6 +291,16 @@ def train_every_embedding(model: nn.Module) -> None:
             module.padding_idx = None
 
 
+def keep_scale(model: PreTrainedModel) -> None:
+    """Keep RWKV from halving its own weights.
+
+    From `rescale_every` layers on it divides weights in place when it is evaluated, and multiplies them back for
+    training: what is saved after an evaluation would be another model, and quantised weights cannot be divided.
+    """
+    if getattr(model.config, "rescale_every", 0):
+        model.config.rescale_every = 0
+
+
 def _configs_of(module: nn.Module) -> Iterator[PretrainedConfig]:
     """The module's config and the configs nested in it."""
     config = getattr(module, "config", None)
@@ -245,34 +318,78 @@ def _load_pretrained(
             raise ConfigError(
                 f"model.path {path!r} is a folder without a config.json: name the folder of a saved model"
             )
+        check_folder(folder)
+        refuse_reward_model(folder)
         return _read(str(folder), dtype, attention, seed, fewer_bits, local=True)
     if folder.is_file():
         raise ConfigError(f"model.path {path!r} is a file: name the folder that holds config.json and the weights")
-    if path.startswith((".", "/", "~")) or path.count("/") > 1:
+    if looks_like_path(path):
         raise ConfigError(f"model.path {path!r}: this folder does not exist; correct the path, or use {TINY!r}")
+    check_hub_copy(path)
     try:
         return _read(path, dtype, attention, seed, fewer_bits, local=True)
-    except (OSError, ValueError):  # not (wholly) in the cache: the network says what is really wrong
+    except (OSError, ValueError):  # not (wholly) in the cache
+        ask_hub(path)
+        fetch_hub_names(path)
+        check_hub_copy(path)
         return _read(path, dtype, attention, seed, fewer_bits, local=False)
+
+
+def ask_hub(name: str, what: str = "model.path") -> None:
+    """Ask the hub once, for a few seconds, whether it has a model; raise in a sentence where it cannot be had.
+
+    Loading itself tries again and again for a minute and more, which is right for a large file and wrong for a typo.
+    """
+    from huggingface_hub import HfApi
+    from huggingface_hub.errors import GatedRepoError, HFValidationError, RepositoryNotFoundError
+
+    local = f"no folder {name!r} is here, and it is not in the cache of models"
+    try:
+        HfApi().model_info(name, timeout=HUB_SECONDS)
+    except GatedRepoError as error:
+        raise ConfigError(
+            f"{what} {name!r}: its owner must let you in first: ask on its page, then set HF_TOKEN"
+        ) from error
+    except (RepositoryNotFoundError, HFValidationError) as error:
+        raise ConfigError(
+            f"{what} {name!r}: {local}, and the Hugging Face hub has no such model (or a private one: set "
+            "HF_TOKEN); check the name"
+        ) from error
+    except Exception as error:  # no network, a proxy, the hub itself; httpx's errors share no base with requests'
+        raise ConfigError(
+            f"{what} {name!r}: {local}, and the Hugging Face hub cannot be reached: check the name and the "
+            f"network, or give the folder of a saved model ({_first_line(error)})"
+        ) from error
 
 
 def _read(
     path: str, dtype: torch.dtype, attention: str, seed: int, fewer_bits: dict[str, Any] | None, *, local: bool
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase, list[str]]:
-    where: dict[str, Any] = {"local_files_only": local, "trust_remote_code": False}
+    where: dict[str, Any] = {"local_files_only": local}
     try:
+        kernels = attention_options(AutoConfig.from_pretrained(path, trust_remote_code=False, **where), attention)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
             loaded: Any = AutoModelForCausalLM.from_pretrained(
                 path,
                 dtype=dtype,
-                attn_implementation=attention,
                 use_safetensors=True,
+                trust_remote_code=False,
                 output_loading_info=True,
+                adapter_kwargs={"local_files_only": local},  # else the network is asked for adapters all the same
+                **kernels,
                 **where,
                 **(fewer_bits or {}),
             )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except (ConfigError, MemoryError):
+        raise
+    except Exception as error:  # a config or file that somebody made can bring any of a library's errors
+        if is_memory(error):
+            raise
+        if "support an attention implementation" in str(error):
+            raise ConfigError(
+                f"model.attention is {attention}, by which this model's attention cannot be computed: use auto"
+            ) from error
         repair = (
             "the folder must hold the config.json of an architecture that transformers knows, and its weights as "
             "whole .safetensors files"
@@ -288,8 +405,8 @@ def _read(
             "which would be random: name a model saved with its language-model head"
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(path, **where)
-    except (OSError, ValueError, KeyError, ImportError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(path, trust_remote_code=False, **where)
+    except Exception as error:
         raise ConfigError(
             f"model.path {path!r} has no tokenizer that can be loaded: save one beside the model with "
             f"tokenizer.save_pretrained ({_first_line(error)})"
@@ -298,23 +415,34 @@ def _read(
     return model, tokenizer, [f"{unread} weights in {path} belong to no part of the model."] if unread else []
 
 
+def attention_options(config: PretrainedConfig, attention: str) -> dict[str, str]:
+    """What `from_pretrained` is told of attention kernels; nothing where it may choose sdpa, or eager where it must.
+
+    sdpa has no soft cap on scores. Some releases of transformers refuse it for models that have one, others leave the
+    cap out.
+    """
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    if attention == "auto":
+        return {"attn_implementation": "eager"} if capped else {}
+    if attention == "sdpa" and capped:
+        raise ConfigError(
+            f"model.attention is sdpa, which would leave out this model's cap of {capped:g} on attention scores: use "
+            "auto or eager"
+        )
+    return {"attn_implementation": attention}
+
+
 def _first_line(error: BaseException) -> str:
-    return str(error).strip().partition("\n")[0]
+    said = str(error).strip().partition("\n")[0][:300]
+    known = isinstance(error, (OSError, ValueError, RuntimeError, SafetensorError))
+    return said if known and said else f"{type(error).__name__} {said}".strip()
 
 
-def _context_length(config: PretrainedConfig) -> tuple[int, str | None]:
+def context_length(config: PretrainedConfig) -> tuple[int, str | None]:
+    """How many tokens the model reads at once, and what to tell where it does not say."""
     text = config.get_text_config()
     for name in ("max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "seq_length"):
         length = getattr(text, name, None)
         if isinstance(length, int) and length > 0:
             return length, None
     return NO_LIMIT, "The model states no context length, so the lengths of prompts and answers are not checked."
-
-
-def _other_ends(model: PreTrainedModel, end_id: int) -> str | None:
-    """Some chat models end a turn with a token that is not the tokenizer's end token; unnoticed, no answer ends."""
-    listed = getattr(model.generation_config, "eos_token_id", None)
-    others = sorted(({listed} if isinstance(listed, int) else set(listed or ())) - {end_id})
-    if not others:
-        return None
-    return f"The model also ends answers with token ids {others}: add them to stop_token_ids for answers to stop there."

@@ -10,17 +10,30 @@ from typing import Any, Literal, cast
 import torch
 from peft import LoraConfig, get_peft_model_state_dict, inject_adapter_in_model, set_peft_model_state_dict
 from peft.tuners.lora import LoraLayer
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
+from transformers.pytorch_utils import Conv1D
 
 from tether.errors import ConfigError
+from tether.models.folder_check import MAX_CONFIG
+from tether.models.safe_files import check_folder
+from tether.plain_file import read_plain
 
 PREFIX = "base_model.model."  # how peft names what it wraps
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
+# State-space models hand these layers' weights to a fused scan, past the adapters: peft refuses them.
+SCANS = frozenset({"falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"})
+SCANNED = frozenset({"conv1d", "out_proj"})
 
 
-def lora_config(rank: int, alpha: float, targets: list[str], base: str | None = None) -> LoraConfig:
-    """Adapters of one rank on the layers named; no dropout, for ratios and KL would be noise with it."""
+def lora_config(
+    rank: int, alpha: float, targets: list[str], base: str | None = None, *, transposed: bool = False
+) -> LoraConfig:
+    """Adapters of one rank on the layers named; no dropout, for ratios and KL would be noise with it.
+
+    `transposed` says that the layers hold their weights as (in, out), as GPT-2's do.
+    """
     return LoraConfig(
         r=rank,
         lora_alpha=cast(int, alpha),
@@ -28,14 +41,28 @@ def lora_config(rank: int, alpha: float, targets: list[str], base: str | None = 
         lora_dropout=0.0,
         bias="none",
         base_model_name_or_path=base,
+        fan_in_fan_out=transposed,
     )
 
 
+def linear_layers(trunk: nn.Module) -> dict[str, nn.Module]:
+    """Every layer that is one matrix product, by its path in the trunk; GPT-2 calls them Conv1D."""
+    return {name: layer for name, layer in trunk.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
+
+
 def target_names(trunk: nn.Module, targets: str) -> list[str]:
-    """The layers that get adapters: those named with commas between, or every linear layer of the trunk."""
+    """The layers that get adapters: those named with commas between, or every linear layer of the trunk that can."""
     if targets != "all-linear":
         return [name.strip() for name in targets.split(",")]
-    return sorted({name.rpartition(".")[2] for name, layer in trunk.named_modules() if isinstance(layer, nn.Linear)})
+    left_out = SCANNED if getattr(getattr(trunk, "config", None), "model_type", None) in SCANS else frozenset[str]()
+    return sorted({name.rpartition(".")[2] for name in linear_layers(trunk)} - left_out)
+
+
+def are_transposed(trunk: nn.Module, names: list[str]) -> bool:
+    """Whether the layers of these names hold (in, out) weights."""
+    return any(
+        isinstance(layer, Conv1D) for path, layer in linear_layers(trunk).items() if path.rpartition(".")[2] in names
+    )
 
 
 def inject_lora(tree: nn.Module, config: LoraConfig, seed: int) -> list[nn.Parameter]:
@@ -80,20 +107,40 @@ def save_lora(
     config.save_pretrained(str(target))
 
 
-def load_lora(tree: nn.Module, source: Path, *, inside: str = "") -> dict[str, Tensor]:
-    """Fill the tree's adapters from a folder that `save_lora` wrote; returns what was saved beside them."""
-    saved = load_file(source / WEIGHTS)
+def load_lora(tree: nn.Module, source: Path, *, inside: str = "", whole: bool = False) -> dict[str, Tensor]:
+    """Fill the tree's adapters from a folder that `save_lora` wrote; returns what was saved beside them.
+
+    With `whole` every adapter of the tree must have been saved; without, one that was not stays as it is.
+    """
+    check_folder(source, "adapters in")
+    try:
+        saved = load_file(source / WEIGHTS)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"{source / WEIGHTS} cannot be read ({str(error).partition(chr(10))[0]})") from error
     start = f"{PREFIX}{inside}"
     own = {name.removeprefix(start): value for name, value in saved.items() if "lora_" in name}
-    result = set_peft_model_state_dict(cast(Any, tree), own)
-    if result.unexpected_keys or not own:
-        raise ConfigError(f"{source} holds adapters of another model or rank than this run's")
+    expected = get_peft_model_state_dict(cast(Any, tree), state_dict=tree.state_dict())
+    apart = sorted(own.keys() ^ expected.keys() if whole or not own else own.keys() - expected.keys())
+    apart += [name for name in own.keys() & expected.keys() if own[name].shape != expected[name].shape]
+    if apart:
+        there, here = (tuple(x[apart[0]].shape) if apart[0] in x else "missing" for x in (own, expected))
+        raise ConfigError(
+            f"{source} holds adapters of another model, rank or layers than this run's: {apart[0]} is {there} there "
+            f"and {here} here"
+        )
+    set_peft_model_state_dict(cast(Any, tree), own)
     return {name.removeprefix(PREFIX): value for name, value in saved.items() if "lora_" not in name}
 
 
 def saved_config(source: Path) -> dict[str, Any]:
     """What `adapter_config.json` says."""
-    return json.loads((source / CONFIG).read_text())
+    try:
+        saved = json.loads(read_plain(source / CONFIG, MAX_CONFIG))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{source / CONFIG} cannot be read ({getattr(error, 'strerror', None) or error})") from error
+    if not isinstance(saved, dict):
+        raise ConfigError(f"{source / CONFIG} must hold an object with named values")
+    return saved
 
 
 def load_config(source: Path) -> LoraConfig:
@@ -105,6 +152,7 @@ def load_config(source: Path) -> LoraConfig:
         target_modules=saved["target_modules"],
         lora_dropout=0.0,
         bias="none",
+        fan_in_fan_out=bool(saved.get("fan_in_fan_out")),
     )
 
 

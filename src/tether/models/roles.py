@@ -6,6 +6,7 @@ models, adapters on one base, or tops on a shared trunk: that is decided in `sha
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Literal
@@ -86,12 +87,14 @@ class Ahead:
 
     batch: Sequences
     versions: list[int]
+    policy_learns: bool  # whether its graph reaches the policy
     outputs: TokenOutputs
 
-    def holds_for(self, batch: Sequences, model: nn.Module) -> bool:
+    def holds_for(self, batch: Sequences, model: ActorCritic) -> bool:
         """Whether it is a pass over this very batch with the parameters as they are now."""
         return (
             batch.temperature == self.batch.temperature
+            and self.policy_learns == model.policy_learns
             and torch.equal(batch.tokens, self.batch.tokens)
             and torch.equal(batch.attention_mask, self.batch.attention_mask)
             and torch.equal(batch.response_mask, self.batch.response_mask)
@@ -115,7 +118,15 @@ class ActorCritic(nn.Module):
         self.trunk = trunk if trunk is not None else Separate(policy).policy_trunk()
         self.critic = critic
         self.output = OutputLayer.of(policy)
+        self.policy_learns = True
         self._ahead: Ahead | None = None
+
+    def train_only(self, groups: Sequence[str]) -> None:
+        """From now on only these of the parameter groups learn: without the policy no graph is kept for its pass.
+
+        A value head then reads the trunk's states as constants, so that its loss cannot move the trunk.
+        """
+        self.policy_learns = "policy" in groups
 
     def forward(self, batch: Sequences) -> TokenOutputs:
         """Log-probs, entropy and values on the batch's response tokens; one pass of each trunk."""
@@ -133,7 +144,7 @@ class ActorCritic(nn.Module):
         with torch.set_grad_enabled(ahead):
             hidden, outputs, final_values = self._pass(batch)
         if ahead:
-            self._ahead = Ahead(batch, _versions(self), outputs)
+            self._ahead = Ahead(batch, _versions(self), self.policy_learns, outputs)
         seen = self._likeliest(hidden, batch, outputs.logprobs, likeliest) if likeliest else (None, None)
         return Evaluation(
             old_logprobs=outputs.logprobs.detach(),
@@ -156,8 +167,9 @@ class ActorCritic(nn.Module):
 
     def _pass(self, batch: Sequences) -> tuple[Tensor, TokenOutputs, Tensor | None]:
         """(B, T, H) the policy's hidden states, what `forward` gives, and the value after each row's last token."""
-        hidden = self.trunk(batch, states_read(batch))
-        logprobs, entropy = self.output.logprobs(hidden, batch)
+        with torch.set_grad_enabled(self.policy_learns and torch.is_grad_enabled()):
+            hidden = self.trunk(batch, states_read(batch))
+            logprobs, entropy = self.output.logprobs(hidden, batch)
         if self.critic is None:
             return hidden, TokenOutputs(logprobs, entropy, None), None
         head, states = self._critic_states(hidden, batch)
@@ -227,21 +239,22 @@ class Roles:
     ) -> Roles:
         """The policy and what the algorithm needs beside it.
 
-        A value head starts at zero, so that the first advantages are the rewards themselves; with `start_critic_from`,
-        the critic takes over a reward model's layers and head. With `offload_frozen` a reference with weights of its
-        own waits in host memory.
+        A value head starts at zero, so that the first advantages are the rewards themselves. `start_critic_from`, a
+        reward model loaded through `sharing`, becomes the separate critic as it is. With `offload_frozen` a reference
+        with weights of its own waits in host memory.
         """
         reference = ReferencePolicy(*sharing.reference()) if with_reference else None
         if reference is not None and offload_frozen and isinstance(sharing, Separate):
             reference.wait()
         value: ScalarModel | ScalarHead | None = None
         if critic == "head":
+            assert start_critic_from is None, "a reward model's head means nothing on the policy's trunk"
             value = ScalarHead.like_output(sharing.policy, deviation=0.0, seed=seed)
+        elif critic == "separate" and start_critic_from is not None:
+            value = start_critic_from
         elif critic == "separate":
             head = ScalarHead.like_output(sharing.policy, deviation=0.0, seed=seed)
             value = ScalarModel(sharing.scalar_trunk(seed), head, "critic")
-            if start_critic_from is not None:
-                value.load_state_dict(start_critic_from.state_dict())
         return cls(ActorCritic(sharing.policy, sharing.policy_trunk(), value), reference)
 
     def present(self) -> AbstractContextManager[None]:

@@ -10,12 +10,14 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from tether.models.heads import ScalarModel
 from tether.models.lora import has_lora, save_lora
+from tether.seal import list_files, swap
 
 
 def save_model(model: PreTrainedModel | ScalarModel, tokenizer: PreTrainedTokenizerBase, target: Path) -> Path:
     """A whole model in the Hugging Face layout, adapters in peft's; the tokenizer beside either.
 
-    Written beside the target and renamed, so that being interrupted leaves no half of a model under its name.
+    Written beside the target and renamed, so that being interrupted leaves no half of a model under its name, and
+    never loses the model that had it. A list of the files goes with it: whoever loads the model checks them.
     """
     unfinished = target.with_name(f".{target.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)
@@ -25,10 +27,10 @@ def save_model(model: PreTrainedModel | ScalarModel, tokenizer: PreTrainedTokeni
     else:
         model.save_pretrained(unfinished)
     tokenizer.save_pretrained(unfinished)
+    list_files(unfinished)
     for file in (*unfinished.iterdir(), unfinished):  # on the disk before it has its name
         _sync(file)
-    shutil.rmtree(target, ignore_errors=True)
-    unfinished.rename(target)
+    swap(unfinished, target)
     _sync(target.parent)
     return target
 

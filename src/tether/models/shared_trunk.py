@@ -236,12 +236,19 @@ def _same(first: nn.Module, second: nn.Module) -> bool:
 @torch.no_grad()
 def check_split(trunk: PreTrainedModel, depth: int) -> None:
     """Raise unless the two parts, one after the other, are the whole: not every architecture can be cut so."""
+    refusal = ConfigError(
+        f"roles.mode: {type(trunk).__name__} cannot be cut into a shared trunk and tops; use separate or adapters"
+    )
     probe = probe_batch(trunk)
     mask = probe.attention_mask
-    lower, upper = layers_between(trunk, 0, depth), layers_between(trunk, depth, None)
-    whole, parts = hidden_states(trunk, probe)[mask], hidden_states(upper, probe, hidden_states(lower, probe))[mask]
+    whole = hidden_states(trunk, probe)[mask]
+    try:
+        lower, upper = layers_between(trunk, 0, depth), layers_between(trunk, depth, None)
+        parts = hidden_states(upper, probe, hidden_states(lower, probe))[mask]
+    except (torch.OutOfMemoryError, ConfigError):
+        raise
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError, ValueError) as error:
+        raise refusal from error  # whatever else it does with its layers, it does not run some of them alone
     # the same modules on the same numbers, so that rounding is no excuse
     if not (parts - whole).float().norm() <= SPLIT * whole.float().norm():
-        raise ConfigError(
-            f"roles.mode: {type(trunk).__name__} cannot be cut into a shared trunk and tops; use separate or adapters"
-        )
+        raise refusal

@@ -15,7 +15,15 @@ from tether.config.parts import RolesSettings
 from tether.errors import ConfigError
 from tether.models.forward import OutputLayer, trunk_of
 from tether.models.heads import ScalarHead, ScalarModel
-from tether.models.lora import CONFIG, inject_lora, load_lora, lora_config, target_names
+from tether.models.lora import (
+    CONFIG,
+    are_transposed,
+    inject_lora,
+    load_lora,
+    lora_config,
+    saved_config,
+    target_names,
+)
 from tether.models.shared_trunk import SharedTrunk, TopTrunk, check_split
 from tether.models.trunk_states import TrunkStates
 from tether.models.trunks import Trunk, own_top, shared_tree, top_parameters
@@ -73,7 +81,7 @@ class Separate:
         return Trunk(copy.deepcopy(trunk_of(self.policy)).requires_grad_(True))
 
     def load_scalar(self, folder: Path, group: str) -> ScalarModel:
-        """As it was saved."""
+        """As it was saved: a model of its own, of whatever size."""
         loaded = ScalarModel.load(folder, self.policy.dtype, self.policy.device)
         return ScalarModel(loaded.trunk, loaded.head, group)
 
@@ -86,7 +94,8 @@ class Adapters:
     def __init__(self, base: PreTrainedModel, rank: int, alpha: float, targets: str, seed: int) -> None:
         self.base = base.requires_grad_(False)
         names = target_names(trunk_of(base), targets)
-        self.config = lora_config(rank, alpha, names, getattr(base.config, "name_or_path", None))
+        path, transposed = getattr(base.config, "name_or_path", None), are_transposed(trunk_of(base), names)
+        self.config = lora_config(rank, alpha, names, path, transposed=transposed)
         self.policy = shared_tree(base)
         inject_lora(self.policy, self.config, seed)
 
@@ -108,13 +117,33 @@ class Adapters:
         """The base with the adapters and head that were saved."""
         if not (folder / CONFIG).is_file():
             raise ConfigError(f"{folder} holds no adapters: train the reward model with roles.mode adapters")
+        self._check_scale(folder)
         trunk = self.scalar_trunk(0)
-        beside = load_lora(trunk.model, folder, inside=f"{self.base.base_model_prefix}.")
-        head = ScalarHead.like_output(self.base, deviation=0.0, seed=0)
+        beside = load_lora(trunk.model, folder, inside=f"{self.base.base_model_prefix}.", whole=True)
+        head, saved = ScalarHead.like_output(self.base, deviation=0.0, seed=0), beside.get("score.weight")
+        if saved is None:
+            raise ConfigError(f"{folder} is not a reward model: its adapters have no `score` layer beside them")
+        if saved.shape != head.weight.shape:
+            raise ConfigError(
+                f"{folder} holds adapters of another model: their `score` layer reads {saved.shape[-1]} numbers, but "
+                f"this model has a width of {head.weight.shape[-1]}"
+            )
         with torch.no_grad():
-            head.weight.copy_(beside["score.weight"])
+            head.weight.copy_(saved)
             head.bias.fill_(ScalarModel.saved_bias(folder))
         return ScalarModel(trunk, head, group)
+
+    def _check_scale(self, folder: Path) -> None:
+        """Refuse adapters of another rank or alpha: their weights would not fit, or count for more or less."""
+        saved = saved_config(folder)
+        for setting, ours, theirs in (
+            ("roles.lora_rank", self.config.r, saved.get("r")),
+            ("roles.lora_alpha", self.config.lora_alpha, saved.get("lora_alpha")),
+        ):
+            if ours != theirs:
+                raise ConfigError(
+                    f"{folder} was trained with {setting} {theirs}, but this run has {ours}: use {theirs}"
+                )
 
 
 class Tops:
@@ -130,9 +159,9 @@ class Tops:
                 "least one to share, or use roles.mode separate"
             )
         self.policy = model.requires_grad_(False)
+        check_split(trunk, depth)
         kept = TrunkStates(Path(states), trunk, depth) if states else None
         self.shared = SharedTrunk(trunk, depth, kept=kept)
-        check_split(trunk, depth)
         self.start = own_top(trunk, depth)  # the policy as loaded: its own top is about to be trained
         for parameter in top_parameters(trunk, depth):
             parameter.requires_grad_(True)
@@ -154,9 +183,15 @@ class Tops:
         """A reward model that was trained as a top on the same trunk."""
         loaded = ScalarModel.load(folder, self.policy.dtype, self.policy.device)
         theirs, ours = loaded.trunk.model.state_dict(), trunk_of(self.policy).state_dict()
+        if {name: x.shape for name, x in theirs.items()} != {name: x.shape for name, x in ours.items()}:
+            raise ConfigError(
+                f"{folder} is another model ({size_in_words(loaded.trunk.model)}) than this run's "
+                f"({size_in_words(self.policy)}), and in roles.mode top both stand on one trunk: train it from this "
+                "run's model, or use roles.mode separate"
+            )
         upper = {id(parameter) for parameter in top_parameters(loaded.trunk.model, self.shared.depth)}
         lower = [name for name, parameter in loaded.trunk.model.named_parameters() if id(parameter) not in upper]
-        if any(not torch.equal(theirs[name], ours[name]) for name in lower):
+        if theirs.keys() != ours.keys() or any(not torch.equal(theirs[name], ours[name]) for name in lower):
             raise ConfigError(
                 f"{folder} was not trained on this model's trunk: train it with the same roles.top_layers"
             )
@@ -177,6 +212,13 @@ def build_sharing(model: PreTrainedModel, settings: RolesSettings, seed: int) ->
     if settings.mode == "top":
         return Tops(model, settings.top_layers, settings.trunk_states)
     return Separate(model)
+
+
+def size_in_words(model: PreTrainedModel) -> str:
+    """Such as `LlamaModel, 30 layers of width 576, 49152 tokens`."""
+    config = model.config.get_text_config()
+    layers, tokens = config.num_hidden_layers, config.vocab_size
+    return f"{type(trunk_of(model)).__name__}, {layers} layers of width {config.hidden_size}, {tokens} tokens"
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
+from collections.abc import Callable
 from typing import Any
 
 from tether.models.store import EMBEDDED, CachedModel, cached_model, megabytes
+from tether.progress import PlainProgress, on_terminal
 
 
 def show_models(*, json_output: bool) -> int:
@@ -26,25 +27,40 @@ def show_models(*, json_output: bool) -> int:
 
 
 def pull_and_show(name: str, *, force: bool, json_output: bool) -> int:
-    """Pull a model with a bar on stderr, and print where it is."""
+    """Pull a model with a bar or plain lines on stderr, and print where it is."""
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
     from tether.models.pull import pull
 
-    columns = (TextColumn("{task.description:<12}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, disable=not sys.stderr.isatty()) as bar:
-        tasks = {}
+    if not on_terminal():
+        found = pull(name, progress=_lines(name), force=force)
+    else:
+        columns = (TextColumn("{task.description:<12}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=Console(stderr=True)) as bar:
+            tasks = {}
 
-        def progress(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bar.add_task(what, total=total)
-            bar.update(tasks[what], completed=done)
+            def progress(what: str, done: int, total: int) -> None:
+                if what not in tasks:
+                    tasks[what] = bar.add_task(what, total=total)
+                bar.update(tasks[what], completed=done)
 
-        found = pull(name, progress=progress, force=force)
+            found = pull(name, progress=progress, force=force)
     print(json.dumps(_row(name, found)) if json_output else f"{name}  {megabytes(found.size)}  {found.path}")
     return 0
+
+
+def _lines(name: str) -> Callable[[str, int, int], None]:
+    """Progress as plain lines, in megabytes where it is bytes that are counted."""
+    stages: dict[str, PlainProgress] = {}
+
+    def progress(what: str, done: int, total: int) -> None:
+        unit = 10**6 if total >= 10**7 else 1
+        if what not in stages:
+            stages[what] = PlainProgress(f"{name}: {what}", -(-total // unit))
+        stages[what].advance(-(-done // unit), "MB" if unit > 1 else "")
+
+    return progress
 
 
 def _row(name: str, found: CachedModel | None) -> dict[str, Any]:

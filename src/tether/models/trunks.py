@@ -22,16 +22,24 @@ from tether.types import Sequences
 
 Model = TypeVar("Model", bound=nn.Module)
 PROBE_LENGTH = 6
-FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm")
+QUANTISED_BY = ("state", "quant_state")  # where layers of bitsandbytes hold scales and codes
+FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
 # What two ways through a layer may differ by, by token: a share of what it changed, and one of what leaves it
 ALIKE = 1e-3, 1e-5
 ALIKE_IN_HALF = 0.1, 2**-7  # with numbers of 16 bits
 
 
 def shared_tree(model: Model) -> Model:
-    """A second module tree over the very same tensors: what is replaced in one tree stays as it was in the other."""
-    tensors: list[Tensor] = [*model.parameters(), *model.buffers()]
-    return copy.deepcopy(model, memo={id(tensor): tensor for tensor in tensors})
+    """A second module tree over the very same tensors: what is replaced in one tree stays as it was in the other.
+
+    A quantised layer of bitsandbytes keeps scales, and in 8 bits the codes too, beside its weight: they belong to both
+    trees as well. The first pass takes them off the weight, so a second tree without them would read codes as numbers.
+    """
+    kept: list[Any] = [*model.parameters(), *model.buffers()]
+    for module in model.modules():
+        if type(module).__module__.startswith("bitsandbytes."):
+            kept += [vars(module)[name] for name in QUANTISED_BY if vars(module).get(name) is not None]
+    return copy.deepcopy(model, memo={id(each): each for each in kept})
 
 
 class Trunk(nn.Module):
@@ -148,7 +156,8 @@ def layers_between(trunk: PreTrainedModel, start: int, stop: int | None) -> PreT
     part._modules = dict(trunk._modules)
     part.config = copy.copy(trunk.config)
     part.config.num_hidden_layers = len(kept)
-    if getattr(part.config, "layer_types", None):
+    worked_out = isinstance(getattr(type(part.config), "layer_types", None), property)  # from the number of layers
+    if getattr(part.config, "layer_types", None) and not worked_out:
         part.config.layer_types = list(part.config.layer_types)[start:stop]
     setattr(part, name, nn.ModuleList(kept))
     if stop is not None:

@@ -13,6 +13,19 @@ from tether.models.load import LoadedModel
 from tether.rollout.supported import plain_model
 
 
+def check_cached(model: Any) -> None:
+    """Raise where a model's forward pass knows no cache of keys and values, which every engine needs."""
+    if "past_key_values" not in inspect.signature(plain_model(model).forward).parameters:
+        raise _no_cache(model)
+
+
+def _no_cache(model: Any) -> ConfigError:
+    return ConfigError(
+        f"model.path: {type(plain_model(model)).__name__} returns no cache, which sampling needs: use a model whose "
+        "forward pass takes and returns past_key_values"
+    )
+
+
 class CachedBatch:
     """Left-padded rows of a causal language model and their KV cache.
 
@@ -93,8 +106,5 @@ class CachedBatch:
         outputs = self.model(**given)
         self.cache = getattr(outputs, "past_key_values", None)
         if self.cache is None:
-            raise ConfigError(
-                f"model.path: {type(self.model).__name__} returns no cache, which the native engine needs: "
-                "use a model whose forward pass returns past_key_values"
-            )
+            raise _no_cache(self.model)
         return outputs.logits[:, -1]

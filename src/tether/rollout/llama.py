@@ -10,6 +10,8 @@ call to `generate`. A module that is not a plain `nn.Linear` (an adapter) is cal
 
 from __future__ import annotations
 
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -36,6 +38,27 @@ def pieces(rows: int) -> int:
     if rows >= TALL:
         return next((rows // size for size in (512, 256, 128) if rows % size == 0), 1)
     return 4 if rows % 4 == 0 else 1
+
+
+@cache
+def column_multiple() -> int:
+    """The number of tokens that a pass is filled up to a multiple of; 1 leaves it as it is.
+
+    On AMD processors MKL multiplies by whole blocks of 16 columns at full speed, and by any other number at a half
+    down to an eighth of it. Measured on an EPYC with AVX-512, one thread, a 1536 x 576 weight, in useful GFLOP/s: 2
+    tokens 3.5 and filled up 9.7, 8 tokens 14 and 39, 15 tokens 23 and 73, 31 tokens 40 and 86, 63 tokens 53 and 90.
+    """
+    try:
+        vendor = Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace")[:400]
+    except OSError:
+        return 1
+    return 16 if "AuthenticAMD" in vendor else 1
+
+
+def filled(x: Tensor, multiple: int) -> Tensor:
+    """x (..., N) with its last column repeated until N is a multiple; one column alone stays alone."""
+    missing = -x.shape[-1] % multiple if x.shape[-1] > 1 else 0
+    return torch.cat((x, x[..., -1:].expand(*x.shape[:-1], missing)), dim=-1) if missing else x
 
 
 class Projection:
@@ -143,6 +166,7 @@ class LlamaDecoder:
         self.cache = SlotCache(
             len(self.layers), slots, self.kv_heads, self.head_dim, length, dtype=dtype, device=self.device
         )
+        self.column_multiple = column_multiple() if self.device.type == "cpu" else 1
         self.traced = traced
         if traced is not None:
             self.cache.keep_states(config.hidden_size)
@@ -164,28 +188,35 @@ class LlamaDecoder:
         `length` is the longest slot's, this token counted.
         """
         hidden = self._trunk(tokens, columns, Decode(self.cache, columns, length))
-        logits = hidden.new_empty(self.vocabulary, len(tokens))
+        logits = hidden.new_empty(self.vocabulary, hidden.shape[1])
         self.head.into(logits, self.norm(hidden))
+        logits = logits[:, : len(tokens)]
         return logits if self.logit_cap is None else capped(logits, self.logit_cap)
 
     def _trunk(self, tokens: Tensor, columns: Tensor, attend: Prefill | Decode) -> Tensor:
-        """(H, N) hidden states before the last norm; of no meaning after a prefill, which stops early."""
-        hidden = self.embedding(tokens).t().contiguous()
+        """(H, N') hidden states before the last norm, N' >= N as `column_multiple` has it, the first N of them real.
+
+        Of no meaning after a prefill, which stops early.
+        """
+        count, multiple = len(tokens), self.column_multiple
+        hidden = self.embedding(filled(tokens, multiple)).t().contiguous()
         if self.embedding_scale != 1.0:
             hidden.mul_(self.embedding_scale)
-        angles = {kind: (cos[:, columns], sin[:, columns]) for kind, (cos, sin) in self.angles.items()}  # (D, N)
+        places = filled(columns, multiple)
+        angles = {kind: (cos[:, places], sin[:, places]) for kind, (cos, sin) in self.angles.items()}  # (D, N')
         features = (self.heads + 2 * self.kv_heads) * self.head_dim
-        qkv = hidden.new_empty(features, len(tokens))
-        gates = hidden.new_empty(2 * self.inner, len(tokens))
+        qkv = hidden.new_empty(features, hidden.shape[1])
+        gates = hidden.new_empty(2 * self.inner, hidden.shape[1])
         for index, layer in enumerate(self.layers):
             if index == self.traced:
                 assert self.cache.states is not None
-                self.cache.states.index_put_((attend.slots, columns), hidden.t())
+                self.cache.states.index_put_((attend.slots, columns), hidden[:, :count].t())
             query, key, value = self._project(layer, layer.before_attention(hidden), qkv, *angles[layer.facts.rotary])
-            attend.store(index, key, value)
+            attend.store(index, key[:count], value[:count])
             if attend.reads_only and index + 1 == len(self.layers):
                 break
-            add_output(hidden, layer.output, attend(index, query, layer.facts), layer.after_attention)
+            mixed = filled(attend(index, query[:count], layer.facts), multiple)
+            add_output(hidden, layer.output, mixed, layer.after_attention)
             normed = layer.before_mlp(hidden)
             gate, up = gates[: self.inner], gates[self.inner :]
             layer.gate.into(gate, normed)

@@ -31,7 +31,7 @@ from tether.models.load import LoadedModel, embedding_count
 from tether.protocols import Sampling
 from tether.rollout.assemble import assemble_rollout, check_request
 from tether.rollout.continuous import ContinuousBatch
-from tether.rollout.forward import CachedBatch
+from tether.rollout.forward import CachedBatch, check_cached
 from tether.rollout.gpu.batch import GpuBatch
 from tether.rollout.gpu.keeper import MOST_SLOTS, DecoderKeeper
 from tether.rollout.llama import LlamaDecoder
@@ -106,6 +106,7 @@ class NativeEngine:
         self.states_for = states_for
         self.notices: tuple[str, ...] = ()
         self.gpu = DecoderKeeper()  # its captured steps read the parameters in place, and are kept between calls
+        check_cached(loaded.model)
         self._distrusted = "rollout.engine asks for it" if general else unsupported(loaded.model)
         if self._distrusted is None:
             with _eval_mode(loaded.model):
@@ -181,10 +182,12 @@ class NativeEngine:
         uniforms = torch.stack(
             [sample_uniforms(seed, item.prompt.id, item.stream, sampling.max_new_tokens) for item in chunk]
         )
-        stops = {self.loaded.end_id, *sampling.stop_token_ids}
+        ends = self.loaded.end_ids
+        stops = {*ends, *sampling.stop_token_ids}
         answers = decode(chunk, uniforms, sampling, stops)
         ids = [answer.tokens.tolist() for answer in answers]
-        texts = self.loaded.tokenizer.batch_decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        said = [tokens[:-1] if tokens[-1] in ends else tokens for tokens in ids]  # an end token is no text
+        texts = self.loaded.tokenizer.batch_decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
         return [
             assemble_rollout(
                 item.prompt,
