@@ -28,6 +28,7 @@ def made_up(step: int, row: int, length: int = 6, *, completion: str = "yes") ->
         group_id=row // 2,
         sample_id=row % 2,
         prompt_text=f"question {row}",
+        messages=({"role": "user", "content": f"question {row}"},),
         completion=completion,
         finish="stop",
         score=float(np.float32(0.1) * row),
@@ -116,7 +117,8 @@ class Recording:
         self.workspace: Workspace = workspace_at(root / "runs", url)
         self.said: list[str] = []
         self.folder = self.workspace.folder(name)
-        start = RunStart(options.pop("method", "ppo"), steps, CONFIG, {"python": "3"}, options.pop("sources", ()))
+        config = options.pop("config", CONFIG)
+        start = RunStart(options.pop("method", "ppo"), steps, config, {"python": "3"}, options.pop("sources", ()))
         options = {"notify": self.said.append, "wait": 0.2} | options
         self.recorder = RunRecorder(self.workspace, self.folder, start, **options)
 

@@ -56,6 +56,14 @@ def test_a_store_of_a_newer_tether_is_refused(tmp_path: Path, store_url):
         open_engine(workspace)
 
 
+def test_a_damaged_mark_of_the_version_is_told_in_a_sentence(tmp_path: Path, store_url):
+    workspace = workspace_at(tmp_path, store_url)
+    with open_engine(workspace).begin() as connection:
+        connection.execute(text("UPDATE alembic_version SET version_num = '000&'"))
+    with pytest.raises(StorageError, match=r"damaged.*put it back from a copy"):
+        open_engine(workspace)
+
+
 def test_sqlite_keeps_a_write_ahead_log_and_holds_foreign_keys(tmp_path: Path):
     with open_engine(workspace_at(tmp_path)).connect() as connection:
         for pragma, value in {"journal_mode": "wal", "foreign_keys": 1, "synchronous": 2}.items():

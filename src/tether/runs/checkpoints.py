@@ -28,7 +28,9 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from tether.errors import StorageError
+from tether.plain_file import read_plain
 from tether.runs.folder import sync_folder
+from tether.seal import REPLACED, canonical, recover, sealed, swap
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
@@ -66,9 +68,7 @@ def write(folder: Path, checkpoint: Checkpoint, before_naming: Callable[[], obje
         _write_file(unfinished / MANIFEST, _sealed({"format": FORMAT, "step": checkpoint.step, "files": files}))
         sync_folder(unfinished)
         before_naming()
-        if target.exists():
-            remove(target)
-        unfinished.rename(target)
+        swap(unfinished, target)
         sync_folder(folder)
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -131,6 +131,16 @@ def read_newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | Non
     return None
 
 
+def newest_values(folder: Path) -> dict[str, Any] | None:
+    """The values of the newest checkpoint whose manifest and values are whole, whatever its tensors are."""
+    for _, path in reversed(listed(folder)):
+        try:
+            return json.loads(_read_checked(path / STATE, _read_manifest(path)["files"][STATE]))
+        except (DamagedCheckpoint, KeyError, ValueError):
+            continue
+    return None
+
+
 def prune(folder: Path, newest: int, every: int = 0, known_whole: set[Path] | None = None) -> None:
     """Remove all but the `newest` newest checkpoints, and those whose step is a multiple of `every`.
 
@@ -156,11 +166,13 @@ def remove(path: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what a killed process left half written or half removed."""
+    """Remove what a killed process left half written or half removed, and put back what it had only taken aside."""
     if folder.is_dir():
-        for path in folder.iterdir():
+        for path in list(folder.iterdir()):
             if path.name.startswith((UNFINISHED, REMOVED)):
                 shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(REPLACED):
+                recover(folder / path.name.removeprefix(REPLACED))
 
 
 # -- small parts --------------------------------------------------------------------------------------------------
@@ -186,14 +198,9 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
         yield shard
 
 
-def canonical(values: Mapping[str, Any]) -> bytes:
-    """The one way in which these values are written as JSON."""
-    return (json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=True) + "\n").encode()
-
-
 def _sealed(manifest: dict[str, Any]) -> bytes:
     """The manifest with its own hash in it."""
-    return canonical(manifest | {"sha256": hashlib.sha256(canonical(manifest)).hexdigest()})
+    return canonical(sealed(manifest))
 
 
 def _write_file(path: Path, content: bytes) -> dict[str, Any]:
@@ -206,10 +213,10 @@ def _write_file(path: Path, content: bytes) -> dict[str, Any]:
 
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
-        content = (path / MANIFEST).read_bytes()
+        content = read_plain(path / MANIFEST)
         manifest = json.loads(content)
         body = {name: value for name, value in manifest.items() if name != "sha256"}
-    except (OSError, ValueError, AttributeError) as error:
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
         raise DamagedCheckpoint(f"{path / MANIFEST} is missing or cannot be read ({error})") from error
     if content != _sealed(body):
         raise DamagedCheckpoint(f"{path / MANIFEST} is not what was written")
@@ -220,7 +227,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def _read_checked(path: Path, about: Mapping[str, Any]) -> bytes:
     try:
-        content = path.read_bytes()
+        content = read_plain(path)
     except OSError as error:
         raise DamagedCheckpoint(f"{path} is missing or cannot be read ({error.strerror})") from error
     if len(content) != about["bytes"]:

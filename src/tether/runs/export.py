@@ -7,17 +7,20 @@ import csv
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 
 from tether.errors import ConfigError, StorageError, UsageError
+from tether.runs.model_card import CardFacts, write_card
 from tether.runs.read import RunSummary, find_run, read_run
 from tether.runs.recorded import RecordedRun
 from tether.runs.show import rollout_as_json
+from tether.runs.store.pending import is_being_recorded
 from tether.runs.store.schema import without_infinities
 from tether.runs.verb_options import open_for
+from tether.seal import check_saved, recover
 
 
 def export(options: argparse.Namespace) -> int:
@@ -29,6 +32,7 @@ def export(options: argparse.Namespace) -> int:
         try:
             if model := wanted.get("model"):
                 written["model"] = str(copy_model(summary, model, best=options.best))
+                write_card(model, summary, run, _facts(summary, run, model, options))
             if rollouts := wanted.get("rollouts"):
                 written["rollouts"] = str(write_rollouts(run, rollouts, options.step or list(run.rollout_steps)))
             if metrics := wanted.get("metrics"):
@@ -60,9 +64,24 @@ def _targets(options: argparse.Namespace, summary: RunSummary, run: RecordedRun)
     return targets
 
 
-def copy_model(summary: RunSummary, target: Path, *, best: bool = False) -> Path:
-    """Copy a run's model, or its adapters where it trained those, to a folder that does not exist yet."""
+def _facts(summary: RunSummary, run: RecordedRun, folder: Path, options: argparse.Namespace) -> CardFacts:
+    kind = "adapters" if (folder / "adapter_config.json").is_file() else "model"
+    if summary.method == "reward":
+        kind = "reward" if kind == "model" else "reward-adapters"
+    return CardFacts(kind, step=best_step(run) if options.best else None, licence=options.license)
+
+
+def best_step(run: RecordedRun) -> int | None:
+    """The step with the best held-out score, the first of them; None where none was measured."""
+    scored = [(row["held_out/score"], -row["step"]) for row in run.metrics if "held_out/score" in row]
+    return int(-max(scored)[1]) if scored else None
+
+
+def model_folder(summary: RunSummary, *, best: bool = False) -> Path:
+    """Where a run's model is, the last or the best."""
     source = summary.folder / ("best" if best else "model")
+    if not is_being_recorded(summary.folder):
+        recover(source)
     if not source.is_dir():
         raise ConfigError(
             f"{summary.name} has no model in {source}: it is not finished, or had run.save set to false; "
@@ -70,6 +89,19 @@ def copy_model(summary: RunSummary, target: Path, *, best: bool = False) -> Path
             if not best
             else f"{summary.name} has no {source}: it had no held-out evaluation, or never got better than its start"
         )
+    check_saved(source)
+    for path in (source, *source.rglob("*")):
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # a copy of it would hold a file from elsewhere
+            raise ConfigError(
+                f"{path} is a link, or no plain file, and a saved model holds plain files alone: remove it, or put the "
+                "file that it stands for in its place"
+            )
+    return source
+
+
+def copy_model(summary: RunSummary, target: Path, *, best: bool = False) -> Path:
+    """Copy a run's model, or its adapters where it trained those, to a folder that does not exist yet."""
+    source = model_folder(summary, best=best)
     if target.exists():
         raise UsageError(f"--model: {target} exists already; name a new folder")
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -89,11 +121,28 @@ def write_metrics(run: RecordedRun, target: Path) -> Path:
         if kind == "jsonl":
             file.writelines(_lines(dict(row) for row in run.metrics))
         else:
-            names = sorted({name for row in run.metrics for name in row} - {"step"})
-            table = csv.DictWriter(file, ["step", *names])
-            table.writeheader()
-            table.writerows({name: value for name, value in row.items() if value == value} for row in run.metrics)
+            write_table(file, run.metrics)
     return target
+
+
+def write_table(file: TextIO, rows: Sequence[Mapping[str, float]]) -> None:
+    """Metrics as CSV, one row a step; what was not measured or was not finite is empty."""
+    names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
+    table = csv.writer(file)
+    table.writerow(csv_cell(name) for name in names)
+    for row in rows:
+        table.writerow(value if (value := row.get(name)) == value else None for name in names)
+
+
+def csv_cell(value: Any) -> Any:
+    """A cell that no spreadsheet takes for a formula: a text that begins like one gets an apostrophe before it.
+
+    Numbers stay numbers, negative ones too.
+    """
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
+
+
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # spreadsheets read the wide ones alike
 
 
 def write_rollouts(run: RecordedRun, target: Path, steps: list[int]) -> Path:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from tether.errors import ConfigError
-from tether.runs.folder import RECIPE, is_run
+from tether.models.store import EMBEDDED, looks_like_path
+from tether.runs.folder import is_run
+from tether.runs.header import protected_recipe
 
 
 def find_model(name: str) -> str:
@@ -20,17 +22,39 @@ def find_model(name: str) -> str:
             f"{name} is a run without a saved model: it is not finished, or had run.save set to false; take what it "
             f"has learned so far with `tether export {name} --checkpoint -1 --model FOLDER`"
         )
+    if not folder.exists() and looks_like_path(name):
+        raise ConfigError(f"there is no run and no model at {name}{_instead(folder)}")
     return name
 
 
-def run_config(name: str) -> dict[str, Any]:
-    """The resolved recipe of a run's folder, also where its model's folder is named; empty where it is no run."""
+def find_run_or_model(name: str) -> str:
+    """The same for a command that takes runs by name as well: `ppo` is `runs/ppo` where nothing else is called so."""
+    named = Path("runs") / name
+    known = name in EMBEDDED or Path(name).expanduser().exists()
+    return str(named) if not known and not looks_like_path(name) and is_run(named) else name
+
+
+def _instead(folder: Path) -> str:
+    """What lies beside it, for somebody who mistyped a name."""
+    beside = folder.parent
+    try:
+        names = sorted(each.name for each in beside.iterdir() if each.is_dir())
+    except OSError:
+        return f": {beside} is not there either" if not beside.exists() else ""
+    close = get_close_matches(folder.name, names, n=1)
+    return f": did you mean {beside / close[0]}?" if close else "; `tether runs` lists the runs there are"
+
+
+def run_of(name: str) -> Path:
+    """The folder of the run that is meant by its own folder or by its model's; `name` itself where it is no run."""
     folder = Path(name).expanduser()
-    for place in (folder, folder.parent):
-        if is_run(place):
-            try:
-                config = json.loads((place / RECIPE).read_text(encoding="utf-8"))
-            except ValueError as error:
-                raise ConfigError(f"{place / RECIPE} is damaged ({error})") from None
-            return config if isinstance(config, dict) else {}
-    return {}
+    return next((place for place in (folder, folder.parent) if is_run(place)), folder)
+
+
+def run_config(name: str) -> dict[str, Any]:
+    """The recipe that a run was begun with, also where its model's folder is named; empty where it is no run.
+
+    Raises ConfigError where the folder's recipe is another.
+    """
+    place = run_of(name)
+    return protected_recipe(place) if is_run(place) else {}

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 from sqlalchemy import Connection, Engine, Row, and_, select
 from sqlalchemy.exc import SQLAlchemyError
 
 from tether.errors import ConfigError, StorageError
-from tether.runs.folder import RECIPE, is_run
+from tether.redact import redact_url
+from tether.runs.folder import is_run
+from tether.runs.header import kept_recipe
 from tether.runs.recorded import Event, RecordedRun, StoredRollout
+from tether.runs.store.digests import step_digest
 from tether.runs.store.journal import Journal
-from tether.runs.store.open import FILE, Workspace, open_engine, workspace_at
+from tether.runs.store.open import FILE, Workspace, absolute, is_inside, open_engine, workspace_at
 from tether.runs.store.pending import FOLDER, is_being_recorded, recording_lock
 from tether.runs.store.schema import events, lineage, metrics, rollouts, runs, steps
-from tether.runs.token_codec import decode_rollout
+from tether.runs.store.verify import is_whole, spans
+from tether.runs.token_codec import MAX_STEP_BYTES, decode_rollout, inflated_size
 
 LATEST = ("score", "kl_ref_k3", "loss", "accuracy", "held_out/score")
 """The metrics that a list of runs shows, as the last step had them."""
@@ -54,6 +58,9 @@ class RunSummary:
     latest: Mapping[str, float]
     lineage: Sequence[Ancestor]
     folder: Path
+    note: str = ""
+    tags: Sequence[str] = ()
+    group: str = ""
 
 
 @dataclass(frozen=True)
@@ -93,14 +100,19 @@ def open_workspace(directory: str | Path = "runs", url: str | None = None) -> Op
             f"--workspace: there are no recorded runs in {workspace.directory} ({workspace.place} does not exist); "
             "name the folder that runs were written to"
         )
-    try:
-        engine = open_engine(workspace)
-    except (SQLAlchemyError, OSError) as error:
-        reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
-        raise StorageError(f"the run store {workspace.place} cannot be opened ({reason})") from error
+    engine = open_store(workspace)
     for folder in waiting:
         _take_in(workspace, folder)
     return OpenWorkspace(workspace, engine)
+
+
+def open_store(workspace: Workspace, **options: Any) -> Engine:
+    """A workspace's database, as `open_engine` has it; what is wrong with it is told in a sentence."""
+    try:
+        return open_engine(workspace, **options)
+    except (SQLAlchemyError, OSError) as error:
+        reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+        raise StorageError(f"the run store {workspace.place} cannot be opened ({reason})") from error
 
 
 def _runs_with_pending(workspace: Workspace) -> list[Path]:
@@ -133,14 +145,24 @@ def list_runs(opened: OpenWorkspace) -> list[RunSummary]:
         rows = connection.execute(select(runs).where(mine).order_by(runs.c.updated.desc(), runs.c.id.desc())).all()
         latest = _latest(connection)
         ancestors = _ancestors(connection)
+    rows = [row for row in rows if is_inside(row.name)]  # no run of ours has another: such a row was put there
     return [_summary(opened, row, latest.get(row.id, {}), ancestors.get(row.id, [])) for row in rows]
 
 
 def _summary(opened: OpenWorkspace, row: Row[Any], latest: dict[str, float], ancestors: list[Ancestor]) -> RunSummary:
     folder, state = opened.workspace.folder(row.name), state_now(opened, row)
     names = ("id", "name", "method", "created", "updated", "steps_target", "steps_done", "config", "environment")
-    fields = {name: getattr(row, name) for name in names}
-    return RunSummary(**fields, state=state, latest=latest, lineage=ancestors, folder=folder)
+    fields = {name: getattr(row, name) for name in names} | {"config": _shown_config(row.config)}
+    said = {"note": row.note, "tags": tuple(row.tags), "group": row.run_group}
+    return RunSummary(**fields, **said, state=state, latest=latest, lineage=ancestors, folder=folder)
+
+
+def _shown_config(config: Any) -> Any:
+    """A recipe out of the store; an older Tether may have kept a password in the address of the database."""
+    store = config.get("store") if isinstance(config, dict) else None
+    if isinstance(store, dict) and isinstance(store.get("url"), str):
+        return config | {"store": store | {"url": redact_url(store["url"])}}
+    return config
 
 
 def state_now(opened: OpenWorkspace, row: Any) -> str:
@@ -179,9 +201,8 @@ def find_run(opened: OpenWorkspace, words: str) -> RunSummary:
     known = {run.name: run for run in list_runs(opened)}
     name = words.strip("/")
     if name not in known:
-        with_path = Path(words).expanduser().resolve()
-        root = opened.workspace.directory.resolve()
-        name = with_path.relative_to(root).as_posix() if with_path.is_relative_to(root) else name
+        with suppress(ConfigError):  # it may be no path
+            name = opened.workspace.name_of(Path(words).expanduser())
     if name in known:
         return known[name]
     close = get_close_matches(name, known, n=1)
@@ -200,10 +221,8 @@ def store_of(words: str, directory: str | None = None) -> tuple[str, str | None]
 
 def recipe_url(folder: Path) -> str | None:
     """`store.url` of the recipe in a run's folder."""
-    try:
-        return json.loads((folder / RECIPE).read_text(encoding="utf-8"))["store"]["url"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return None
+    store = kept_recipe(folder).get("store")
+    return store.get("url") if isinstance(store, dict) else None
 
 
 def workspace_of(words: str, directory: str | None = None) -> str:
@@ -213,17 +232,15 @@ def workspace_of(words: str, directory: str | None = None) -> str:
     folder = Path(words).expanduser()
     if not is_run(folder):
         return "runs"
-    around = folder.resolve().parents
+    around = [*absolute(folder).parents, *folder.resolve().parents]
     nearest = next((place for place in around if (place / FILE).is_file()), None)
     return str(nearest or _named_workspace(folder.resolve()))
 
 
 def _named_workspace(folder: Path) -> Path:
     """The workspace by the run's own name, which may have several parts."""
-    try:
-        name = json.loads((folder / RECIPE).read_text(encoding="utf-8"))["run"]["name"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return folder.parent
+    run = kept_recipe(folder).get("run")
+    name = run.get("name") if isinstance(run, dict) else None
     parts = Path(name).parts if name else ()
     return folder.parents[len(parts) - 1] if parts and folder.parts[-len(parts) :] == parts else folder.parent
 
@@ -245,24 +262,40 @@ def recorded(
             name=run.name,
             method=run.method,
             config=run.config,
-            metrics=_metrics(connection, run.id) if metrics is None else metrics,
+            metrics=_metrics(connection, run) if metrics is None else metrics,
             events=_events(connection, run.id),
             rollout_steps=_rollout_steps(connection, run.id),
             rollouts=lambda step: read_rollouts(opened, run.id, step),
         )
 
 
-def _metrics(connection: Connection, run_id: int) -> list[dict[str, float]]:
-    taken = select(steps.c.step).where(steps.c.run_id == run_id).order_by(steps.c.step)
-    rows: dict[int, dict[str, float]] = {step: {"step": step} for step in connection.execute(taken).scalars()}
-    measured = select(metrics.c.step, metrics.c.name, metrics.c.value).where(metrics.c.run_id == run_id)
+def _metrics(connection: Connection, run: RunSummary) -> list[dict[str, float]]:
+    """The metrics of every step. Raises StorageError where those of a step are not what was written."""
+    taken = select(steps.c.step, steps.c.digest).where(steps.c.run_id == run.id).order_by(steps.c.step)
+    sealed: dict[int, str | None] = {row.step: row.digest for row in connection.execute(taken)}
+    rows: dict[int, dict[str, float | None]] = {step: {} for step in sealed}
+    measured = select(metrics.c.step, metrics.c.name, metrics.c.value).where(metrics.c.run_id == run.id)
     for step, name, value in connection.execute(measured.order_by(metrics.c.step, metrics.c.name)):
-        rows[step][name] = _number(value)
-    return list(rows.values())
+        rows.setdefault(step, {})[name] = value
+    damaged = [step for step, values in rows.items() if sealed.get(step) != _careful_digest(step, values)]
+    if damaged:
+        raise StorageError(
+            f"the metrics of {spans(damaged)} of {run.name} are damaged in the run store: put them back from the run's "
+            f"folder with `tether doctor {quote(str(run.folder))} --verify --repair`"
+        )
+    return [{"step": step, **{name: _number(value) for name, value in row.items()}} for step, row in rows.items()]
+
+
+def _careful_digest(step: int, values: Mapping[str, float | None]) -> str | None:
+    """The digest of a step; None where a value is none that a metric can have."""
+    try:
+        return step_digest(step, values)
+    except (TypeError, ValueError):
+        return None
 
 
 def _events(connection: Connection, run_id: int) -> list[Event]:
-    chosen = select(events).where(events.c.run_id == run_id).order_by(events.c.time, events.c.id)
+    chosen = select(events).where(events.c.run_id == run_id).order_by(events.c.id)
     return [Event(row.time, row.kind, row.text, row.step, row.data) for row in connection.execute(chosen)]
 
 
@@ -278,18 +311,20 @@ def read_rollouts(opened: OpenWorkspace, run_id: int, step: int, row: int | None
         chosen = chosen.where(rollouts.c.place == row)
     with opened.reading() as connection:
         rows = connection.execute(chosen.order_by(rollouts.c.place)).all()
-    return [
-        decode_rollout(
-            row.content,
-            step=row.step,
-            row=row.place,
-            group_id=row.group_id,
-            sample_id=row.sample_id,
-            finish=row.finish,
-            score=_number(row.score),
-        )
-        for row in rows
-    ]
+    found: list[StoredRollout] = []
+    size = 0
+    for one in rows:
+        if one.digest is not None and not is_whole(rollouts, one):
+            raise StorageError(
+                f"step {step}, sample {one.place} is damaged in the run store {opened.workspace.place}: its tokens are "
+                "kept nowhere else; the other samples and steps can be read"
+            )
+        fields = {"group_id": one.group_id, "sample_id": one.sample_id, "finish": one.finish}
+        found.append(decode_rollout(one.content, step=one.step, row=one.place, score=_number(one.score), **fields))
+        size += inflated_size(found[-1])
+        if size > MAX_STEP_BYTES:
+            raise StorageError(f"the tokens of step {step} inflate to more than {MAX_STEP_BYTES >> 30} GiB")
+    return found
 
 
 def _number(value: float | None) -> float:

@@ -69,6 +69,8 @@ class StoredRollout:
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     final_value: float | None = None
     alternatives: Alternatives | None = None
+    messages: Sequence[Mapping[str, Any]] = ()  # the prompt as it was asked; empty in what older versions recorded
+    tools: Sequence[Mapping[str, Any]] = ()  # that the prompt offered
 
     @property
     def kl(self) -> Column | None:

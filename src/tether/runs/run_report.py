@@ -44,6 +44,7 @@ CURVES: tuple[tuple[str, str, str, str, str], ...] = (
     (FAST, "seconds/rollout", "Seconds of sampling", "seconds", ""),
 )
 MOST_SAMPLES = 8
+MOST_ERRORS = 5  # of each kind
 STEPS_LOOKED_AT = 5  # kept steps at either end of the run in which answers to one prompt are looked for
 
 
@@ -107,6 +108,9 @@ def findings(summary: RunSummary, run: RecordedRun) -> tuple[Finding, ...]:
     if summary.steps_done < summary.steps_target:
         text = f"The run is not finished. It has {summary.steps_done} of {summary.steps_target} steps."
         found.append(Finding("note", text))
+    for kind, words in (("failed", "The run ended with an error"), ("reward", "The reward could not score an answer")):
+        told = [event for event in run.events if event.kind == kind]
+        found += [Finding("warning", f"{words} at step {event.step}. {event.text}") for event in told[-MOST_ERRORS:]]
     broken = sorted({name for row in run.metrics for name, value in row.items() if not math.isfinite(value)})
     if broken:
         found.append(Finding("warning", f"Some values were not finite. They are of {', '.join(broken[:8])}."))

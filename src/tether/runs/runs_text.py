@@ -6,6 +6,7 @@ import argparse
 import json
 import math
 import time
+from collections.abc import Sequence
 from typing import Any
 
 from rich.markup import escape
@@ -22,7 +23,8 @@ STYLES = {"running": "green", "done": "", "stopped": "yellow", "interrupted": "y
 def print_runs(options: argparse.Namespace) -> int:
     """Print every run of a workspace."""
     with open_for(options) as opened:
-        found = list_runs(opened)
+        everything = list_runs(opened)
+    found = [run for run in everything if is_wanted(run, options.tag or (), options.group)]
     if options.json:
         print(json.dumps([summary_as_json(run) for run in found]))
         return 0
@@ -32,6 +34,9 @@ def print_runs(options: argparse.Namespace) -> int:
     for heading in ("steps", "score", "KL", "age"):
         table.add_column(heading, justify="right", no_wrap=True)
     table.add_column("came from")
+    labelled = any(run.tags or run.group for run in found)
+    if labelled:
+        table.add_column("group and tags")
     for run in found:
         style = STYLES.get(run.state, "red")
         table.add_row(
@@ -43,13 +48,26 @@ def print_runs(options: argparse.Namespace) -> int:
             _number(run.latest.get("kl_ref_k3")),
             duration(max(0.0, time.time() - run.updated)),
             escape(visible(origin(run))),
+            *([escape(visible(labels_of(run)))] if labelled else []),
         )
     with printing() as console:
         if found:
             console.print(table)
+        elif everything:
+            console.print(f"None of the {len(everything)} runs in {opened.workspace.place} fits.", markup=False)
         else:
             console.print(f"No runs in {opened.workspace.place} yet.", markup=False)
     return 0
+
+
+def is_wanted(run: RunSummary, tags: Sequence[str], group: str | None) -> bool:
+    """Whether a run has all of these tags and is in this group."""
+    return set(tags) <= set(run.tags) and group in (None, run.group)
+
+
+def labels_of(run: RunSummary) -> str:
+    """The group and the tags of a run, in one line."""
+    return "  ".join([*([run.group] if run.group else []), *(f"#{tag}" for tag in run.tags)])
 
 
 def summary_as_json(run: RunSummary) -> dict[str, Any]:
@@ -67,6 +85,9 @@ def summary_as_json(run: RunSummary) -> dict[str, Any]:
             {"role": one.role, "source": one.source, "run": one.run, "sha256": one.sha256} for one in run.lineage
         ],
         "folder": str(run.folder),
+        "note": run.note,
+        "tags": list(run.tags),
+        "group": run.group,
     }
 
 

@@ -12,6 +12,8 @@ SUMMARY = "List the runs of a workspace: how far each came, its score, and what 
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Everything that `tether runs` can be told."""
     add_workspace_options(parser)
+    parser.add_argument("--tag", action="append", metavar="TAG", help="only runs with this tag; may be given again")
+    parser.add_argument("--group", metavar="NAME", help="only runs of this group")
 
 
 def run(options: argparse.Namespace) -> int:

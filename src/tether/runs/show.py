@@ -9,16 +9,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from tether.errors import UsageError
+from tether.runs.notes import config_diff
 from tether.runs.read import RunSummary, find_run, read_run
 from tether.runs.recorded import RecordedRun, StoredRollout
 from tether.runs.runs_text import summary_as_json
-from tether.runs.show_text import run_tables, sample_tables, step_table
+from tether.runs.show_text import diff_table, run_tables, sample_tables, step_table
 from tether.runs.store.schema import without_infinities
 from tether.runs.verb_options import open_for, printing
 
 
 def show(options: argparse.Namespace) -> int:
     """Print a run, a step or a sample, as the options say."""
+    if options.diff:
+        return show_diff(options)
     with open_for(options) as opened:
         summary, run = find_run(opened, options.run), read_run(opened, options.run)
         step = _step(run, options)
@@ -36,6 +39,22 @@ def show(options: argparse.Namespace) -> int:
             parts = run_tables(summary, run)
         for part in parts:
             console.print(part)
+    return 0
+
+
+def show_diff(options: argparse.Namespace) -> int:
+    """Print the settings in which runs differ, a column a run, and their last metrics below."""
+    if options.step is not None or options.sample is not None:
+        raise UsageError("--diff compares whole runs: leave --step and --sample out")
+    with open_for(options) as opened:
+        compared = [find_run(opened, words) for words in (options.run, *options.diff)]
+    differing = config_diff([run.config for run in compared])
+    if options.json:
+        rows = {"runs": [summary_as_json(run) for run in compared], "differing": differing}
+        print(json.dumps(without_infinities(rows)))
+        return 0
+    with printing() as console:
+        console.print(diff_table(compared, differing))
     return 0
 
 

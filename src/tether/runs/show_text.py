@@ -32,7 +32,16 @@ SHOWN_COLUMNS = {
     "entropy": "entropy",
 }
 HIGHLIGHTS = (
-    *("model.path", "task.name", "data.train", "run.seed", "run.steps", "roles.mode", "rollout.prompts_per_step"),
+    *(
+        "model.path",
+        "task.name",
+        "task.prompts",
+        "data.train",
+        "run.seed",
+        "run.steps",
+        "roles.mode",
+        "rollout.prompts_per_step",
+    ),
     *("rollout.samples_per_prompt", "rollout.max_new_tokens", "rollout.temperature", "kl.place", "kl.coef"),
     *("ppo.clip_range", "ppo.epochs", "ppo.gamma", "ppo.lam", "optimizer.policy_rate", "optimizer.critic_rate"),
 )
@@ -45,8 +54,10 @@ def run_tables(summary: RunSummary, run: RecordedRun) -> list[RenderableType]:
     head = Text.assemble((visible(summary.name), "bold"), "  ", summary.method, "  ", (summary.state, style))
     head.append(f"  {summary.steps_done} of {summary.steps_target} steps")
     head.append(f", begun {time.strftime('%Y-%m-%d %H:%M', time.localtime(summary.created))}", "dim")
+    said = {"note": summary.note, "group": summary.group, "tags": ", ".join(summary.tags)}
     settings = {key: value for key in HIGHLIGHTS if (value := _setting(summary.config, key)) is not None}
-    parts: list[RenderableType] = [head, *_section("settings", settings)]
+    parts: list[RenderableType] = [head, *_section("notes", {name: text for name, text in said.items() if text})]
+    parts += _section("settings", settings)
     parts += _section("came from", {one.role: _ancestor(one) for one in summary.lineage})
     parts += _section("made with", {name: value for name, value in summary.environment.items() if value is not None})
     last = dict(run.metrics[-1]) if run.metrics else {}
@@ -56,6 +67,20 @@ def run_tables(summary: RunSummary, run: RecordedRun) -> list[RenderableType]:
         kept = f"{len(run.rollout_steps)} steps, {run.rollout_steps[0]} to {run.rollout_steps[-1]}"
         parts += _section("answers kept", {kept: f"tether show {summary.name} --step {run.rollout_steps[-1]}"})
     return parts + _events(run, summary.created)
+
+
+def diff_table(compared: Sequence[RunSummary], differing: dict[str, list[Any]]) -> Table:
+    """The settings in which runs differ, a column a run; then what each measured last."""
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("setting" if differing else "no setting differs")
+    for run in compared:
+        table.add_column(escape(visible(run.name)), overflow="fold")
+    for key, values in differing.items():
+        table.add_row(Text(key), *(Text(visible(value if isinstance(value, str) else str(value))) for value in values))
+    for name in dict.fromkeys(name for run in compared for name in run.latest):
+        values = [_number(run.latest[name]) if name in run.latest else "" for run in compared]
+        table.add_row(Text(f"last {name}", "dim"), *values)
+    return table
 
 
 def _ancestor(one: Any) -> str:

@@ -20,8 +20,10 @@ from typing import Any
 from tether.errors import ConfigError
 from tether.protocols import Tracker
 from tether.types import Experience
+from tether.user_code import is_its_own
 
 MOST_WAITING = 1000  # steps
+OPENING_SECONDS = 30.0  # that a service may take to answer as a run starts
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ def open_sinks(names: Sequence[str], place: SinkPlace, notify: Callable[[str], N
             opened[name] = SINKS[name](place)
         except ImportError as error:
             notify(f"{name} is not installed, and gets no metrics: pip install 'tether-rl[{name}]' ({error})")
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             notify(f"{name} could not be opened, and gets no metrics ({type(error).__name__}: {error})")
     return Sinks(opened, notify)
 
@@ -88,7 +90,9 @@ class Sinks:
     def _guarded(self, name: str, call: Callable[[], None]) -> None:
         try:
             call()
-        except Exception as error:
+        except BaseException as error:
+            if not is_its_own(error):
+                raise
             self._trackers.pop(name, None)
             self._tell(f"{name} failed and gets no more metrics ({type(error).__name__}: {error}). Training goes on.")
 
@@ -123,8 +127,15 @@ class WeightsAndBiases:
     def __init__(self, place: SinkPlace) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
-        project = os.environ.get("WANDB_PROJECT", "tether")
-        self._run = wandb.init(project=project, name=place.name, dir=str(place.folder), config=dict(place.config))
+        project, mode = os.environ.get("WANDB_PROJECT", "tether"), os.environ.get("WANDB_MODE", "online")
+        if mode not in ("offline", "disabled", "dryrun") and not _has_key(wandb):
+            # It would ask for one on the terminal, under the progress bar, and wait for ever.
+            raise ConnectionError("no API key is known: run `wandb login` first, or set WANDB_MODE=offline")
+        settings = wandb.Settings(init_timeout=OPENING_SECONDS)
+        with redirect_stdout(sys.stderr):  # standard output is for those who asked for JSON
+            self._run = wandb.init(
+                project=project, name=place.name, dir=str(place.folder), config=dict(place.config), settings=settings
+            )
 
     def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
         """One row a step."""
@@ -134,6 +145,14 @@ class WeightsAndBiases:
     def close(self) -> None:
         """Finish the run there."""
         self._run.finish()
+
+
+def _has_key(wandb: Any) -> bool:
+    """Whether credentials are there, without asking anybody for them."""
+    try:
+        return bool(wandb.login(prompt=False))
+    except TypeError:  # an older version, which knows of no such question
+        return bool(wandb.api.api_key)
 
 
 class Trackio:

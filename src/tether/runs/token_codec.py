@@ -23,6 +23,9 @@ from tether.runs.recorded import TOKEN_COLUMNS, Alternatives, Column, StoredRoll
 VERSION = 2
 READABLE = (1, 2)
 LEVEL = 1  # of zlib: the higher ones take several times as long for a few per cent
+MAX_BYTES = 256 << 20  # of one rollout once it is inflated: a million tokens with all their columns have 100 MB
+MAX_STEP_BYTES = 4 << 30  # of the rollouts of one step together
+_DAMAGED = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError, struct.error, zlib.error)
 
 
 def encode_rollout(rollout: StoredRollout) -> bytes:
@@ -34,6 +37,8 @@ def encode_rollout(rollout: StoredRollout) -> bytes:
             "columns": names,
             "prompt_id": rollout.prompt_id,
             "prompt": rollout.prompt_text,
+            "messages": [dict(message) for message in rollout.messages],
+            **({"tools": [dict(tool) for tool in rollout.tools]} if rollout.tools else {}),
             "completion": rollout.completion,
             "pieces": list(rollout.pieces),
             "temperature": rollout.temperature,
@@ -53,28 +58,47 @@ def encode_rollout(rollout: StoredRollout) -> bytes:
 def decode_rollout(
     content: bytes, *, step: int, row: int, group_id: int, sample_id: int, finish: str, score: float
 ) -> StoredRollout:
-    """What `encode_rollout` was given. Raises StorageError where the bytes are damaged."""
+    """What `encode_rollout` was given. Raises StorageError where the bytes are damaged, or inflate to too much."""
     try:
         header, columns, alternatives = _opened(content)
-    except (ValueError, KeyError, struct.error, zlib.error, IndexError) as error:
+        return StoredRollout(
+            step=step,
+            row=row,
+            prompt_id=header["prompt_id"],
+            group_id=group_id,
+            sample_id=sample_id,
+            prompt_text=header["prompt"],
+            completion=header["completion"],
+            finish=finish,
+            score=score,
+            temperature=header["temperature"],
+            columns=columns,
+            pieces=header["pieces"],
+            parts=header["parts"],
+            final_value=header["final_value"],
+            alternatives=alternatives,
+            messages=tuple(header.get("messages", ())),
+            tools=tuple(header.get("tools", ())),
+        )
+    except _DAMAGED as error:
         raise StorageError(f"the tokens of step {step}, sample {row} are damaged in the run store ({error})") from None
-    return StoredRollout(
-        step=step,
-        row=row,
-        prompt_id=header["prompt_id"],
-        group_id=group_id,
-        sample_id=sample_id,
-        prompt_text=header["prompt"],
-        completion=header["completion"],
-        finish=finish,
-        score=score,
-        temperature=header["temperature"],
-        columns=columns,
-        pieces=header["pieces"],
-        parts=header["parts"],
-        final_value=header["final_value"],
-        alternatives=alternatives,
-    )
+
+
+def inflated_size(rollout: StoredRollout) -> int:
+    """About how much memory a rollout's columns and texts take."""
+    columns = sum(column.nbytes for column in rollout.columns.values())
+    return columns + len(rollout.prompt_text) + len(rollout.completion) + 16 * len(rollout.pieces)
+
+
+def _inflate(content: bytes) -> bytes:
+    """The bytes that zlib packed, as long as they are not too many: a few megabytes can stand for gigabytes."""
+    reader = zlib.decompressobj()
+    body = reader.decompress(content, MAX_BYTES)
+    if reader.unconsumed_tail:
+        raise ValueError(f"they inflate to more than {MAX_BYTES >> 20} MiB")
+    if not reader.eof:
+        raise ValueError("they end too early")
+    return body
 
 
 def rollout_head_of(content: bytes) -> dict[str, Any]:
@@ -83,17 +107,24 @@ def rollout_head_of(content: bytes) -> dict[str, Any]:
         reader = zlib.decompressobj()
         start = reader.decompress(content[1:], 4)
         (size,) = struct.unpack("<I", start)
-        return json.loads(reader.decompress(reader.unconsumed_tail, size))
-    except (ValueError, struct.error, zlib.error, IndexError) as error:
+        if not 0 < size <= MAX_BYTES:
+            raise ValueError(f"the header would have {size} bytes")
+        header = json.loads(reader.decompress(reader.unconsumed_tail, size))
+        if not isinstance(header, dict):
+            raise ValueError("the header is no mapping")
+        return header
+    except _DAMAGED as error:
         raise StorageError(f"the tokens of a rollout are damaged in the run store ({error})") from None
 
 
 def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column], Alternatives | None]:
     if content[0] not in READABLE:
         raise ValueError(f"written as version {content[0]}, which this Tether does not know")
-    body = zlib.decompress(content[1:])
+    body = _inflate(content[1:])
     (size,) = struct.unpack_from("<I", body)
     header = json.loads(body[4 : 4 + size])
+    if type(header["length"]) is not int or not 0 <= header["length"] <= MAX_BYTES:
+        raise ValueError(f"{header['length']!r} is no number of tokens")
     place, columns = 4 + size, {}
     for name in header["columns"]:
         columns[name], place = _unpacked(body, place, header["length"], TOKEN_COLUMNS[name])

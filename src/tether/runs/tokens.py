@@ -96,6 +96,8 @@ def _stored_row(
         finish=rollout.finish,
         columns=columns,
         pieces=texts,
+        messages=tuple(dict(message) for message in rollout.prompt.messages),
+        tools=tuple(rollout.prompt.tools),
         **numbers,  # pyright: ignore[reportArgumentType]
     )
 

@@ -19,12 +19,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from tether.errors import StorageError
+from tether.redact import redact
 from tether.runs.keep import KeepRollouts
 from tether.runs.recorded import StoredRollout
 from tether.runs.store.journal import Journal
 from tether.runs.store.open import Workspace
 from tether.runs.store.pending import Pending, recording_lock
 from tether.runs.store.records import Record, Source, plain
+from tether.runs.store.run_log import RunLog
 from tether.runs.token_codec import encode_rollout
 
 Pieces = Callable[[Sequence[int]], list[str]]
@@ -73,7 +75,8 @@ class _Flush:
 class RunRecorder:
     """Records one run. `resumes` says that it goes on; otherwise an earlier run of that folder's name is replaced.
 
-    `pieces` gives the text of each token; `notify` is told, in a sentence, when something could not be written.
+    `pieces` gives the text of each token; `notify` is told, in a sentence, when something could not be written. `uid`
+    is the run's own id; `moved` says where runs of this workspace lie now, by theirs.
     """
 
     def __init__(
@@ -87,6 +90,8 @@ class RunRecorder:
         keep: KeepRollouts = KeepRollouts(),  # noqa: B008 (frozen)
         notify: Callable[[str], None] = lambda text: None,  # noqa: ARG005
         wait: float = 5.0,
+        uid: str | None = None,
+        moved: Mapping[str, str] | None = None,
     ) -> None:
         self.name = workspace.name_of(folder)
         self._pieces, self._keep, self._notify = pieces, keep, _careful(notify)
@@ -95,7 +100,9 @@ class RunRecorder:
         if not resumes:
             with suppress(OSError):
                 Pending(folder).clear()
-        begun = _start_record(self.name, start, resumes)
+                RunLog(folder).clear()
+        begun = _start_record(self.name, start, resumes, uid or secrets.token_hex(8), moved or {})
+        self._log = RunLog(folder)
         self._journal = Journal(workspace, self.name, begun, self._notify, wait=wait)
         self._waiting: deque[Record | _Step | _Flush] = deque()
         self._changed = threading.Condition()
@@ -118,7 +125,8 @@ class RunRecorder:
 
     def event(self, kind: str, text: str, *, step: int | None = None, data: Mapping[str, Any] | None = None) -> None:
         """Keep something that happened."""
-        content = {"uid": secrets.token_hex(8), "time": time.time(), "kind": plain(kind), "text": text, "step": step}
+        content = {"uid": secrets.token_hex(8), "time": time.time(), "kind": plain(kind), "step": step}
+        content["text"] = redact(text)
         self._put(Record("event", content | {"data": dict(data or {})}))
 
     def rewind(self, step: int) -> None:
@@ -143,6 +151,11 @@ class RunRecorder:
         self._thread.join(timeout)
         self._lock.close()
         return durable
+
+    @property
+    def waits(self) -> bool:
+        """Whether something waits for a store that cannot be written now."""
+        return self._journal.seconds_to_retry() is not None
 
     @property
     def dropped(self) -> int:
@@ -188,15 +201,34 @@ class RunRecorder:
                 if item is None:
                     self._journal.retry()
                 elif isinstance(item, _Flush):
+                    self._logged(None)
                     item.durable = self._journal.durable
                     item.done.set()
                 else:
-                    self._journal.write(self._step_record(item) if isinstance(item, _Step) else item)
+                    record = self._step_record(item) if isinstance(item, _Step) else item
+                    self._logged(record)
+                    self._journal.write(record)
             except StopIteration:
                 self._journal.close()
+                self._log.close()
                 return
             except Exception as error:  # a bug here must not end a run, nor the recording of later steps
                 self._tell_once(repr(error), f"The run store left something out: {type(error).__name__}: {error}")
+
+    def _logged(self, record: Record | None) -> None:
+        """Put a record into the run's own log; None: have the log on disk. The store has it all where that fails."""
+        try:
+            if record is None:
+                self._log.sync()
+            else:
+                self._log.append(record)
+        except OSError as error:
+            self._log.close()
+            self._tell_once(
+                "log",
+                f"{self._log.path} cannot be written ({error.strerror}): what is recorded now is in the run store "
+                "alone until the run is resumed.",
+            )
 
     def _step_record(self, item: _Step) -> Record:
         rows, blobs = self._encoded(item)
@@ -247,10 +279,11 @@ class RunRecorder:
             self._notify(text)
 
 
-def _start_record(name: str, start: RunStart, resumes: bool) -> Record:
+def _start_record(name: str, start: RunStart, resumes: bool, uid: str, moved: Mapping[str, str]) -> Record:
     content = {
         "name": name,
-        "uid": secrets.token_hex(8),
+        "uid": uid,
+        "moved": dict(moved),
         "time": time.time(),
         "method": start.method,
         "steps": start.steps,
@@ -278,6 +311,6 @@ def _careful(notify: Callable[[str], None]) -> Callable[[str], None]:
 
     def told(text: str) -> None:
         with suppress(Exception):
-            notify(text)
+            notify(redact(text))
 
     return told

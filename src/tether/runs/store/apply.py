@@ -11,11 +11,15 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, case, delete, func, insert, select, update
 
 from tether.runs.keep import KeepRollouts
+from tether.runs.store.digests import row_digest, step_digest
 from tether.runs.store.records import Record, plain
+from tether.runs.store.run_log import SITTINGS
 from tether.runs.store.schema import events, lineage, metrics, rollouts, runs, steps
 
 # Built once: building a statement costs more than running it.
-_FIND = select(runs.c.id, runs.c.uid).where(runs.c.workspace == bindparam("place"), runs.c.name == bindparam("called"))
+_FIND = select(runs.c.id, runs.c.uid, runs.c.created).where(
+    runs.c.workspace == bindparam("place"), runs.c.name == bindparam("called")
+)
 _DELETE_STEP = delete(steps).where(steps.c.run_id == bindparam("run"), steps.c.step == bindparam("at"))
 _INSERT_STEP, _INSERT_METRICS, _INSERT_ROLLOUTS = insert(steps), insert(metrics), insert(rollouts)
 _COME_FURTHER = (
@@ -28,21 +32,18 @@ _COME_FURTHER = (
 )
 
 
-SITTINGS = ("failed", "stopped", "resumed", "forked")  # events that tell of a sitting, not of a step
-
-
 def apply_record(
     connection: Connection, workspace: str, name: str, record: Record, start: Record | None = None
 ) -> None:
     """Apply a record of the run called `name`; one that the database does not know is entered first, from `start`."""
     if record.kind == "start":
-        _begin(connection, workspace, record.data)
+        _begin(connection, workspace, {**record.data, "name": name})  # a file beside a run cannot name another one
         return
     run = _find(connection, workspace, name)
     if run is None:
         if start is None:
             raise LookupError(f"the run store knows no run {name}")
-        _begin(connection, workspace, start.data)
+        _begin(connection, workspace, {**start.data, "name": name})
         run = _find(connection, workspace, name)
     assert run is not None
     match record.kind:
@@ -61,7 +62,10 @@ def _find(connection: Connection, workspace: str, name: str) -> Any:
 
 
 def _begin(connection: Connection, workspace: str, data: Any) -> None:
-    """Enter a run, in place of an earlier one whose name it took; one that goes on keeps its steps."""
+    """Enter a run, in place of an earlier one whose name it took; one that goes on keeps its steps.
+
+    An earlier one whose folder has only been moved keeps its records under its new name.
+    """
     known = _find(connection, workspace, data["name"])
     described = {
         "uid": data["uid"],
@@ -72,15 +76,21 @@ def _begin(connection: Connection, workspace: str, data: Any) -> None:
         "environment": data["environment"],
     }
     if known is not None and not data["resumes"] and known.uid != data["uid"]:
-        connection.execute(delete(runs).where(runs.c.id == known.id))
+        moved = data.get("moved", {}).get(known.uid)
+        if moved is not None and _find(connection, workspace, moved) is None:
+            connection.execute(update(runs).where(runs.c.id == known.id).values(name=moved))
+        else:
+            connection.execute(delete(runs).where(runs.c.id == known.id))
         known = None
     if known is None:
         times = {"created": data["time"], "updated": data["time"], "steps_done": 0}
-        entered = insert(runs).values(workspace=workspace, name=data["name"], **times, **described)
+        notes = _notes(data["config"])
+        entered = insert(runs).values(workspace=workspace, name=data["name"], **times, **described, **notes)
         run_id = connection.execute(entered.returning(runs.c.id)).scalar_one()
     else:
         run_id = known.id
-        _touch(connection, run_id, data["time"], **described)
+        seal = row_digest("runs", described | {"created": known.created})
+        _touch(connection, run_id, data["time"], **described, digest=seal)
         connection.execute(delete(lineage).where(lineage.c.run_id == run_id))
     for position, source in enumerate(data["sources"]):
         row = _find(connection, workspace, source["run"]) if source["run"] else None
@@ -96,6 +106,17 @@ def _begin(connection: Connection, workspace: str, data: Any) -> None:
         )
 
 
+def _notes(config: Any) -> dict[str, Any]:
+    """What the recipe says about a new run; later the store has it, and a run that is resumed keeps it."""
+    said = config.get("run") if isinstance(config, dict) else None
+    said = said if isinstance(said, dict) else {}
+    return {
+        "note": said.get("note") or "",
+        "tags": list(said.get("tags") or ()),
+        "run_group": said.get("group") or "",
+    }
+
+
 def _touch(connection: Connection, run_id: int, time: float, **changes: Any) -> None:
     connection.execute(update(runs).where(runs.c.id == run_id).values(updated=time, **changes))
 
@@ -104,9 +125,10 @@ def _add_step(connection: Connection, run_id: int, record: Record) -> None:
     data, step = record.data, record.data["step"]
     place = {"run_id": run_id, "step": step}
     connection.execute(_DELETE_STEP, {"run": run_id, "at": step})  # and all that belongs to it
-    connection.execute(_INSERT_STEP, place | {"recorded": data["time"]})
-    if data["metrics"]:
-        values = {plain(name): value for name, value in data["metrics"].items()}
+    values = {plain(name): value for name, value in data["metrics"].items()}
+    kept = {"digest": step_digest(step, values), "rollouts": len(data["rollouts"])}
+    connection.execute(_INSERT_STEP, place | {"recorded": data["time"]} | kept)
+    if values:
         connection.execute(_INSERT_METRICS, [place | {"name": name, "value": value} for name, value in values.items()])
     if data["rollouts"]:
         rows = zip(data["rollouts"], record.blobs, strict=True)
@@ -122,6 +144,31 @@ def _thin_out(connection: Connection, run_id: int, most: int | None) -> None:
     dropped = KeepRollouts(most=most).to_drop(connection.execute(kept).scalars().all())
     if dropped:
         connection.execute(delete(rollouts).where(rollouts.c.run_id == run_id, rollouts.c.step.in_(dropped)))
+        thinned = update(steps).where(steps.c.run_id == run_id, steps.c.step.in_(dropped))
+        connection.execute(thinned.values(rollouts=0))
+
+
+def put_step_back(connection: Connection, run_id: int, data: Any) -> None:
+    """Write the metrics of a step again; rollouts that are there stay, and are as many as it is then said to keep."""
+    place, values = {"run_id": run_id, "step": data["step"]}, {plain(n): v for n, v in data["metrics"].items()}
+    here = (rollouts.c.run_id == run_id, rollouts.c.step == data["step"])
+    said = {
+        "recorded": data["time"],
+        "digest": step_digest(data["step"], values),
+        "rollouts": connection.execute(select(func.count()).select_from(rollouts).where(*here)).scalar_one(),
+    }
+    there = update(steps).where(steps.c.run_id == run_id, steps.c.step == data["step"]).values(**said)
+    if not connection.execute(there).rowcount:
+        connection.execute(_INSERT_STEP, place | said)
+    connection.execute(delete(metrics).where(metrics.c.run_id == run_id, metrics.c.step == data["step"]))
+    if values:
+        connection.execute(_INSERT_METRICS, [place | {"name": name, "value": value} for name, value in values.items()])
+
+
+def put_event_back(connection: Connection, run_id: int, data: Any) -> None:
+    """Write an event again, in place of one that is damaged."""
+    connection.execute(delete(events).where(events.c.run_id == run_id, events.c.uid == data["uid"]))
+    _add_event(connection, run_id, data)
 
 
 def _steps_done(connection: Connection, run_id: int) -> int:

@@ -16,6 +16,7 @@ from sqlalchemy import Connection, Engine
 from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
 
 from tether.errors import TetherError
+from tether.plain_file import read_plain
 from tether.runs.store.apply import apply_record
 from tether.runs.store.open import Workspace, open_engine
 from tether.runs.store.pending import Pending
@@ -153,7 +154,7 @@ class Journal:
 
     def _write_file(self, path: Path) -> int:
         try:
-            record = Record.from_bytes(path.read_bytes())
+            record = Record.from_bytes(read_plain(path))
             self.database.apply(record)
         except ValueError as error:
             self.pending.set_aside(path)

@@ -5,6 +5,7 @@ The whole upgrade is one transaction under a lock of its own: whoever comes seco
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from sqlalchemy import Connection, Engine, inspect, text
@@ -27,6 +28,11 @@ def migrate(engine: Engine) -> None:
         version = _version(connection)
         if version == HEAD:
             return
+        if version is not None and not re.fullmatch(r"\d{4}", version):
+            raise StorageError(
+                f"the run store is damaged: it says that its tables are of version {version!r}, which no Tether "
+                "writes; put it back from a copy, or move it away and resume its runs, which keep their metrics"
+            )
         if version is not None and version > HEAD:
             raise StorageError(
                 f"the run store has tables of a newer Tether (version {version}, this one knows {HEAD}): update Tether"

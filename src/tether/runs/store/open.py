@@ -19,10 +19,13 @@ from sqlalchemy.exc import ArgumentError
 from sqlalchemy.pool import NullPool, QueuePool
 
 from tether.errors import ConfigError, StorageError
+from tether.redact import redact_url, remember_url
 from tether.runs.store.migrate import migrate
 
 VARIABLE = "TETHER_STORE"
 FILE = "tether.db"
+RUN_STATEMENT = 60.0  # seconds that a statement may take in PostgreSQL
+SERVER_STATEMENT = 15.0  # the same where people wait for the answer
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,43 @@ class Workspace:
 
     @property
     def place(self) -> str:
-        """The database, to be told to people: without the password."""
-        return str(self.file) if self.file is not None else self.url.render_as_string(hide_password=True)
+        """The database, to be told to its owner: without the password, wherever the address has one."""
+        return str(self.file) if self.file is not None else redact_url(self.url.render_as_string(hide_password=False))
 
     def folder(self, name: str) -> Path:
-        """A run's folder."""
+        """A run's folder. A name may come from a database or a file that others write, and never leads out of here."""
+        if not is_inside(name):
+            raise ConfigError(f"run.name: {name!r} is not the name of a folder in the workspace {self.directory}")
         return self.directory / name
 
     def name_of(self, folder: Path) -> str:
-        """What a run is called: its folder, as seen from the workspace."""
-        try:
-            return folder.resolve().relative_to(self.directory.resolve()).as_posix()
-        except ValueError:
-            raise ConfigError(f"run.directory: {folder} does not lie in the workspace {self.directory}") from None
+        """What a run is called: its folder, as seen from the workspace; one that a link in it leads to counts."""
+        for place, root in (
+            (folder.resolve(), self.directory.resolve()),
+            (absolute(folder), absolute(self.directory)),
+            (folder.parent.resolve() / folder.name, self.directory.resolve()),
+        ):
+            if place != root and place.is_relative_to(root) and ".." not in place.parts:
+                return place.relative_to(root).as_posix()
+        raise ConfigError(f"run.directory: {folder} does not lie in the workspace {self.directory}")
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root, links in it left as they are."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 (resolve() follows links)
+
+
+def is_inside(name: str) -> bool:
+    """Whether a run's name stays in the workspace it is joined to: parts with `/` between, none empty or `..`."""
+    return bool(name) and not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in name.split("/"))
 
 
 def workspace_at(directory: str | Path, url: str | None = None) -> Workspace:
     """The workspace in a folder, which need not exist yet."""
     directory = Path(directory).expanduser()
     given = url or os.environ.get(VARIABLE) or None
+    if given:
+        remember_url(given)
     return Workspace(directory, _parsed(given) if given else URL.create("sqlite", database=str(directory / FILE)))
 
 
@@ -94,12 +115,12 @@ def open_engine(workspace: Workspace, *, wait: float = 5.0, kept: int = 0) -> En
     """
     pool: dict[str, Any] = {"poolclass": NullPool}
     if kept:
-        pool = {"poolclass": QueuePool, "pool_size": kept, "max_overflow": 64, "pool_pre_ping": True}
+        pool = {"poolclass": QueuePool, "pool_size": kept, "max_overflow": 64, "pool_pre_ping": True, "pool_timeout": 5}
     if workspace.file is not None:
         workspace.file.parent.mkdir(parents=True, exist_ok=True)
         engine = _sqlite(workspace.url, wait, pool)
     else:
-        engine = _postgres(workspace.url, wait, pool)
+        engine = _postgres(workspace.url, wait, pool, SERVER_STATEMENT if kept else RUN_STATEMENT)
     try:
         migrate(engine)
     except BaseException:
@@ -143,13 +164,13 @@ def _write_ahead(connection: Any, wait: float) -> None:
             time.sleep(0.02)
 
 
-def _postgres(url: URL, wait: float, pool: dict[str, Any]) -> Engine:
+def _postgres(url: URL, wait: float, pool: dict[str, Any], statement: float) -> Engine:
     try:
-        import psycopg  # noqa: F401
+        from tether.runs.store.patience import WatchedPool, postgres_engine
     except ImportError:
         raise StorageError(
             f"{VARIABLE}: PostgreSQL needs the package psycopg: pip install 'tether-rl[postgres]'"
         ) from None
-    waits = f"-c lock_timeout={int(wait * 1000)} -c statement_timeout=60000"
-    arguments = {"connect_timeout": max(2, int(wait)), "options": waits}
-    return create_engine(url, connect_args=arguments, **pool)
+    if pool["poolclass"] is QueuePool:
+        pool = pool | {"poolclass": WatchedPool}
+    return postgres_engine(url, wait=wait, statement=statement, pool=pool)

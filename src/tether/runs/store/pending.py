@@ -28,7 +28,7 @@ class Pending:
     def files(self) -> list[Path]:
         """The records that wait, oldest first."""
         with suppress(OSError):
-            return sorted(path for path in self.folder.glob("*.record") if path.stem.isdigit())
+            return sorted(path for path in self.folder.glob("*.record") if path.stem.isdecimal())
         return []
 
     def add(self, record: Record) -> None:
@@ -81,7 +81,7 @@ def recording_lock(run_folder: Path) -> Iterator[bool]:
         return
     try:
         run_folder.mkdir(parents=True, exist_ok=True)
-        handle = os.open(run_folder / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+        handle = os.open(run_folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
     except OSError:  # nothing can be written here, nor by anyone else
         yield True
         return
@@ -107,7 +107,7 @@ def is_being_recorded(run_folder: Path) -> bool:
     if fcntl is None:
         return False
     try:
-        handle = os.open(run_folder / LOCK, os.O_RDONLY)
+        handle = os.open(run_folder / LOCK, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0))
     except OSError:
         return False
     try:

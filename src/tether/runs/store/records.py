@@ -47,13 +47,21 @@ class Record:
         if not body.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
             raise ValueError("not a whole record")
         start = len(MAGIC) + 4
-        (size,) = struct.unpack_from("<I", body, len(MAGIC))
-        header = json.loads(body[start : start + size])
-        place, blobs = start + size, []
-        for length in header["blobs"]:
-            blobs.append(body[place : place + length])
-            place += length
-        return cls(header["kind"], header["data"], tuple(blobs))
+        try:
+            (size,) = struct.unpack_from("<I", body, len(MAGIC))
+            header = json.loads(body[start : start + size])
+            place, blobs = start + size, []
+            for length in header["blobs"]:
+                blobs.append(body[place : place + length])
+                place += length
+            return cls(header["kind"], header["data"], tuple(blobs))
+        except (
+            KeyError,
+            TypeError,
+            struct.error,
+            RecursionError,
+        ) as error:  # its sum is right
+            raise ValueError(f"not a whole record ({type(error).__name__})") from error
 
 
 def plain(text: str) -> str:

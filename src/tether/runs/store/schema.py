@@ -6,16 +6,16 @@
           └─ lineage
 
     queues ─ items ─ votes ─ raters    what people are asked, and what they said
+                └─ assignments ─┘      who alone is asked an item
     label_audits                       every change to those
 
-A row belongs to the one on its left and goes when that goes. The tables are made by the migrations beside this file; a
-test holds that the two agree.
+A row belongs to the one on its left and goes when that goes. Rows have a digest of what they say. The tables
+are made by the migrations beside this file; a test holds that the two agree.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from typing import Any
 
 from sqlalchemy import (
@@ -37,7 +37,10 @@ from sqlalchemy import (
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
-HEAD = "0003"
+from tether.runs.store.digests import on_insert
+from tether.runs.store.values import without_infinities
+
+HEAD = "0007"
 """The migration that makes the tables as they are below."""
 
 
@@ -56,22 +59,16 @@ class JSONText(TypeDecorator[Any]):
         return None if value is None else json.loads(value)
 
 
-def without_infinities(value: Any) -> Any:
-    """The same JSON value with null for every number that is not finite."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {str(key): without_infinities(inner) for key, inner in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_infinities(inner) for inner in value]
-    return value
-
-
 tables = MetaData()
 
 
 def _run_id() -> Column[int]:
     return Column("run_id", Integer, ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
+
+
+def _digest(table: str) -> Column[str]:
+    """Of the row, filled in when it is written: see tether.runs.store.digests."""
+    return Column("digest", Text, default=on_insert(table))
 
 
 runs = Table(
@@ -89,6 +86,10 @@ runs = Table(
     Column("steps_done", Integer, nullable=False),
     Column("config", JSONText, nullable=False),
     Column("environment", JSONText, nullable=False),
+    Column("note", JSONText, nullable=False, server_default='""'),  # what people say about it
+    Column("tags", JSONText, nullable=False, server_default="[]"),
+    Column("run_group", JSONText, nullable=False, server_default='""'),
+    _digest("runs"),
     UniqueConstraint("workspace", "name"),
 )
 
@@ -101,6 +102,7 @@ lineage = Table(
     Column("source", Text, nullable=False),  # a path or a name, as the recipe has it
     Column("source_run_id", Integer, ForeignKey("runs.id", ondelete="SET NULL"), index=True),
     Column("sha256", Text),  # of a data file
+    _digest("lineage"),
 )
 
 steps = Table(
@@ -109,6 +111,8 @@ steps = Table(
     _run_id(),
     Column("step", Integer, primary_key=True),
     Column("recorded", Double, nullable=False),
+    Column("digest", Text),  # of all its metrics
+    Column("rollouts", Integer),  # how many are kept; null where an older Tether recorded it
 )
 
 
@@ -139,6 +143,7 @@ rollouts = Table(
     Column("score", Double),
     Column("tokens", Integer, nullable=False),  # how many, prompt and answer
     Column("content", LargeBinary, nullable=False),  # see tether.runs.token_codec
+    _digest("rollouts"),  # null where an older Tether recorded it
     _of_a_step(),
 )
 
@@ -153,6 +158,7 @@ events = Table(
     Column("text", JSONText, nullable=False),
     Column("step", Integer),
     Column("data", JSONText, nullable=False),
+    _digest("events"),
     Index("events_of_a_run", "run_id", "time"),
 )
 
@@ -179,6 +185,7 @@ raters = Table(
     Column("token_hash", Text, unique=True),  # none: enters by the server's own token, or not at all
     Column("queue_id", Integer, ForeignKey("queues.id", ondelete="CASCADE"), index=True),  # the only one they see
     Column("created", Double, nullable=False),
+    Column("excluded", Boolean, nullable=False, server_default=false()),  # their votes are not exported or learned from
 )
 
 items = Table(
@@ -188,10 +195,12 @@ items = Table(
     Column("queue_id", Integer, ForeignKey("queues.id", ondelete="CASCADE"), nullable=False),
     Column("kind", Text, nullable=False),
     Column("prompt", JSONText, nullable=False),  # messages
-    Column("answers", JSONText, nullable=False),  # {text, source}, in the order that votes count from
+    Column("answers", JSONText, nullable=False),  # {text, source, ended, ids}, in the order that votes count from
     Column("meta", JSONText, nullable=False),
     Column("repeat_of", Integer, ForeignKey("items.id", ondelete="CASCADE"), index=True),
     Column("priority", Double, nullable=False),  # higher ones are asked first
+    Column("gold", JSONText),  # the known right ranks of the answers, where the item tests annotators
+    _digest("items"),
 )
 Index("items_in_order", items.c.queue_id, items.c.priority.desc(), items.c.id)
 
@@ -203,11 +212,14 @@ votes = Table(
     Column("item_id", Integer, ForeignKey("items.id", ondelete="CASCADE"), nullable=False),
     Column("rater_id", Integer, ForeignKey("raters.id", ondelete="CASCADE"), nullable=False),
     Column("order", JSONText, nullable=False),  # which answer stood where
-    Column("choice", JSONText, nullable=False),  # left, right, tie, both_bad, skip; places, best first; or a text
+    Column("choice", JSONText, nullable=False),  # left, right, tie, both_bad, skip; places, best first; a text
     Column("seconds", Double),  # that it took
     Column("created", Double, nullable=False),
     Column("undone", Boolean, nullable=False),
-    Index("votes_of_a_rater", "rater_id", "created"),
+    Column("comment", JSONText),
+    Column("ratings", JSONText),  # of each answer as shown, {axis: 1 to 7}
+    _digest("votes"),
+    Index("votes_of_a_rater", "rater_id", "id"),  # in the order in which they were kept
 )
 Index(
     "one_vote_a_rater_and_item",
@@ -216,6 +228,14 @@ Index(
     unique=True,
     sqlite_where=votes.c.undone == false(),
     postgresql_where=votes.c.undone == false(),
+)
+
+assignments = Table(
+    "assignments",
+    tables,
+    Column("item_id", Integer, ForeignKey("items.id", ondelete="CASCADE"), primary_key=True),
+    Column("rater_id", Integer, ForeignKey("raters.id", ondelete="CASCADE"), primary_key=True),
+    Index("assignments_of_a_rater", "rater_id"),
 )
 
 label_audits = Table(

@@ -1,0 +1,16 @@
+"""What people say about a run: a note, tags, and the group that it belongs to."""
+
+from __future__ import annotations
+
+import sqlalchemy as sa
+from alembic import op
+
+revision = "0004"
+down_revision = "0003"
+
+
+def upgrade() -> None:
+    """Add the three columns; runs that are there get empty ones."""
+    op.add_column("runs", sa.Column("note", sa.Text(), nullable=False, server_default='""'))
+    op.add_column("runs", sa.Column("tags", sa.Text(), nullable=False, server_default="[]"))
+    op.add_column("runs", sa.Column("run_group", sa.Text(), nullable=False, server_default='""'))
