@@ -1,0 +1,1 @@
+"""`tether serve`: a model behind an OpenAI-compatible endpoint."""

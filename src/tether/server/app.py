@@ -1,0 +1,161 @@
+"""The routes: /v1/models, /v1/chat/completions, /v1/completions and /health."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from pydantic import ValidationError
+from starlette.concurrency import run_in_threadpool
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response, StreamingResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from tether.errors import TetherError
+from tether.redact import redact
+from tether.rollout.token_stream import Token
+from tether.server.auth import TokenGate
+from tether.server.errors import ApiError
+from tether.server.generate import Job, ServedModel, Turnstile
+from tether.server.replies import Answer, event
+from tether.server.schema import ChatRequest, CompletionRequest, GenerationRequest
+from tether.studio.big_json import read_json
+from tether.studio.replies import Reply
+from tether.studio.settings import StudioSettings
+
+AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
+Tokens = Iterator[tuple[int, Token]]
+
+
+def create_app(served: ServedModel, settings: StudioSettings, turnstile: Turnstile) -> ASGIApp:
+    """The server of one model."""
+    app = FastAPI(docs_url=None, redoc_url=None, openapi_url=None)
+    started = int(time.time())
+    card = {"id": served.name, "object": "model", "created": started, "owned_by": "tether"}
+
+    @app.get("/health")
+    async def health() -> Response:
+        return Reply({"status": "ok"})
+
+    @app.get("/v1/models")
+    async def models() -> Response:
+        return Reply({"object": "list", "data": [card]})
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> Response:
+        served.check_name(name)
+        return Reply(card)
+
+    @app.post("/v1/chat/completions")
+    async def chat(request: Request) -> Response:
+        asked = await read(request, ChatRequest)
+        job = await run_in_threadpool(served.chat_job, asked)
+        answer = Answer(served, job, chat=True, logprobs=bool(asked.logprobs))
+        return await respond(request, served, turnstile, asked, job, answer)
+
+    @app.post("/v1/completions")
+    async def completions(request: Request) -> Response:
+        asked = await read(request, CompletionRequest)
+        job = await run_in_threadpool(served.completion_job, asked)
+        answer = Answer(served, job, chat=False, logprobs=asked.logprobs is not None)
+        return await respond(request, served, turnstile, asked, job, answer)
+
+    _add_errors(app)
+    return TokenGate(app, settings)
+
+
+async def read(request: Request, kind: type[AnyRequest]) -> AnyRequest:
+    """The body, checked; what is wrong with it is told with the field."""
+    try:
+        given = await read_json(await request.body())
+    except ClientDisconnect:
+        raise ApiError(400, "the body did not arrive whole, or is too long") from None
+    except (ValueError, RecursionError):
+        raise ApiError(400, "the body is not JSON") from None
+    if not isinstance(given, dict):
+        raise ApiError(400, "the body must be a JSON object")
+    try:
+        return await run_in_threadpool(kind.model_validate, given)
+    except ValidationError as error:
+        first = error.errors()[0]
+        param = ".".join(str(part) for part in first["loc"][:1]) or None
+        place = ".".join(str(part) for part in first["loc"] if isinstance(part, int | str))
+        raise ApiError(400, f"{place}: {first['msg']}" if place else str(first["msg"]), param=param) from None
+
+
+async def respond(
+    request: Request, served: ServedModel, turnstile: Turnstile, asked: GenerationRequest, job: Job, answer: Answer
+) -> Response:
+    """Wait for a place, then answer as a stream or whole. A client that leaves ends the work."""
+    await turnstile.enter()
+    tokens = served.tokens(job)
+    if asked.stream:
+
+        def leave() -> None:
+            tokens.close()  # pyright: ignore[reportAttributeAccessIssue]
+            turnstile.leave()
+
+        body = _events(tokens, answer, asked.include_usage)
+        return Streamed(body, leave)
+    try:
+        while (step := await run_in_threadpool(next, tokens, None)) is not None:
+            answer.add(*step)
+            if await request.is_disconnected():
+                return Response(status_code=499)  # nobody reads it
+        return Reply(answer.whole())
+    finally:
+        tokens.close()  # pyright: ignore[reportAttributeAccessIssue]
+        turnstile.leave()
+
+
+class Streamed(StreamingResponse):
+    """A stream of events. `leave` is called when it is over, however it ends, also before its first event."""
+
+    def __init__(self, body: AsyncIterator[str], leave: Callable[[], None]) -> None:
+        super().__init__(body, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        self._leave = leave
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self._leave()
+
+
+async def _events(tokens: Tokens, answer: Answer, include_usage: bool) -> AsyncIterator[str]:
+    for opening in answer.opening():
+        yield opening
+    try:
+        while (step := await run_in_threadpool(next, tokens, None)) is not None:
+            answer.add(*step)
+            chunk = answer.chunk(*step)
+            if chunk is not None:
+                yield chunk
+    except TetherError as error:
+        yield event(ApiError(500, redact(str(error))).body())
+        return
+    for closing in answer.closing(include_usage):
+        yield closing
+
+
+def _add_errors(app: FastAPI) -> None:
+    @app.exception_handler(ApiError)
+    async def refused(_: Request, error: ApiError) -> Response:
+        return error.reply()
+
+    @app.exception_handler(TetherError)
+    async def failed(_: Request, error: TetherError) -> Response:
+        return ApiError(500, redact(str(error))).reply()
+
+    @app.exception_handler(HTTPException)
+    async def unknown(_: Request, error: HTTPException) -> Response:
+        told: dict[int, Any] = {404: "there is no such route: /v1/chat/completions, /v1/completions, /v1/models"}
+        return ApiError(error.status_code, str(told.get(error.status_code, error.detail))).reply()
+
+    @app.exception_handler(Exception)
+    async def broken(_: Request, error: Exception) -> Response:
+        return ApiError(500, f"a bug in the server: {type(error).__name__}").reply()
