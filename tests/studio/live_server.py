@@ -16,15 +16,18 @@ TOKEN = "live-token-of-the-tests"
 class LiveServer:
     """`tether studio` over a folder, on a free port."""
 
-    def __init__(self, folder: Path, url: str | None = None) -> None:
+    def __init__(self, folder: Path, url: str | None = None, *more: str, variables=None, **popen) -> None:
         environment = {**os.environ, "OMP_NUM_THREADS": "1"}
         environment.pop("TETHER_STORE", None)
         if url is not None:
             environment["TETHER_STORE"] = url
-        words = ["studio", "--workspace", str(folder), "--port", "0", "--token", TOKEN, "--json"]
-        pipes = {"stdout": subprocess.PIPE, "text": True, "env": environment}
+        environment |= {"TETHER_STUDIO_TOKEN": TOKEN, **(variables or {})}
+        words = ["studio", "--workspace", str(folder), "--port", "0", "--json", *more]
+        pipes = {"stdout": subprocess.PIPE, "text": True, "env": environment, **popen}
         self.process = subprocess.Popen([sys.executable, "-m", "tether", *words], **pipes)
         self.told = json.loads(self.process.stdout.readline())
+        assert self.told["token"] is None, "a token that was chosen is not shown"
+        self.told["token"] = TOKEN
         self.client = httpx.Client(
             base_url=self.told["address"], headers={"authorization": f"Bearer {TOKEN}"}, timeout=30.0
         )

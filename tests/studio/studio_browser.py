@@ -74,10 +74,16 @@ def a_rollout(step: int, row: int, prompt: str, answer: Sequence[str], score: fl
 
 
 def start_run(
-    workspace: Workspace, name: str, *, steps: int, sources: Sequence[Source] = (), method: str = "ppo"
+    workspace: Workspace,
+    name: str,
+    *,
+    steps: int,
+    sources: Sequence[Source] = (),
+    method: str = "ppo",
+    config: dict[str, Any] | None = None,
 ) -> RunRecorder:
     """A run that is being recorded."""
-    config = {"method": method, "model": {"path": "tiny-bytes"}, "run": {"seed": 7}}
+    config = config or {"method": method, "model": {"path": "tiny-bytes"}, "run": {"seed": 7}}
     return RunRecorder(workspace, workspace.folder(name), RunStart(method, steps, config, {"python": "3"}, sources))
 
 
@@ -127,7 +133,7 @@ class Served:
         import httpx
 
         headers = {"Authorization": f"Bearer {OWNER_TOKEN}"}
-        answer = httpx.request(method, f"{self.address}/api/{path}", headers=headers, timeout=30, **options)
+        answer = httpx.request(method, f"{self.address}/api/{path}", headers=headers, timeout=180, **options)
         answer.raise_for_status()
         return answer.json()
 
@@ -179,18 +185,22 @@ class Visitor:
         self.page = self.context.new_page()
         self.served = served
         self.faults: list[str] = []
+        self.entering = True
         self.page.on("pageerror", lambda error: self.faults.append(f"script error: {error}"))
         self.page.on("dialog", self._refuse)
         self.page.on("console", self._hear)
         self.page.on("request", self._watch)
-        self.page.goto(f"{served.address}/?token={token}")
+        self.page.goto(f"{served.address}/#token={token}")
+        self.page.wait_for_selector("#page")
+        self.entering = False
 
     def _refuse(self, dialog: Any) -> None:
         self.faults.append(f"a dialog opened: {dialog.message}")
         dialog.dismiss()
 
     def _hear(self, message: Any) -> None:
-        if message.type == "error":
+        asked_for_token = self.entering and "401" in message.text
+        if message.type == "error" and not asked_for_token:
             self.faults.append(f"console: {message.text}")
 
     def _watch(self, request: Any) -> None:

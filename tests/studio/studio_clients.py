@@ -42,6 +42,13 @@ class Clients:
     def stranger(self) -> TestClient:
         return TestClient(self.app, base_url=ADDRESS, raise_server_exceptions=False, follow_redirects=False)
 
+    def logged_in(self, token: str) -> TestClient:
+        """A browser with a session."""
+        client = self.stranger()
+        reply = client.post("/api/login", json={"token": token}, headers={"origin": ADDRESS})
+        assert reply.status_code == 200, reply.text
+        return client
+
     def with_token(self, token: str) -> TestClient:
         client = self.stranger()
         client.headers["authorization"] = f"Bearer {token}"

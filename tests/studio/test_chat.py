@@ -103,7 +103,7 @@ def test_pieces_of_characters_are_held_back_until_they_are_whole(text, cuts):
 @pytest.fixture
 def slow_model(monkeypatch) -> list[float]:
     """Each token takes a while; when each was made."""
-    import tether.studio.token_stream as token_stream
+    import tether.rollout.token_stream as token_stream
 
     made: list[float] = []
     quick = token_stream.draw

@@ -7,10 +7,10 @@ import pytest
 from studio_clients import ADDRESS, TOKEN, Clients, settings
 
 from tether.errors import ConfigError
+from tether.rate_limit import RateLimit
 from tether.runs.store.open import workspace_at
 from tether.studio.app import create_app
 from tether.studio.gate import POLICY
-from tether.studio.rates import Buckets
 from tether.studio.serve import settings_for
 from tether.studio.settings import Rate
 from tether.studio.static_files import StaticFiles
@@ -67,18 +67,17 @@ def test_a_foreign_origin_is_403_on_every_unsafe_method_of_every_route(plain: Cl
 
 def test_the_link_works_once_and_becomes_a_cookie_that_scripts_cannot_read(plain: Clients):
     browser = plain.stranger()
-    reply = browser.get("/?token=once")
-    assert reply.status_code == 303 and reply.headers["location"] == "/"
+    reply = browser.post("/api/login", json={"token": "once"}, headers={"origin": ADDRESS})
+    assert reply.status_code == 200
     cookie = reply.headers["set-cookie"].lower()
     assert "httponly" in cookie and "samesite=strict" in cookie and "once" not in cookie
     assert browser.get("/api/me").json()["role"] == "owner"
-    assert plain.stranger().get("/?token=once").status_code == 401, "a second use is refused"
-    assert plain.stranger().get(f"/?token={TOKEN}").status_code == 401, "the token for scripts is not for links"
+    for token, why in (("once", "a second use is refused"), (TOKEN, "the token for scripts is not for links")):
+        assert plain.stranger().post("/api/login", json={"token": token}).status_code == 401, why
 
 
 def test_a_cookie_needs_the_page_own_origin_to_change_anything(plain: Clients):
-    browser = plain.stranger()
-    browser.get("/?token=once")
+    browser = plain.logged_in("once")
     body = {"name": "q", "kind": "pair"}
     assert browser.post("/api/label/queues", json=body).status_code == 403, "no Origin at all"
     assert browser.post("/api/label/queues", json=body, headers={"origin": ADDRESS}).status_code == 200
@@ -98,7 +97,7 @@ def test_every_answer_has_the_security_headers(plain: Clients):
 
 ANNOTATORS_OWN = {
     *(("GET", "/api/me"), ("GET", "/api/label/queues"), ("GET", "/api/label/queues/1/next")),
-    *(("POST", "/api/label/votes"), ("POST", "/api/label/votes/undo")),
+    *(("POST", "/api/label/votes"), ("POST", "/api/label/votes/undo"), ("POST", "/api/logout")),
     *(("GET", "/"), ("GET", "/1"), ("GET", "/index.html"), ("GET", "/js/main.js")),  # the page, which tells nothing
 }
 """All that an annotator may ask for, written out: a route that is added is refused until it is named here too."""
@@ -198,7 +197,7 @@ def test_too_many_requests_are_429_with_the_time_to_wait(tmp_path):
 
 def test_a_bucket_fills_with_time():
     now = [0.0]
-    buckets = Buckets(Rate(2.0, 3), clock=lambda: now[0])
+    buckets = RateLimit(Rate(2.0, 3), clock=lambda: now[0])
     assert [buckets.take("a") for _ in range(4)] == [0, 0, 0, 1]
     assert buckets.take("b") == 0, "each has their own"
     now[0] = 0.5
@@ -215,19 +214,20 @@ def test_a_body_that_is_too_long_is_refused(plain: Clients, monkeypatch):
 
 
 class Options:
-    host, port, token = "127.0.0.1", 0, None
+    host, port, token, token_file, public_url, trusted_proxies = "127.0.0.1", 0, None, None, None, None
 
 
-def test_another_bind_needs_an_explicit_token():
+def test_another_bind_needs_a_token_of_ones_own(tmp_path, monkeypatch):
     options = Options()
     assert settings_for(options, 1).is_private and not settings_for(options, 1).token_logs_in
     options.host = "0.0.0.0"
-    with pytest.raises(ConfigError, match="--token"):
+    with pytest.raises(ConfigError, match="TETHER_STUDIO_TOKEN"):
         settings_for(options, 1)
-    options.token = "short"
-    with pytest.raises(ConfigError, match="16 characters"):
+    monkeypatch.setenv("TETHER_STUDIO_TOKEN", "short")
+    with pytest.raises(ConfigError, match="16 plain characters"):
         settings_for(options, 1)
-    options.token = "long-enough-to-be-a-token"
+    (tmp_path / "token").write_text("long-enough-to-be-a-token\n")
+    options.token_file = str(tmp_path / "token")
     public = settings_for(options, 1)
     assert not public.is_private and public.token_logs_in
     assert public.allows_host("192.168.0.7") and not public.allows_host("evil.example")

@@ -48,7 +48,7 @@ def test_answers_are_shown_in_the_order_that_is_recorded(clients: Clients):
         assert item == again, "looking again does not shuffle again"
         texts = [f"good {number}", f"bad {number}"]
         assert [answer["text"] for answer in item["answers"]] == [texts[place] for place in item["order"]]
-        assert set(item["answers"][0]) == {"text"}
+        assert set(item["answers"][0]) == {"text", "ended"}
         orders.append(item["order"])
         cast(clients.owner, queue)
     assert [0, 1] in orders and [1, 0] in orders
@@ -226,7 +226,8 @@ def test_a_queue_is_filled_from_what_a_run_kept(clients: Clients):
 def test_the_pairs_that_the_reward_is_least_sure_of_come_first(plain: Clients, tmp_path):
     from tether.studio.label_fill import Answer, pair_items
 
-    answers = [Answer("p", "q", f"t{n}", score, "r", n, 0) for n, score in enumerate([0.0, 5.0, 5.1, 9.0])]
+    asked = ({"role": "user", "content": "q"},)
+    answers = [Answer("p", asked, f"t{n}", score, "r", n, 0) for n, score in enumerate([0.0, 5.0, 5.1, 9.0])]
     [item, *_] = pair_items(answers, 3, uncertain=True)
     assert [answer["text"] for answer in item.answers] == ["t1", "t2"]
 
@@ -296,10 +297,9 @@ def test_hostile_texts_come_back_as_they_went_in(clients: Clients, text):
 
 def test_a_token_is_told_once_and_kept_as_a_hash(clients: Clients):
     made = clients.owner.post("/api/raters", json={"name": "ann"}).json()
-    assert made["link"].endswith(made["token"]) and len(made["token"]) >= 40
+    assert made["link"].endswith("/#token=" + made["token"]) and len(made["token"]) >= 40
     assert made["token"] not in clients.owner.get("/api/raters").text
-    browser = clients.stranger()
-    assert browser.get(f"/?token={made['token']}").status_code == 303
+    browser = clients.logged_in(made["token"])
     assert browser.get("/api/me").json() == browser.get("/api/me").json() | {"role": "annotator", "name": "ann"}
 
 

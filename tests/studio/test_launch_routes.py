@@ -14,7 +14,7 @@ from tether.runs.store.open import workspace_at
 from tether.studio.app import create_app
 from tether.studio.launcher import Launcher
 from tether.studio.replies import Refused
-from tether.studio.vote_training import TrainingWish, split_pairs, write_plan
+from tether.studio.vote_training import TrainingWish, split_records, write_plan
 
 
 def wait_until(true, seconds: float = 60.0) -> None:
@@ -111,11 +111,15 @@ def test_a_run_is_started_watched_stopped_and_resumed(tmp_path: Path, monkeypatc
 
 
 def judged(count: int) -> list[dict]:
-    return [record | {"item": n, "votes": [100 + n]} for n, record in enumerate(pairs(count))]
+    return [
+        {"prompt": one["prompt"], "answers": [one["chosen"], one["rejected"]], "ranks": [0, 1], "ended": [True, True]}
+        | {"item": n, "votes": [100 + n]}
+        for n, one in enumerate(pairs(count))
+    ]
 
 
 def test_an_item_that_was_held_out_stays_held_out_as_votes_grow():
-    few, many = split_pairs(judged(40), 0.2), split_pairs(judged(400), 0.2)
+    few, many = split_records(judged(40), 0.2), split_records(judged(400), 0.2)
     out = {record["item"] for record in few.held_out}
     assert out == {record["item"] for record in many.held_out if record["item"] < 40} and 2 <= len(out) <= 16
     assert not out & {record["item"] for record in few.train} and len(few.train) + len(few.held_out) == 40
@@ -123,20 +127,20 @@ def test_an_item_that_was_held_out_stays_held_out_as_votes_grow():
 
 
 def test_too_few_pairs_are_told_and_empty_answers_are_left_out():
-    with pytest.raises(DataError, match="3 pairs"):
-        split_pairs(judged(3), 0.2)
-    bad = [{"prompt": "p", "chosen": " ", "rejected": "b", "item": 90, "votes": [1]}]
-    bad += [{"prompt": "p", "chosen": "\ud800", "rejected": "b", "item": 91, "votes": [2]}]
-    split = split_pairs(judged(6) + bad, 0.2)
+    with pytest.raises(DataError, match="3 items"):
+        split_records(judged(3), 0.2)
+    bad = [{"prompt": "p", "answers": [" ", "b"], "item": 90, "votes": [1]}]
+    bad += [{"prompt": "p", "answers": ["\ud800", "b"], "item": 91, "votes": [2]}]
+    split = split_records(judged(6) + bad, 0.2)
     assert not {90, 91} & {record["item"] for record in [*split.train, *split.held_out]}
 
 
 def test_a_plan_holds_the_very_votes_and_recipes_that_can_be_read(tmp_path: Path):
-    split = split_pairs(judged(10), 0.2)
+    split = split_records(judged(10), 0.2)
     wish = TrainingWish("loop", queue=7, model="tiny-bytes", considered=range(100, 112), ppo_settings={"run.seed": 3})
     plan = json.loads(write_plan(tmp_path, wish, split).read_text())
     assert [words[:2] for words in plan["commands"]] == [["train", "reward"], ["train", "ppo"]]
-    assert plan["commands"][1][-2:] == ["--run.seed", "3"]
+    assert plan["commands"][1][-1] == "--run.seed=3"
     for run in ("reward", "ppo"):
         used = json.loads((tmp_path / "loop" / run / "votes.json").read_text())
         assert used["queue"] == 7 and used["votes"] == split.votes and used["considered"] == list(range(100, 112))
@@ -149,7 +153,7 @@ def test_training_asks_for_votes_first_and_for_settings_that_can_be(plain: Clien
     assert plain.owner.post("/api/train", json={"queue_id": queue}).status_code == 400
     plain.owner.post(f"/api/label/queues/{queue}/import", json={"records": pairs(8)})
     curve = plain.owner.get(f"/api/train/curve?queue={queue}").json()
-    assert curve == {"votes": 8, "pairs": 8, "since_last": 8, "points": []}
+    assert curve == {"votes": 8, "pairs": 8, "examples": 8, "since_last": 8, "points": []}
     wrong = {"queue_id": queue, "settings": {"ppo": {"ppo.clip_rang": 1}}, "name": "x"}
     assert "clip_range" in plain.owner.post("/api/train", json=wrong).json()["error"]
 
@@ -169,7 +173,7 @@ def with_reward_models(tmp_path: Path, monkeypatch) -> Clients:
     judges = {"old": len, "new": lambda text: ord(text[0])}
 
     def scores(folder, answers):
-        return [float(judges[folder.name](text)) for _, text in answers]
+        return [float(judges[folder.name](answer.text)) for answer in answers]
 
     monkeypatch.setattr(clients.app.state.studio.models, "scores", scores)
     return clients

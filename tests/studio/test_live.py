@@ -87,7 +87,7 @@ def test_no_acknowledged_vote_is_lost_or_doubled_when_the_server_is_killed(tmp_p
             assert again.status_code in (200, 409), "kept now or before, unless another vote took its place"
             if again.status_code == 200:
                 acknowledged[body["client_uid"]] = again.json()["id"]
-        exported = server.client.get(f"/api/label/queues/{queue}/export?format=rankings").text
+        exported = server.client.get(f"/api/label/queues/{queue}/export?format=votes").text
         kept = [vote for line in exported.splitlines() for vote in json.loads(line)["votes"]]
         assert len(kept) == len(set(kept)), "none is doubled"
         assert set(acknowledged.values()) <= set(kept), "none is lost"

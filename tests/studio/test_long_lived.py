@@ -61,9 +61,10 @@ def test_the_server_settles_and_shares_time_finely_before_it_says_where_it_is(
 
     seen: list[int] = []
     monkeypatch.setattr(serve, "announce", lambda *_, **__: seen.append(gc.get_freeze_count()))
-    monkeypatch.setattr(serve, "_serve_until_stopped", lambda _, listening: listening.close())
+    monkeypatch.setattr(serve, "serve_until_stopped", lambda _, listening: listening.close())
     gc.unfreeze()
-    words = {"host": "127.0.0.1", "port": 0, "token": None, "workspace": str(tmp_path / "runs"), "json": True}
+    words = {"host": "127.0.0.1", "port": 0, "workspace": str(tmp_path / "runs"), "json": True}
+    words |= {"token": None, "token_file": None, "public_url": None, "trusted_proxies": None}
     assert serve.serve(argparse.Namespace(**words)) == 0
     assert seen[0] > 10_000
     assert sys.getswitchinterval() == pytest.approx(serve.SWITCH_SECONDS)

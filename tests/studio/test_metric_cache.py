@@ -14,6 +14,7 @@ from sqlalchemy import delete, insert
 import tether.studio.metric_cache as module
 from tether.errors import StorageError
 from tether.runs.read import OpenWorkspace, read_run
+from tether.runs.store.digests import step_digest
 from tether.runs.store.open import open_engine, workspace_at
 from tether.runs.store.schema import metrics, runs, steps
 from tether.studio.metric_cache import MetricCache
@@ -41,7 +42,8 @@ class Written:
     def add(self, new: list[Step]) -> None:
         with self.opened.engine.begin() as connection:
             for step, values in enumerate(new, start=len(self.kept)):
-                connection.execute(insert(steps).values(run_id=1, step=step, recorded=float(step)))
+                digest = step_digest(step, values)
+                connection.execute(insert(steps).values(run_id=1, step=step, recorded=float(step), digest=digest))
                 for name, value in values.items():
                     connection.execute(insert(metrics).values(run_id=1, step=step, name=name, value=value))
         self.kept += new

@@ -99,7 +99,7 @@ def test_what_is_to_be_judged_is_shown_as_text(visitor: Visitor, served: Served)
     served.api("POST", "raters", json={"name": BODIES[3], "role": "annotator"})
     page = visitor.go("#/label")
     expect(page.locator(".queue-name")).to_have_text(name)
-    expect(page.locator(".raters")).to_contain_text(BODIES[3])
+    expect(page.locator(".raters.people")).to_contain_text(BODIES[3])
     page = visitor.go(f"#/label/{made}")
     expect(page.locator(".guidelines")).to_contain_text(BODIES[0])
     for _ in BODIES:

@@ -163,3 +163,62 @@ def test_a_vote_is_sent_again_until_the_server_takes_it(visitor: Visitor, served
     assert refused[0] == refused[1]  # the same client_uid, so that it counts once
     assert len(stored_votes(served)) == 1
     visitor.faults.clear()  # the browser notes the request that was cut
+
+
+def test_an_owner_finds_assigns_and_marks_items_with_the_keyboard(visitor: Visitor, served: Served):
+    queue = queue_with(served, "pair", PAIRS)
+    ann = served.api("POST", "raters", json={"name": "ann", "role": "annotator", "queue_id": queue})["id"]
+    page = visitor.go(f"#/label/{queue}/items")
+    expect(page.locator(".item")).to_have_count(4)
+    visitor.press("/")
+    page.keyboard.type("GOOD 2")
+    expect(page.locator(".item .excerpt")).to_have_text(["question 2"])
+    visitor.press("Escape")
+    visitor.press("Enter")
+    expect(page.locator(".item-answers .text")).to_have_text(["good 2", "bad 2"])
+    visitor.press("x", "a")
+    expect(page.get_by_role("checkbox", name="owner")).to_be_focused()
+    visitor.press("Tab", "Space", "Enter")  # ann
+    expect(page.locator(".item-facts")).to_contain_text("for ann")
+    visitor.press("o")
+    expect(page.locator("dialog")).to_have_count(1)
+    visitor.press("Enter")
+    expect(page.locator(".badge.gold")).to_have_count(1)
+    visitor.press("t")
+    expect(page.get_by_label("Tags, with commas between")).to_be_focused()
+    page.keyboard.type("hard, odd")
+    visitor.press("Enter")
+    expect(page.locator(".badge", has_text="hard")).to_have_count(1)
+    [row] = served.api("GET", f"label/queues/{queue}/items?text=good 2")["items"]
+    assert (row["assigned"], row["gold"], row["tags"]) == ([ann], [0, 1], ["hard", "odd"])
+    assert [one["assigned"] for one in served.api("GET", f"label/queues/{queue}/items?gold=no")["items"]] == [[]] * 3
+
+
+MARKDOWN = {
+    "**bold** and _it_ and snake_case_name": "<p><strong>bold</strong> and <em>it</em> and snake_case_name</p>",
+    "<b>x</b> & `<i>`": "<p>&lt;b&gt;x&lt;/b&gt; &amp; <code>&lt;i&gt;</code></p>",
+    "[a](javascript:alert(1))": '<p><span class="md-link">a <small>javascript:alert(1</small></span>)</p>',
+    "![a](http://evil.invalid/x)": '<p><span class="md-image">image: a <small>http://evil.invalid/x</small></span></p>',
+    "1. a\n2. b\n   - c": "<ol><li><p>a</p></li><li><p>b</p><ul><li><p>c</p></li></ul></li></ol>",
+    "3 * 4 * 5 ** 2": "<p>3 * 4 * 5 ** 2</p>",
+    "`open": "<p>`open</p>",
+}
+
+
+def test_markdown_is_made_of_text_alone(visitor: Visitor, served: Served):
+    page = visitor.go("#/label")
+    script = """async (text) => {
+      const { markdown } = await import("/js/markdown.js");
+      const box = document.createElement("div");
+      box.append(...markdown(text));
+      return box.innerHTML;
+    }"""
+    for text, made in MARKDOWN.items():
+        assert page.evaluate(script, text) == made
+    long = ["[" * 29_000, "*a " * 9_000, "> " * 9_000, "- " * 9_000, "`" * 29_000, "|" * 29_000, "_a" * 14_000]
+    for text in long:
+        seconds = page.evaluate(
+            f"async (text) => {{ const t = performance.now(); await ({script})(text); return performance.now() - t; }}",
+            text,
+        )
+        assert seconds < 4000, f"{text[:6]} took {seconds} ms"

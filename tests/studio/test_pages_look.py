@@ -46,7 +46,7 @@ UNNAMED = """() => [...document.querySelectorAll("button, a, input, select, text
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     with serving(small_workspace(tmp_path_factory.mktemp("look"))) as found:
-        queue = found.api("POST", "label/queues", json={"name": "pairs", "kind": "pair"})["id"]
+        queue = found.api("POST", "label/queues", json={"name": "pairs", "kind": "pair", "axes": ["overall"]})["id"]
         records = [{"prompt": "which?", "chosen": "this", "rejected": "that " * 40}]
         found.api("POST", f"label/queues/{queue}/fill", json={"from": "file", "records": records})
         recorder = start_run(found.workspace, "long", steps=1)
@@ -60,7 +60,8 @@ def pages(served: Served) -> list[str]:
     run = served.run_id("first")
     tokens = f"#/run/{run}/tokens?step=20&row=2"
     long = f"#/run/{served.run_id('long')}/tokens?step=0&row=0"
-    return ["#/runs", "#/start", f"#/run/{run}", tokens, long, "#/label", "#/label/1", "#/train", "#/arena", "#/chat"]
+    label = ["#/label", "#/label/1", "#/label/1/items"]
+    return ["#/runs", "#/start", f"#/run/{run}", tokens, long, *label, "#/train", "#/arena", "#/chat"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

@@ -49,7 +49,7 @@ def test_marked_runs_are_compared_in_one_chart(visitor: Visitor):
 def test_curves_stand_under_the_question_they_answer(visitor: Visitor, served: Served):
     page = visitor.go(f"#/run/{served.run_id('first')}")
     expect(page.locator(".question > summary h2")).to_have_text(
-        ["Is it learning?", "Is it still near the start?", "Is the sampler honest?", "Recipe", "Made with"]
+        ["Is it learning?", "Is it still near the start?", "Do sampler and trainer agree?", "Recipe", "Software"]
     )
     near = page.locator("details.question", has_text="Is it still near the start?")
     expect(near.locator(".chart h3")).to_have_text(["KL to the reference", "Entropy"])
@@ -70,10 +70,10 @@ def test_opening_a_run_asks_for_its_curves_once(visitor: Visitor, served: Served
 def test_a_question_that_was_shut_draws_what_came_meanwhile_when_it_is_opened(visitor: Visitor, served: Served):
     page = visitor.go(f"#/run/{served.run_id('first')}")
     near = page.locator("details.question", has_text="Is it still near the start?")
-    near.locator("summary").click()
+    near.locator("> summary").click()
     expect(near.locator(".chart").first).to_be_hidden()
     with page.expect_response("**/metrics?**"):
-        near.locator("summary").click()
+        near.locator("> summary").click()
     expect(near.locator(".chart canvas").first).to_be_visible()
 
 

@@ -171,3 +171,31 @@ def test_the_form_of_a_recipe_has_every_field_with_its_help(plain: Clients):
     assert needed["required"] and needed["default"] is None
     assert [one["name"] for one in strict(plain.owner.get("/api/methods"))["methods"]] == list(RECIPES)
     assert plain.owner.get("/api/schema/nothing").status_code == 404
+
+
+def test_notes_tags_and_groups_are_changed_and_listed(clients: Clients):
+    run = clients.owner.get("/api/runs").json()["runs"][0]["id"]
+    said = {"note": HOSTILE[0], "tags": ["kl", "kl", "small"], "group": "sweep"}
+    assert strict(clients.owner.post(f"/api/runs/{run}/notes", json=said))["tags"] == ["kl", "small"]
+    assert strict(clients.owner.post(f"/api/runs/{run}/notes", json={"group": "other"}))["note"] == HOSTILE[0]
+    [listed] = strict(clients.owner.get("/api/runs"))["runs"]
+    assert (listed["note"], listed["tags"], listed["group"]) == (HOSTILE[0], ["kl", "small"], "other")
+    for wrong in ({"tags": ["two words"]}, {"note": "x" * 10_001}, {"title": "x"}):
+        assert clients.owner.post(f"/api/runs/{run}/notes", json=wrong).status_code in (400, 422)
+    assert clients.owner.post("/api/runs/99/notes", json={}).status_code == 404
+    queue = clients.queue()
+    assert clients.annotator(queue).post(f"/api/runs/{run}/notes", json=said).status_code == 403
+
+
+def test_settings_of_runs_side_by_side(plain: Clients, tmp_path):
+    recording = Recording(tmp_path, name="other", steps=1, config={"method": "ppo", "run": {"seed": 8}})
+    recording.recorder.close("done")
+    ids = {run["name"]: run["id"] for run in plain.owner.get("/api/runs").json()["runs"]}
+    words = f"{ids['demo/ppo']},{ids['other']}"
+    found = strict(plain.owner.get("/api/diff", params={"runs": words}))
+    assert [run["name"] for run in found["runs"]] == ["demo/ppo", "other"]
+    assert {"key": "run.seed", "values": [7, 8]} in found["settings"]
+    assert {"key": "model.path", "values": ["tiny-bytes", "(not a setting)"]} in found["settings"]
+    for wrong in ("", "1", "1,1", "1,x", ",".join("1" * 13)):
+        assert plain.owner.get("/api/diff", params={"runs": wrong}).status_code == 422
+    assert plain.owner.get("/api/diff", params={"runs": "1,99"}).status_code == 404

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import combinations
 from typing import Any
 
-from tether.studio.ballots import ranking, verdict
+from tether.studio.ballots import ranks_of, verdict
 
 Units = Mapping[Hashable, Mapping[int, str]]
 """What each rater said of each unit, where they said something."""
@@ -60,8 +60,14 @@ def judgements(vote: Vote) -> dict[Hashable, str]:
     if vote.kind == "pair":
         said = verdict(vote.order, vote.choice)
         return {} if said is None else {(0, 1): said}
-    places = ranking(vote.order, vote.choice) if vote.kind == "ranking" else None
-    return {} if places is None else {tuple(sorted(pair)): str(pair[0]) for pair in combinations(places, 2)}
+    ranks = ranks_of(vote.kind, vote.order, vote.choice)
+    if ranks is None:
+        return {}
+    return {(one, other): _better(ranks, one, other) for one, other in combinations(range(len(ranks)), 2)}
+
+
+def _better(ranks: Sequence[int], one: int, other: int) -> str:
+    return "tie" if ranks[one] == ranks[other] else str(one if ranks[one] < ranks[other] else other)
 
 
 def agreement(votes: Iterable[Vote]) -> dict[str, Any]:

@@ -8,12 +8,23 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from tether import __version__
-from tether.runs.read import OpenWorkspace, open_workspace
-from tether.runs.store.open import Workspace, open_engine
-from tether.studio import label_routes, launch_routes, run_routes, static_files, stream, talk_routes, train_routes
+from tether.runs.read import OpenWorkspace, open_store, open_workspace
+from tether.runs.store.open import Workspace
+from tether.studio import (
+    item_routes,
+    label_routes,
+    launch_routes,
+    run_routes,
+    session_routes,
+    static_files,
+    stream,
+    talk_routes,
+    train_routes,
+)
 from tether.studio.consultations import Consultations
 from tether.studio.context import Studio
 from tether.studio.gate import Gate
+from tether.studio.imports import Imports
 from tether.studio.label_store import Labels
 from tether.studio.launcher import Launcher
 from tether.studio.metric_cache import MetricCache
@@ -22,12 +33,13 @@ from tether.studio.people import Doorkeeper
 from tether.studio.replies import add_error_replies
 from tether.studio.rollout_view import PromptIndex
 from tether.studio.settings import StudioSettings
+from tether.studio.stream_count import Streams
 from tether.studio.vote_desk import VoteDesk
 
 KEPT_CONNECTIONS = 8
 ROUTERS = (
     *(run_routes.router, stream.router, label_routes.router, launch_routes.router),
-    *(train_routes.router, talk_routes.router),
+    *(item_routes.router, train_routes.router, talk_routes.router, session_routes.router),
 )
 
 
@@ -38,7 +50,9 @@ def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
+        studio.imports.close()
         studio.desk.close()
+        studio.door.close()
         studio.opened.close()
 
     app = FastAPI(
@@ -56,33 +70,37 @@ def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     app.include_router(static_files.router)  # last: it takes every address that is left
-    doorkeeper = Doorkeeper(
-        studio.labels.owner(),
-        owner_token=settings.owner_token,
-        login_code=settings.login_code,
-        token_logs_in=settings.token_logs_in,
-        find_rater=studio.labels.rater_by_hash,
-    )
-    app.add_middleware(Gate, settings=settings, doorkeeper=doorkeeper)
+    app.add_middleware(Gate, settings=settings, doorkeeper=studio.door)
     return app
 
 
 def open_studio(workspace: Workspace, settings: StudioSettings) -> Studio:
     """The parts of a server."""
-    engine = open_engine(workspace, kept=KEPT_CONNECTIONS)
+    engine = open_store(workspace, kept=KEPT_CONNECTIONS)
     open_workspace(workspace.directory, _url(workspace)).close()  # takes in what ended runs could not write
     opened = OpenWorkspace(workspace, engine)
     labels, metrics = Labels(opened), MetricCache(opened)
+    door = Doorkeeper(
+        labels.owner(),
+        owner_token=settings.owner_token,
+        login_code=settings.login_code,
+        token_logs_in=settings.token_logs_in,
+        find_rater=labels.rater_by_hash,
+    )
+    labels.clear_stages()
     return Studio(
         opened=opened,
         settings=settings,
         labels=labels,
         desk=VoteDesk(labels),
+        imports=Imports(labels),
         metrics=metrics,
         doctor=Consultations(opened, metrics),
         prompts=PromptIndex(opened),
         launcher=Launcher(workspace.directory),
         models=ModelHost(),
+        door=door,
+        streams=Streams(settings.most_streams),
     )
 
 

@@ -8,13 +8,15 @@ from fastapi import Request
 
 from tether.runs.read import OpenWorkspace
 from tether.studio.consultations import Consultations
+from tether.studio.imports import Imports
 from tether.studio.label_store import Labels
 from tether.studio.launcher import Launcher
 from tether.studio.metric_cache import MetricCache
 from tether.studio.model_host import ModelHost
-from tether.studio.people import Person
+from tether.studio.people import Doorkeeper, Entry, Person
 from tether.studio.rollout_view import PromptIndex
 from tether.studio.settings import StudioSettings
+from tether.studio.stream_count import Streams
 from tether.studio.vote_desk import VoteDesk
 
 
@@ -26,11 +28,14 @@ class Studio:
     settings: StudioSettings
     labels: Labels
     desk: VoteDesk
+    imports: Imports
     metrics: MetricCache
     doctor: Consultations
     prompts: PromptIndex
     launcher: Launcher
     models: ModelHost
+    door: Doorkeeper
+    streams: Streams
 
 
 def studio_of(request: Request) -> Studio:
@@ -41,3 +46,14 @@ def studio_of(request: Request) -> Studio:
 def person_of(request: Request) -> Person:
     """Who is asking; the gate let no one else through."""
     return request.state.person
+
+
+def entry_of(request: Request) -> Entry:
+    """How they came in."""
+    return request.state.entry
+
+
+def link_for(request: Request, token: str) -> str:
+    """A link by which someone enters. Browsers send what stands after # to no one."""
+    own = f"{request.url.scheme}://{request.headers.get('host', '')}"
+    return f"{studio_of(request).settings.public_url or own}/#token={token}"

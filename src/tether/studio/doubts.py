@@ -10,6 +10,7 @@ from tether.runs.find import find_model
 from tether.runs.read import RunSummary, list_runs
 from tether.studio.context import Studio
 from tether.studio.label_fill import Answer
+from tether.studio.model_host import Scored, answers_of_item
 from tether.studio.people import Person
 from tether.studio.replies import Refused
 from tether.studio.run_queries import run_with_id
@@ -25,7 +26,7 @@ def reward_model(studio: Studio, run_id: int | None) -> RunSummary | None:
             raise Refused(422, f"reward_run: {named.name} is no reward model")
         return named
     found = [run for run in list_runs(studio.opened) if run.method == "reward" and _has_model(run)]
-    return max(found, key=lambda run: run.created, default=None)
+    return max(found, key=lambda run: run.id, default=None)  # ids grow, and the clock may go back
 
 
 def _has_model(run: RunSummary) -> bool:
@@ -38,7 +39,8 @@ def _has_model(run: RunSummary) -> bool:
 def scored_by(studio: Studio, model: RunSummary, answers: Sequence[Answer]) -> list[Answer]:
     """The answers with this reward model's scores in place of those that they were given when they were sampled."""
     few = answers[:MOST_SCORED]
-    told = studio.models.scores(model.folder, [([{"role": "user", "content": one.prompt}], one.text) for one in few])
+    asked = [Scored(one.messages, one.text, one.ended, one.ids, one.prompt_ids, one.tokenizer) for one in few]
+    told = studio.models.scores(model.folder, asked)
     return [replace(one, score=score) for one, score in zip(few, told, strict=True)]
 
 
@@ -47,7 +49,7 @@ def ask_doubtful_first(studio: Studio, person: Person, queue: int, model: RunSum
     if studio.labels.queue(queue).kind != "pair":
         raise DataError(f"queue {queue} holds no pairs, and only of those can a reward model be unsure")
     rows = studio.labels.items(queue)[: MOST_SCORED // 2]
-    told = studio.models.scores(model.folder, [(row.prompt, answer["text"]) for row in rows for answer in row.answers])
+    told = studio.models.scores(model.folder, [answer for row in rows for answer in answers_of_item(row)])
     margins = [abs(one - other) for one, other in zip(told[0::2], told[1::2], strict=True)]
     priorities = {row.id: -margin for row, margin in zip(rows, margins, strict=True) if margin == margin}
     studio.labels.set_priorities(person, queue, priorities, model=model.name)

@@ -2,30 +2,35 @@
 
 Whatever is not allowed here is refused, whether or not a route for it exists:
 
-    Host -> Origin -> token or session -> role -> rate -> size -> the app
+    Host -> Origin -> rate of guesses -> token or session -> rate -> role -> size -> the app
 
-A pure ASGI middleware, so that streams pass through it untouched.
+A token is compared only after the rate of guesses has let the request through, so that under 429 a right token looks
+like a wrong one. What it took is given back for a right one. A pure ASGI middleware, so that streams pass through it
+untouched; nothing in it waits for the database on the event loop.
 """
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
-from dataclasses import dataclass
-from http.cookies import CookieError, SimpleCookie
-from urllib.parse import parse_qs, urlsplit
+from typing import Any
 
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.responses import HTMLResponse, RedirectResponse, Response
+from starlette.datastructures import MutableHeaders
+from starlette.responses import HTMLResponse, Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from tether.studio.people import Doorkeeper, Person
-from tether.studio.rates import Buckets
+from tether.rate_limit import RateLimit, network_of
+from tether.studio.asked import Asked, cookie, host_name, is_foreign, limited, read_asked, says_length, whole_body
+from tether.studio.people import CannotTellError, Doorkeeper, Entry, OtherPersonError
 from tether.studio.replies import Reply
 from tether.studio.settings import StudioSettings
 
 SAFE_METHODS = frozenset({"GET", "HEAD"})
 MOST_BYTES = 32 << 20  # of a request's body
+ANNOTATOR_BYTES = 1 << 20
+LOGIN_BYTES = 4096
+LOGIN = "/api/login"
 
 POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
@@ -41,6 +46,7 @@ SECURITY_HEADERS = {
 
 ANNOTATOR_MAY: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("GET", re.compile(r"/api/me")),
+    ("POST", re.compile(r"/api/logout")),
     ("GET", re.compile(r"/api/label/queues")),
     ("GET", re.compile(r"/api/label/queues/[0-9]+/next")),
     ("POST", re.compile(r"/api/label/votes")),
@@ -49,37 +55,35 @@ ANNOTATOR_MAY: tuple[tuple[str, re.Pattern[str]], ...] = (
 )
 """All that an annotator can reach; which queue is theirs is the label routes' to say."""
 
+FOR_STRANGERS = frozenset({"/js/enter.js", "/mark.svg"})  # what the page that asks for a token is made of
+
 LOGIN_PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
 <title>Tether Studio</title>
+<link rel="icon" href="/mark.svg" type="image/svg+xml">
+<script type="module" src="/js/enter.js"></script>
 <h1>Tether Studio</h1>
-<p>{reason}</p>
-<form action="/" method="get"><label>Token <input name="token" type="password" autocomplete="off" autofocus></label>
+<p id="reason" role="status">{reason}</p>
+<form id="enter" method="post"><label>Token <input name="token" type="password" autocomplete="off" autofocus></label>
 <button>Enter</button></form>
+<noscript>Tether Studio needs JavaScript.</noscript>
 </html>
 """
-
-
-@dataclass(frozen=True)
-class _Asked:
-    """A request, as far as the gate has to read it."""
-
-    method: str
-    path: str
-    headers: Headers
-    address: str
-
-    @property
-    def is_api(self) -> bool:
-        return self.path == "/api" or self.path.startswith("/api/")
+ASK = "Open the link that <code>tether studio</code> printed, or give a token here."
+IN_ADDRESS = (
+    "A token in an address ends up in logs, so this one was not read. Links have it after <code>#token=</code>; or "
+    "give it here."
+)
 
 
 class Gate:
-    """The middleware. It puts the `Person` who asks into the request's state."""
+    """The middleware. It puts the `Person` who asks, and how they came in, into the request's state."""
 
     def __init__(self, app: ASGIApp, settings: StudioSettings, doorkeeper: Doorkeeper) -> None:
         self._app, self._settings, self._doorkeeper = app, settings, doorkeeper
-        self._people, self._strangers = Buckets(settings.session_rate), Buckets(settings.stranger_rate)
+        self._people = RateLimit(settings.session_rate)
+        # Two buckets by address, so that whoever asks without a token keeps no one out who has one.
+        self._strangers, self._guesses = RateLimit(settings.stranger_rate), RateLimit(settings.stranger_rate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Let the request through, or answer it here."""
@@ -88,109 +92,134 @@ class Gate:
             return
         if scope["type"] != "http":  # no web sockets are served
             return
-        address = (scope.get("client") or ("", 0))[0]
-        asked = _Asked(scope["method"], scope["path"], Headers(scope=scope), address)
+        asked = read_asked(scope, self._settings)
         send = _with_headers(send, asked)
-        refusal, person = self._judge(asked, scope)
-        if refusal is not None:
-            await refusal(scope, receive, send)
+        answer = await self._judge(asked, scope, receive)
+        if isinstance(answer, Response):
+            await answer(scope, receive, send)
             return
-        scope.setdefault("state", {})["person"] = person
-        await self._app(scope, _limited(receive), send)
+        state = scope.setdefault("state", {})
+        state["entry"], state["person"] = answer, None if answer is None else answer.person
+        most = MOST_BYTES if answer is not None and answer.person.role == "owner" else ANNOTATOR_BYTES
+        await self._app(scope, limited(receive, most), send)
 
-    def _judge(self, asked: _Asked, scope: Scope) -> tuple[Response | None, Person | None]:
-        """A refusal (or a redirect after a log-in), or else the person who is let in."""
-        if not self._settings.allows_host(_host_name(asked.headers.get("host", ""))):
-            return _no(403, "this server is not called that: open it by the address that it printed"), None
-        if asked.method not in SAFE_METHODS and _is_foreign(asked.headers):
-            return _no(403, "the request comes from a page of another origin"), None
-        person, by_cookie = self._recognise(asked)
-        if token := _token_of_link(asked, scope):
-            return self._log_in(asked, token), None
-        if person is None:
-            return self._stranger(asked), None
+    async def _judge(self, asked: Asked, scope: Scope, receive: Receive) -> Response | Entry | None:
+        """An answer, or else who is let in; None: a stranger, to a file that strangers need."""
+        if not self._settings.allows_host(host_name(asked.headers.get("host", ""))):
+            return _no(403, "this server is not called that: open it by the address that it printed")
+        reads_page = asked.method in SAFE_METHODS and not asked.is_api  # which a link elsewhere may lead to
+        if not reads_page and is_foreign(asked.headers, self._settings.public_url):
+            return _no(403, "the request comes from a page of another origin")
+        if asked.method == "POST" and asked.path == LOGIN:
+            return await self._log_in(asked, receive)
+        entry = await self._recognise(asked)
+        if entry is None:
+            return self._stranger(asked, scope)
+        if isinstance(entry, Response):
+            return entry
+        by_cookie = entry.session is not None
         if asked.method not in SAFE_METHODS and by_cookie and "origin" not in asked.headers:
-            return _no(403, "the request does not say which page it comes from"), None
-        if wait := self._people.take(person.id):
-            return _wait(wait), None
-        if person.role != "owner" and not _may(asked):
-            return _no(403, "only the owner can do this"), None
-        if _says_length(asked.headers) > MOST_BYTES:
-            return _no(413, f"a request may have {MOST_BYTES >> 20} MiB at most"), None
-        return None, person
-
-    def _recognise(self, asked: _Asked) -> tuple[Person | None, bool]:
-        """Who it is, and whether a cookie said so. A token that is sent counts, and no cookie beside it."""
-        authorization = asked.headers.get("authorization")
-        if authorization is not None:
-            kind, _, token = authorization.partition(" ")
-            return (self._doorkeeper.by_token(token.strip()) if kind.lower() == "bearer" else None), False
-        session = _cookie(asked.headers, self._settings.cookie)
-        return (self._doorkeeper.by_session(session) if session else None), True
-
-    def _stranger(self, asked: _Asked) -> Response:
-        if wait := self._strangers.take(asked.address):
+            return _no(403, "the request does not say which page it comes from")
+        if wait := self._people.take(entry.person.id):
             return _wait(wait)
+        if entry.person.role != "owner" and not _may(asked):
+            return _no(403, "only the owner can do this")
+        most = MOST_BYTES if entry.person.role == "owner" else ANNOTATOR_BYTES
+        if says_length(asked.headers) > most:
+            return _no(413, f"a request may have {most >> 20} MiB at most")
+        return entry
+
+    async def _recognise(self, asked: Asked) -> Entry | Response | None:
+        """Who it is; an answer where that may not, or cannot, be told now. A token that is sent counts, and no cookie
+        beside it."""
+        authorization = asked.headers.get("authorization")
+        if authorization is None:
+            session = cookie(asked.headers, self._cookie(asked))
+            found = self._doorkeeper.by_session(session) if session else None
+            return found if found is not None else _too_many(self._strangers, asked)
+        if (refusal := _too_many(self._guesses, asked)) is not None:
+            return refusal
+        kind, _, token = authorization.partition(" ")
+        if kind.lower() != "bearer":
+            return None
+        try:
+            entry = await self._doorkeeper.by_token(token.strip())
+        except CannotTellError:
+            return _later()
+        if entry is not None:
+            self._guesses.give_back(network_of(asked.address))
+        return entry
+
+    def _cookie(self, asked: Asked) -> str:
+        return self._settings.secure_cookie if self._is_secure(asked) else self._settings.cookie
+
+    def _is_secure(self, asked: Asked) -> bool:
+        return asked.is_public and (self._settings.public_url or "").startswith("https:")
+
+    def _stranger(self, asked: Asked, scope: Scope) -> Response | None:
+        if asked.method in SAFE_METHODS and asked.path in FOR_STRANGERS:
+            return None
         if asked.is_api or asked.method not in SAFE_METHODS:
             reply = _no(401, "a token is needed: open the link that `tether studio` printed, or send a Bearer token")
             reply.headers["www-authenticate"] = "Bearer"
             return reply
-        return _login_page("Open the link that <code>tether studio</code> printed, or give a token here.")
+        in_address = b"token=" in scope.get("query_string", b"")
+        return HTMLResponse(LOGIN_PAGE.format(reason=IN_ADDRESS if in_address else ASK), 401)
 
-    def _log_in(self, asked: _Asked, token: str) -> Response:
-        if wait := self._strangers.take(asked.address):
-            return _wait(wait)
-        session = self._doorkeeper.log_in(token)
+    async def _log_in(self, asked: Asked, receive: Receive) -> Response:
+        """POST {"token": ...}: a session's cookie for a token.
+
+        A link on someone else's page may hold that one's own token: a browser that is logged in becomes another person
+        only with `"instead": true`, which the page sends when it has asked.
+        """
+        if (refusal := _too_many(self._strangers, asked)) is not None:
+            return refusal
+        if says_length(asked.headers) > LOGIN_BYTES or (body := await whole_body(receive, LOGIN_BYTES)) is None:
+            return _no(413, "a token is shorter than that")
+        token, instead = _token_in(body)
+        if token is None:
+            return _no(422, 'the body: send {"token": "..."}')
+        if (refusal := _too_many(self._guesses, asked)) is not None:
+            return refusal
+        secret = cookie(asked.headers, self._cookie(asked))
+        entry = self._doorkeeper.by_session(secret) if secret and not instead else None
+        still = None if entry is None else entry.person
+        agent = asked.headers.get("user-agent", "")
+        try:
+            session = await self._doorkeeper.log_in(token, asked.address, agent, still=still)
+        except CannotTellError:
+            return _later()
+        except OtherPersonError:
+            self._guesses.give_back(network_of(asked.address))
+            name = "" if still is None else still.name
+            return _no(409, f"This browser is logged in as {name}, and the link is someone else's.")
         if session is None:
-            return _login_page("That token is not known, or was used before: the printed link works once.")
-        reply = RedirectResponse("/", 303)
-        reply.set_cookie(self._settings.cookie, session, httponly=True, samesite="strict", path="/")
+            return _no(401, "That token is not known, or was used before: the printed link works once.")
+        self._guesses.give_back(network_of(asked.address))
+        reply = Reply({"entered": True})
+        options: dict[str, Any] = {"httponly": True, "samesite": "strict", "path": "/"}
+        reply.set_cookie(self._cookie(asked), session, secure=self._is_secure(asked), **options)
         return reply
 
 
-# -- what a request says ------------------------------------------------------------------------------------------
+def _too_many(limit: RateLimit, asked: Asked) -> Response | None:
+    """Take one request from an address's bucket; an answer where it is empty."""
+    wait = limit.take(network_of(asked.address))
+    return _wait(wait) if wait else None
 
 
-def _host_name(host: str) -> str:
-    """The name in a Host header, without its port; empty where it makes no sense."""
+def _token_in(body: bytes) -> tuple[str | None, bool]:
+    """The token, and whether it is to count instead of the session that the browser has."""
     try:
-        return (urlsplit(f"//{host}").hostname or "").lower()
-    except ValueError:
-        return ""
+        given = json.loads(body)
+    except (ValueError, RecursionError):
+        return None, False
+    if not isinstance(given, dict) or not isinstance(given.get("token"), str):
+        return None, False
+    return given["token"].strip(), given.get("instead") is True
 
 
-def _is_foreign(headers: Headers) -> bool:
-    """Whether the page that sent this is known to be another's. `Origin: null` is another's too."""
-    origin = headers.get("origin")
-    if origin is None:
-        return headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
-    try:
-        parts = urlsplit(origin)
-    except ValueError:
-        return True
-    return parts.scheme not in ("http", "https") or parts.netloc.lower() != headers.get("host", "").lower()
-
-
-def _says_length(headers: Headers) -> int:
-    length = headers.get("content-length", "")
-    return int(length) if length.isdecimal() and len(length) < 20 else 0
-
-
-def _token_of_link(asked: _Asked, scope: Scope) -> str | None:
-    if asked.method != "GET" or asked.path != "/":
-        return None
-    return parse_qs(scope.get("query_string", b"").decode("latin-1")).get("token", [None])[0]
-
-
-def _cookie(headers: Headers, name: str) -> str | None:
-    try:
-        found = SimpleCookie(headers.get("cookie", "")).get(name)
-    except CookieError:
-        return None
-    return None if found is None else found.value
-
-
-def _may(asked: _Asked) -> bool:
+def _may(asked: Asked) -> bool:
     method = "GET" if asked.method == "HEAD" else asked.method
     return any(method == allowed and pattern.fullmatch(asked.path) for allowed, pattern in ANNOTATOR_MAY)
 
@@ -206,11 +235,14 @@ def _wait(seconds: int) -> Response:
     return Reply({"error": f"too many requests: try again in {seconds} s"}, 429, headers={"retry-after": str(seconds)})
 
 
-def _login_page(reason: str) -> Response:
-    return HTMLResponse(LOGIN_PAGE.format(reason=reason), 401)
+def _later() -> Response:
+    """Strangers are not told why."""
+    return Reply(
+        {"error": "the server cannot answer this now: try again in a moment"}, 503, headers={"retry-after": "2"}
+    )
 
 
-def _with_headers(send: Send, asked: _Asked) -> Send:
+def _with_headers(send: Send, asked: Asked) -> Send:
     """Send, with the headers that every answer has."""
 
     async def sending(message: Message) -> None:
@@ -223,19 +255,6 @@ def _with_headers(send: Send, asked: _Asked) -> Send:
     return sending
 
 
-def _headers_for(asked: _Asked) -> Iterable[tuple[str, str]]:
+def _headers_for(asked: Asked) -> Iterable[tuple[str, str]]:
     yield from SECURITY_HEADERS.items()
-    yield "cache-control", "no-store" if asked.is_api or "token=" in asked.path or asked.path == "/" else "no-cache"
-
-
-def _limited(receive: Receive) -> Receive:
-    """Receive, no more than MOST_BYTES: a body may be longer than it said, or say nothing."""
-    taken = 0
-
-    async def receiving() -> Message:
-        nonlocal taken
-        message = await receive()
-        taken += len(message.get("body", b"")) if message["type"] == "http.request" else 0
-        return {"type": "http.disconnect"} if taken > MOST_BYTES else message
-
-    return receiving
+    yield "cache-control", "no-store" if asked.is_api or asked.path == "/" else "no-cache"

@@ -1,9 +1,10 @@
-"""What to ask people: answers that runs gave, or records that were handed in, as items of a queue."""
+"""What to ask people: answers that runs gave, as items of a queue."""
 
 from __future__ import annotations
 
+import json
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -11,25 +12,31 @@ from typing import Any
 from tether.errors import DataError
 from tether.runs.read import OpenWorkspace, RunSummary, read_rollouts
 from tether.runs.recorded import StoredRollout
-from tether.studio.ballots import FEWEST_RANKED, MOST_RANKED
+from tether.studio.ballots import FEWEST_RANKED
 from tether.studio.label_queues import NewItem
 from tether.studio.run_queries import kept_steps, spread
 
 STEPS_READ = 8  # of each run, spread from the first to the last
 REPEAT_AFTER = 8  # items between one and its hidden repeat
+RANKED = 4  # answers of a ranking, unless told otherwise
 
 
 @dataclass(frozen=True)
 class Answer:
-    """An answer that a run gave."""
+    """An answer that a run gave, as it was sampled."""
 
     prompt_id: str
-    prompt: str
+    messages: tuple[Mapping[str, Any], ...]
     text: str
     score: float
     run: str
     step: int
     row: int
+    ended: bool = True
+    ids: tuple[int, ...] = ()  # of the answer, with the token that ended it; none where they are not known
+    prompt_ids: tuple[int, ...] = ()
+    tokenizer: str | None = None  # the digest of the one that the ids are of
+    tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def source(self) -> dict[str, Any]:
@@ -43,12 +50,39 @@ def answers_of(opened: OpenWorkspace, run: RunSummary, step: int | None = None) 
     if step is not None and step not in kept:
         raise DataError(f"step: the answers of step {step} of {run.name} were not kept")
     steps = [step] if step is not None else spread(kept, STEPS_READ)
-    return [_answer(run.name, rollout) for at in steps for rollout in read_rollouts(opened, run.id, at)]
+    return [_answer(run, rollout) for at in steps for rollout in read_rollouts(opened, run.id, at)]
 
 
-def _answer(run: str, rollout: StoredRollout) -> Answer:
-    texts = (rollout.prompt_id, rollout.prompt_text, rollout.completion)
-    return Answer(*texts, rollout.score, run, rollout.step, rollout.row)
+def _answer(run: RunSummary, rollout: StoredRollout) -> Answer:
+    prompt_ids, ids = _sampled_ids(rollout)
+    return Answer(
+        prompt_id=rollout.prompt_id,
+        messages=messages_of(rollout),
+        text=rollout.completion,
+        score=rollout.score,
+        run=run.name,
+        step=rollout.step,
+        row=rollout.row,
+        ended=rollout.finish == "stop",
+        ids=ids,
+        prompt_ids=prompt_ids,
+        tokenizer=run.environment.get("tokenizer"),
+        tools=tuple(rollout.tools),
+    )
+
+
+def messages_of(rollout: StoredRollout) -> tuple[Mapping[str, Any], ...]:
+    """The prompt as it was asked; runs of older versions kept its text alone."""
+    return tuple(rollout.messages) or ({"role": "user", "content": rollout.prompt_text},)
+
+
+def _sampled_ids(rollout: StoredRollout) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """(prompt, answer) as token ids; empty where the answer is not the one stretch that ends the row."""
+    tokens, response = rollout.columns["token"].tolist(), rollout.columns["response"]
+    start = len(tokens) - int(response.sum())
+    if not 0 < start < len(tokens) or not response[start:].all():
+        return (), ()
+    return tuple(tokens[:start]), tuple(tokens[start:])
 
 
 def pair_items(answers: Sequence[Answer], count: int, *, uncertain: bool = False) -> list[NewItem]:
@@ -70,7 +104,7 @@ def _by_prompt(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
     found: dict[str, dict[str, Answer]] = defaultdict(dict)
     for answer in answers:
         if answer.text.strip() and answer.score == answer.score:  # nothing can be said of an empty one
-            found[answer.prompt].setdefault(answer.text, answer)
+            found[json.dumps(answer.messages)].setdefault(answer.text, answer)
     return {prompt: list(texts.values()) for prompt, texts in found.items()}
 
 
@@ -85,7 +119,7 @@ def _ranked_pairs(answers: Sequence[Answer]) -> list[tuple[int, Answer, Answer]]
     return [(turn, one, other) for turn, (one, other) in enumerate(pairs)]
 
 
-def ranking_items(answers: Sequence[Answer], count: int, size: int = 4) -> list[NewItem]:
+def ranking_items(answers: Sequence[Answer], count: int, size: int = RANKED) -> list[NewItem]:
     """Up to `size` different answers to each prompt, to be put in order."""
     groups = [several[:size] for several in _by_prompt(answers).values() if len(several) >= FEWEST_RANKED]
     return [_item(group) for group in groups[:count]]
@@ -93,17 +127,34 @@ def ranking_items(answers: Sequence[Answer], count: int, size: int = 4) -> list[
 
 def demonstration_items(answers: Sequence[Answer], count: int) -> list[NewItem]:
     """The prompts alone."""
-    prompts = dict.fromkeys(answer.prompt for answer in answers)
-    return [NewItem(_messages(prompt)) for prompt in list(prompts)[:count]]
+    prompts = {json.dumps(answer.messages): answer for answer in answers}
+    return [
+        NewItem(_messages(one), (), _meta(one) | {"source": {"run": one.run, "step": one.step}})
+        for one in list(prompts.values())[:count]
+    ]
 
 
 def _item(answers: Sequence[Answer]) -> NewItem:
-    texts = [{"text": answer.text, "source": answer.source} for answer in answers]
-    return NewItem(_messages(answers[0].prompt), texts, {"prompt_id": answers[0].prompt_id})
+    """The token ids are kept where all answers were sampled after the same tokens, by the same tokenizer."""
+    first, meta = answers[0], _meta(answers[0])
+    same = all((one.tokenizer, one.prompt_ids) == (first.tokenizer, first.prompt_ids) and one.ids for one in answers)
+    has_ids = same and first.tokenizer is not None and bool(first.prompt_ids)
+    if has_ids:
+        meta |= {"prompt_ids": list(first.prompt_ids), "tokenizer": first.tokenizer}
+    texts = [
+        {"text": one.text, "ended": one.ended, "source": one.source} | ({"ids": list(one.ids)} if has_ids else {})
+        for one in answers
+    ]
+    return NewItem(_messages(first), texts, meta)
 
 
-def _messages(prompt: str) -> list[dict[str, str]]:
-    return [{"role": "user", "content": prompt}]
+def _meta(answer: Answer) -> dict[str, Any]:
+    tools = {"tools": [dict(tool) for tool in answer.tools]} if answer.tools else {}
+    return {"prompt_id": answer.prompt_id} | tools
+
+
+def _messages(answer: Answer) -> list[dict[str, Any]]:
+    return [dict(message) for message in answer.messages]
 
 
 def items_from_run(opened: OpenWorkspace, kind: str, runs: Sequence[RunSummary], **wanted: Any) -> list[NewItem]:
@@ -115,47 +166,12 @@ def items_from_run(opened: OpenWorkspace, kind: str, runs: Sequence[RunSummary],
     if kind == "pair":
         found = pair_items(answers, count, uncertain=wanted.get("uncertain", False))
     elif kind == "ranking":
-        found = ranking_items(answers, count)
+        found = ranking_items(answers, count, wanted.get("size") or RANKED)
     else:
         found = demonstration_items(answers, count)
     if not found:
         raise DataError("there are no two different answers to one prompt among those that were kept: name another run")
     return found
-
-
-# -- records ------------------------------------------------------------------------------------------------------
-
-
-def item_from_record(kind: str, record: dict[str, Any], place: str) -> NewItem:
-    """A record in the usual columns, as something to ask: what it says about which answer is better is left out."""
-    prompt = prompt_of(record, place)
-    category = {"category": record["category"]} if isinstance(record.get("category"), str) else {}
-    if kind == "demonstration":
-        return NewItem(prompt, (), category)
-    given = record.get("answers", [record.get("chosen"), record.get("rejected")])
-    if not isinstance(given, list) or not all(isinstance(text, str) and text for text in given):
-        raise DataError(f"{place}: needs `chosen` and `rejected`, or `answers`: texts that are not empty")
-    fewest, most = (2, 2) if kind == "pair" else (FEWEST_RANKED, MOST_RANKED)
-    if not fewest <= len(given) <= most:
-        raise DataError(f"{place}: a {kind} has {fewest} to {most} answers, and this has {len(given)}")
-    return NewItem(prompt, [{"text": text} for text in given], category)
-
-
-def prompt_of(record: dict[str, Any], place: str) -> list[dict[str, str]]:
-    """The prompt as messages; `messages` may end with the answer, which is not part of it."""
-    prompt = record.get("prompt")
-    if isinstance(prompt, str) and prompt:
-        return _messages(prompt)
-    given = prompt if prompt is not None else record.get("messages")
-    if isinstance(given, list) and given and all(_is_message(turn) for turn in given):
-        turns = [{"role": turn["role"], "content": turn["content"]} for turn in given]
-        ends_with_answer = prompt is None and len(turns) > 1 and turns[-1]["role"] == "assistant"
-        return turns[:-1] if ends_with_answer else turns
-    raise DataError(f"{place}: needs `prompt`, a text or a list of messages")
-
-
-def _is_message(turn: Any) -> bool:
-    return isinstance(turn, dict) and all(isinstance(turn.get(key), str) for key in ("role", "content"))
 
 
 def with_repeats(items: Sequence[NewItem], fraction: float) -> list[NewItem]:

@@ -10,20 +10,23 @@ import secrets
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from sqlalchemy import Connection, Row, bindparam, func, insert, select, update
+from sqlalchemy import Connection, Row, bindparam, func, insert, or_, select, update
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from tether.errors import StorageError
 from tether.runs.read import OpenWorkspace
-from tether.runs.store.schema import items, label_audits, queues, raters, votes
+from tether.runs.store.schema import assignments, items, label_audits, queues, raters, votes
 from tether.studio.people import Person, Role, token_hash
 from tether.studio.replies import Refused
 
 OWNER_NAME = "owner"
+REVOKED = "revoked:"  # begins what stands in place of a token's hash: no hash does
+TURN_SECONDS = 10.0  # to wait for other writes of this server
+GOLD_ACCURACY = 0.75  # annotators below it are flagged, unless the queue says otherwise
 
 # Built once: building a statement costs more than running it.
 INSERT_AUDITS = insert(label_audits)
@@ -39,12 +42,54 @@ _SET_PRIORITY = update(items).where(items.c.id == bindparam("item")).values(prio
 _PROGRESS = select(_COUNT_ITEMS.scalar_subquery(), _COUNT_VOTES_OF.scalar_subquery())
 
 
+# -- who is due an item -------------------------------------------------------------------------------------------
+
+MINE = (votes.c.rater_id == bindparam("rater")) & ~votes.c.undone
+UNJUDGED = ~select(votes.c.id).where(votes.c.item_id == items.c.id, MINE).exists()
+"""The rater has no standing vote on the item."""
+
+_to_someone = select(assignments.c.rater_id).where(assignments.c.item_id == items.c.id)
+_to_me = _to_someone.where(assignments.c.rater_id == bindparam("rater"))
+_first = func.coalesce(items.c.repeat_of, items.c.id)
+_votes_on = select(func.count()).where(votes.c.item_id == _first, ~votes.c.undone).scalar_subquery()
+_judged_first = select(votes.c.id).where(votes.c.item_id == items.c.repeat_of, MINE).exists()
+DUE = (_to_me.exists() | ~_to_someone.exists()) & or_(
+    items.c.gold.is_not(None),  # a test is for everyone
+    _to_me.exists(),
+    _judged_first,  # whether someone is consistent is asked of them alone
+    items.c.repeat_of.is_(None) & (_votes_on < bindparam("most")),
+)
+"""The item is the rater's to judge: assigned to them, or to no one and still short of votes."""
+
+_COUNT_DUE = select(func.count()).where(items.c.queue_id == bindparam("queue"), UNJUDGED, DUE)
+NO_LIMIT = 1_000_000
+
+
+def votes_per_item(queue: Row[Any]) -> int:
+    """After how many votes an item is asked no more."""
+    return queue.meta.get("votes_per_item") or NO_LIMIT
+
+
+def is_shared_out(queue: Row[Any]) -> bool:
+    """Whether not everyone is asked everything."""
+    return bool(queue.meta.get("assigned") or queue.meta.get("votes_per_item"))
+
+
+def queue_settings(queue: Row[Any]) -> dict[str, Any]:
+    """How a queue is judged, beyond its kind."""
+    return {
+        "axes": queue.meta.get("axes", []),
+        "votes_per_item": queue.meta.get("votes_per_item"),
+        "gold_accuracy": queue.meta.get("gold_accuracy", GOLD_ACCURACY),
+    }
+
+
 @dataclass(frozen=True)
 class NewItem:
     """Something to be asked. `repeats` is the place, in the same list, of the item that it asks again."""
 
-    prompt: Sequence[dict[str, str]]
-    answers: Sequence[dict[str, Any]] = ()  # {text, source}
+    prompt: Sequence[dict[str, Any]]
+    answers: Sequence[dict[str, Any]] = ()  # {text, ended, source, ids}
     meta: dict[str, Any] | None = None
     repeats: int | None = None
     priority: float = 0.0
@@ -58,12 +103,22 @@ class Queues:
         # SQLite has one writer at a time, and whoever finds it busy sleeps before looking again. Waiting for each
         # other here instead is fair, and much quicker under load.
         is_sqlite = opened.engine.dialect.name == "sqlite"
-        self._turn = threading.Lock() if is_sqlite else nullcontext()
+        self._lock = threading.Lock() if is_sqlite else None
+
+    @contextmanager
+    def _turn(self) -> Iterator[None]:
+        if self._lock is not None and not self._lock.acquire(timeout=TURN_SECONDS):
+            raise StorageError("the store is busy with other writes: try again in a moment")
+        try:
+            yield
+        finally:
+            if self._lock is not None:
+                self._lock.release()
 
     @contextmanager
     def _writing(self) -> Iterator[Connection]:
         try:
-            with self._turn, self._opened.engine.begin() as connection:
+            with self._turn(), self._opened.engine.begin() as connection:
                 yield connection
         except IntegrityError:
             raise
@@ -116,9 +171,40 @@ class Queues:
         """Everyone, with how many votes of theirs stand."""
         count = select(func.count()).where(votes.c.rater_id == raters.c.id, ~votes.c.undone).scalar_subquery()
         chosen = select(raters, count.label("votes")).where(raters.c.workspace == self._key).order_by(raters.c.id)
-        names = ("id", "name", "role", "queue_id", "created", "votes")
+        names = ("id", "name", "role", "queue_id", "created", "votes", "excluded")
         with self._opened.reading() as connection:
-            return [{name: getattr(row, name) for name in names} for row in connection.execute(chosen)]
+            return [{name: getattr(row, name) for name in names} | _entering(row) for row in connection.execute(chosen)]
+
+    def revoke(self, by: Person, rater_id: int) -> None:
+        """Make a person's token worthless. Their votes stay."""
+        with self._writing() as connection:
+            row = self._invited(connection, rater_id)
+            if row.token_hash.startswith(REVOKED):
+                return
+            values = {"token_hash": f"{REVOKED}{secrets.token_hex(16)}"}
+            connection.execute(update(raters).where(raters.c.id == rater_id).values(**values))
+            self._audit(connection, by.id, "revoke", rater_id, name=row.name)
+
+    def new_token(self, by: Person, rater_id: int) -> tuple[Person, str]:
+        """Another token for a person; the one before is worthless from then on."""
+        token = secrets.token_urlsafe(32)
+        with self._writing() as connection:
+            row = self._invited(connection, rater_id)
+            values = {"token_hash": token_hash(token)}
+            connection.execute(update(raters).where(raters.c.id == rater_id).values(**values))
+            self._audit(connection, by.id, "new-token", rater_id, name=row.name)
+        return _person(row), token
+
+    def _invited(self, connection: Connection, rater_id: int) -> Row[Any]:
+        """Someone who has, or had, a token of their own."""
+        chosen = select(raters).where(raters.c.workspace == self._key, raters.c.id == rater_id)
+        row = connection.execute(chosen).first()
+        if row is None:
+            raise Refused(404, f"there is no rater {rater_id}")
+        if row.token_hash is None:
+            owner = "the owner enters by the server's own token: start the server again with another"
+            raise Refused(409, owner if row.role == "owner" else f"{row.name} has no token: no one can enter as them")
+        return row
 
     # -- queues -------------------------------------------------------------------------------------------------
 
@@ -135,9 +221,11 @@ class Queues:
         return made[0]
 
     def change_queue(self, by: Person, queue_id: int, **values: Any) -> None:
-        """Another name, other guidelines, open or closed."""
+        """Another name, other guidelines, open or closed, or other settings in `meta`."""
         with self._writing() as connection:
-            self._queue(connection, queue_id)
+            queue = self._queue(connection, queue_id)
+            if "meta" in values:
+                values["meta"] = queue.meta | values["meta"]
             connection.execute(update(queues).where(queues.c.id == queue_id).values(**values))
             self._audit(connection, by.id, "change-queue", queue_id, **values)
 
@@ -160,20 +248,24 @@ class Queues:
             return [self._queue_row(connection, row, person) for row in found]
 
     def _queue_row(self, connection: Connection, queue: Row[Any], person: Person) -> dict[str, Any]:
-        there, done = self._progress(connection, queue.id, person.id)
+        there, done, left = self._progress(connection, queue, person.id)
         counts = {
             "items": there,
             "done": done,
-            "remaining": there - done,
+            "remaining": left,
             "votes": connection.execute(_COUNT_VOTES, {"queue": queue.id}).scalar_one(),
         }
         names = ("id", "name", "kind", "guidelines", "open", "created")
-        return {name: getattr(queue, name) for name in names} | counts
+        return {name: getattr(queue, name) for name in names} | counts | queue_settings(queue)
 
-    def _progress(self, connection: Connection, queue_id: int, rater: int) -> tuple[int, int]:
-        """(items of a queue, how many of them a rater has voted on)"""
-        there, done = connection.execute(_PROGRESS, {"queue": queue_id, "rater": rater}).one()
-        return there, done
+    def _progress(self, connection: Connection, queue: Row[Any], rater: int) -> tuple[int, int, int]:
+        """(items of a queue, how many of them a rater has voted on, how many they are still to be asked)"""
+        known = {"queue": queue.id, "rater": rater}
+        there, done = connection.execute(_PROGRESS, known).one()
+        if not is_shared_out(queue):
+            return there, done, there - done
+        left = connection.execute(_COUNT_DUE, known | {"most": votes_per_item(queue)}).scalar_one()
+        return there, done, left
 
     def add_items(self, by: Person, queue_id: int, new: Sequence[NewItem], *, origin: dict[str, Any]) -> list[int]:
         """Put items at the end of a queue; their ids."""
@@ -208,6 +300,13 @@ class Queues:
             assert made is not None
             ids.append(made[0])
         return ids
+
+
+def _entering(row: Row[Any]) -> dict[str, bool]:
+    """Whether a person can enter, whether they have a link of their own, and whether it was revoked."""
+    invited = row.token_hash is not None
+    revoked = invited and row.token_hash.startswith(REVOKED)
+    return {"enters": not revoked and (invited or row.role == "owner"), "invited": invited, "revoked": revoked}
 
 
 def _person(row: Row[Any]) -> Person:

@@ -2,33 +2,46 @@
 
 from __future__ import annotations
 
-import asyncio
+import secrets
 from functools import partial
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import Path, Query, Request
 from pydantic import Field
 from starlette.responses import Response
 
+from tether.errors import StorageError
 from tether.studio.agreement import Vote, agreement
-from tether.studio.ballots import SKIPPED
-from tether.studio.context import Studio, person_of, studio_of
+from tether.studio.ballots import AXES, FEWEST_RANKED, HIGHEST_RATING, LOWEST_RATING, MAX_COMMENT, MOST_RANKED, SKIPPED
+from tether.studio.context import Studio, link_for, person_of, studio_of
 from tether.studio.doubts import ask_doubtful_first, reward_model, scored_by
 from tether.studio.exchange import as_lines, export_records, imported, read_lines
-from tether.studio.label_fill import item_from_record, items_from_run, with_repeats
-from tether.studio.label_queues import NewItem
+from tether.studio.imports import BackgroundImport
+from tether.studio.label_fill import RANKED, items_from_run, with_repeats
+from tether.studio.label_items import gold_accuracy
+from tether.studio.label_queues import NewItem, queue_settings
+from tether.studio.label_records import item_from_record
+from tether.studio.label_sampling import write_sampling_plan
+from tether.studio.label_staging import ItemWithVotes
 from tether.studio.label_store import Ballot
 from tether.studio.people import Role
-from tether.studio.replies import BIGGEST, Body, Refused, Reply
+from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.run_queries import run_with_id
 from tether.studio.run_routes import as_download
 
-router = APIRouter(prefix="/api", default_response_class=Reply)
+router = api_router()
 
 Id = Annotated[int, Path(ge=0, le=BIGGEST)]
+ImportId = Annotated[str, Path(pattern=r"^[0-9a-f]{12}$")]
 Place = Annotated[int, Field(ge=0, le=BIGGEST)]
-Form = Literal["pairs", "rankings", "messages"]
+Form = Literal["pairs", "rankings", "messages", "votes"]
+Axis = Literal["overall", "coverage", "accuracy", "coherence"]
+Tied = Annotated[list[int], Field(max_length=MOST_RANKED)]
+Order = Annotated[list[int | Tied], Field(max_length=MOST_RANKED)]
+Rating = Annotated[int, Field(ge=LOWEST_RATING, le=HIGHEST_RATING)]
+Ratings = Annotated[dict[Axis, Rating], Field(max_length=len(AXES), fail_fast=True)]
 MOST_RECORDS = 20_000
+assert set(Axis.__args__) == set(AXES)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 class NewQueue(Body):
@@ -37,6 +50,8 @@ class NewQueue(Body):
     name: str = Field(min_length=1, max_length=200)
     kind: Literal["pair", "ranking", "demonstration"] = "pair"
     guidelines: str = Field(default="", max_length=50_000)
+    axes: list[Axis] = Field(default_factory=list, max_length=len(AXES))  # what answers are rated on, from 1 to 7
+    votes_per_item: Annotated[int, Field(ge=0, le=1000)] = 0  # after so many an item is asked no more; 0: of everyone
 
 
 class QueueChange(Body):
@@ -45,20 +60,30 @@ class QueueChange(Body):
     name: str | None = Field(default=None, min_length=1, max_length=200)
     guidelines: str | None = Field(default=None, max_length=50_000)
     open: bool | None = None
+    axes: list[Axis] | None = Field(default=None, max_length=len(AXES))
+    votes_per_item: Annotated[int, Field(ge=0, le=1000)] | None = None
+    gold_accuracy: Annotated[float, Field(ge=0, le=1)] | None = None  # annotators below it are flagged
 
 
 class Fill(Body):
     """Where a queue's items come from."""
 
-    origin: Literal["run", "file", "uncertain", "chat"] = Field(alias="from")
+    origin: Literal["run", "file", "uncertain", "chat", "model"] = Field(alias="from")
     run: Place | None = None
     reward_run: Place | None = None  # who is unsure; by default the newest reward model, or else the scores as recorded
     other_run: Place | None = None
     step: Place | None = None
     count: Annotated[int, Field(ge=1, le=5000)] = 50
     repeats: Annotated[float, Field(ge=0, le=0.5)] = 0.0
+    answers: Annotated[int, Field(ge=FEWEST_RANKED, le=MOST_RANKED)] | None = None  # of a ranking, or to sample
     records: list[dict[str, Any]] = Field(default_factory=list, max_length=MOST_RECORDS)
     text: str = ""
+    model: str | None = Field(default=None, min_length=1, max_length=1000)  # whose answers to sample
+    prompts: str | None = Field(default=None, min_length=1, max_length=1000)  # a file that the server can read
+    max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = 128
+    temperature: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Place = 0
 
 
 class Rescore(Body):
@@ -73,9 +98,11 @@ class NewVote(Body):
     client_uid: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     item_id: Place
     order: list[Place] = Field(default_factory=list, max_length=20)
-    choice: str | list[int] = ""
+    choice: str | Order = ""  # of a ranking: shown places, best first, those that tie in a list
     skip: bool = False
     seconds: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)] | None = None
+    comment: str | None = Field(default=None, max_length=MAX_COMMENT)
+    ratings: list[Ratings] | None = Field(default=None, max_length=MOST_RANKED)  # of each shown answer
 
 
 class Undo(Body):
@@ -111,16 +138,20 @@ def queues(request: Request) -> Any:
 @router.post("/label/queues")
 def add_queue(request: Request, new: NewQueue) -> Any:
     """Make a queue."""
-    made = studio_of(request).labels.add_queue(person_of(request), new.name, new.kind, new.guidelines)
+    meta = {"axes": new.axes, "votes_per_item": new.votes_per_item or None}
+    made = studio_of(request).labels.add_queue(person_of(request), new.name, new.kind, new.guidelines, meta)
     return Reply({"id": made})
 
 
 @router.post("/label/queues/{queue}")
 def change_queue(request: Request, queue: Id, change: QueueChange) -> Any:
-    """Rename a queue, change its guidelines, open or close it."""
+    """Rename a queue, change its guidelines and how it is judged, open or close it."""
     values = change.model_dump(exclude_none=True)
     if not values:
-        raise Refused(422, "the body: say what to change: name, guidelines or open")
+        raise Refused(422, "the body: say what to change, such as name, guidelines or open")
+    meta = {name: values.pop(name) for name in ("axes", "votes_per_item", "gold_accuracy") if name in values}
+    if meta:
+        values["meta"] = meta
     studio_of(request).labels.change_queue(person_of(request), queue, **values)
     return Reply({"id": queue})
 
@@ -130,11 +161,40 @@ def fill(request: Request, queue: Id, wanted: Fill) -> Any:
     """Put items into a queue, and hidden repeats of a fraction of them."""
     studio = studio_of(request)
     kind = studio.labels.queue(queue).kind
+    if wanted.origin == "model":
+        return Reply({"added": 0, "repeats": 0} | _sample(studio, queue, kind, wanted))
     new = with_repeats(_new_items(studio, kind, wanted), wanted.repeats)
     origin = {"from": wanted.origin, "run": wanted.run, "other_run": wanted.other_run, "step": wanted.step}
-    studio.labels.add_items(person_of(request), queue, new, origin=origin)
     repeats = sum(item.repeats is not None for item in new)
-    return Reply({"added": len(new) - repeats, "repeats": repeats})
+    given = [ItemWithVotes(item) for item in new]
+    begun = studio.imports.take_in(person_of(request), queue, given, action="fill", origin=origin)
+    return _outcome(begun, {"added": len(new) - repeats, "repeats": repeats})
+
+
+def _outcome(begun: BackgroundImport, told: dict[str, Any]) -> Reply:
+    """What came in, where it is in already; else how far it is, with the id under which to ask."""
+    if begun.state == "failed":
+        raise StorageError(begun.error or "the import failed")
+    return Reply(told, 200) if begun.state == "done" else Reply(begun.as_json(), 202)
+
+
+def _sample(studio: Studio, queue: int, kind: str, wanted: Fill) -> dict[str, Any]:
+    """Start a process that samples answers and puts them into the queue."""
+    if kind == "demonstration":
+        raise Refused(422, "from: a demonstration has no answers to sample; fill this queue from a file of prompts")
+    if wanted.model is None:
+        raise Refused(422, "model: say whose answers to sample: a run's folder, a model's folder, or a model's name")
+    records = wanted.records or read_lines(wanted.text)
+    if not records and wanted.prompts is None:
+        raise Refused(422, "prompts: name a file of prompts, or give them as records")
+    uid = secrets.token_hex(6)
+    names = ("model", "prompts", "count", "repeats", "max_new_tokens", "temperature", "top_p", "seed")
+    plan = {name: getattr(wanted, name) for name in names} | {"queue": queue, "uid": uid}
+    plan |= {"answers": wanted.answers or (2 if kind == "pair" else RANKED)}
+    plan |= {"workspace": str(studio.opened.workspace.directory)}
+    path = write_sampling_plan(studio.launcher.folder(), plan, records)
+    job = studio.launcher.python(f"queue {queue}", "fill", ["-m", "tether.studio.label_sampling", str(path)])
+    return {"job": job.id}
 
 
 def _new_items(studio: Studio, kind: str, wanted: Fill) -> list[NewItem]:
@@ -148,10 +208,11 @@ def _new_items(studio: Studio, kind: str, wanted: Fill) -> list[NewItem]:
     ids = [wanted.run] if wanted.other_run is None else [wanted.run, wanted.other_run]
     runs = [run_with_id(studio.opened, run) for run in ids]
     if wanted.origin == "run":
-        return items_from_run(studio.opened, kind, runs, count=wanted.count, step=wanted.step)
+        limits = {"count": wanted.count, "step": wanted.step, "size": wanted.answers}
+        return items_from_run(studio.opened, kind, runs, **limits)
     model = reward_model(studio, wanted.reward_run)
     rescore = None if model is None else partial(scored_by, studio, model)
-    limits = {"count": wanted.count, "step": wanted.step, "uncertain": True, "rescore": rescore}
+    limits = {"count": wanted.count, "step": wanted.step, "uncertain": True, "rescore": rescore, "size": wanted.answers}
     return items_from_run(studio.opened, kind, runs, **limits)
 
 
@@ -172,16 +233,16 @@ def rescore(request: Request, queue: Id, wanted: Rescore | None = None) -> Any:
 @router.get("/label/queues/{queue}/next")
 async def next_item(request: Request, queue: Id) -> Any:
     """What to judge next; the answers are in the order to show them."""
-    return Reply(await asyncio.wrap_future(studio_of(request).desk.ask(person_of(request), queue)))
+    return Reply(await studio_of(request).desk.ask(person_of(request), queue))
 
 
 @router.post("/label/votes")
 async def vote(request: Request, new: NewVote) -> Any:
     """Keep a vote. It is on disk when this is answered; sent again it is the same vote."""
     choice = SKIPPED if new.skip else new.choice
-    ballot = Ballot(new.client_uid, new.item_id, new.order, choice, new.seconds)
-    kept = studio_of(request).desk.hand_in(person_of(request), ballot)
-    return Reply({"id": await asyncio.wrap_future(kept)})
+    ratings = [{str(axis): given for axis, given in one.items()} for one in new.ratings or ()]
+    ballot = Ballot(new.client_uid, new.item_id, new.order, choice, new.seconds, new.comment, ratings)
+    return Reply({"id": await studio_of(request).desk.hand_in(person_of(request), ballot)})
 
 
 @router.post("/label/votes/undo")
@@ -196,35 +257,61 @@ def undo(request: Request, wanted: Undo | None = None) -> Any:
 
 @router.get("/label/queues/{queue}/agreement")
 def queue_agreement(request: Request, queue: Id) -> Any:
-    """How far raters agree with each other (Krippendorff's alpha) and with themselves (hidden repeats)."""
+    """How far raters agree with each other (Krippendorff's alpha), with themselves (hidden repeats), and with gold."""
     labels = studio_of(request).labels
-    labels.queue(queue)
+    least = queue_settings(labels.queue(queue))["gold_accuracy"]
     found = labels.standing_votes(queue)
     told = agreement(Vote(row.item_id, row.repeat_of, row.rater_id, row.kind, row.order, row.choice) for row in found)
-    names = {rater["id"]: rater["name"] for rater in labels.raters()}
+    people = {rater["id"]: rater for rater in labels.raters()}
+    gold = gold_accuracy(found, least)
     for rater in told["raters"]:
-        rater["name"] = names.get(rater["id"], "")
+        known = people.get(rater["id"], {})
+        rater |= {
+            "name": known.get("name", ""),
+            "excluded": known.get("excluded", False),
+            "gold": gold.get(rater["id"]),
+        }
+    told["gold_accuracy"] = least
     return Reply(told)
 
 
 @router.get("/label/queues/{queue}/export")
 def export(request: Request, queue: Id, form: Annotated[Form, Query(alias="format")] = "pairs") -> Response:
-    """The votes of a queue as JSONL."""
+    """The votes of a queue as JSONL, without those of excluded annotators and those on gold items."""
     labels = studio_of(request).labels
     name = labels.queue(queue).name
-    lines = as_lines(export_records(labels.standing_votes(queue), form))
+    lines = as_lines(export_records(labels.usable_votes(queue), form))
     return as_download(lines, f"{name}-{form}.jsonl", "text/plain")
 
 
 @router.post("/label/queues/{queue}/import")
 def import_records(request: Request, queue: Id, given: Import) -> Any:
-    """Take records in with what they say, as votes of a rater called `import`."""
+    """Take records in with what they say, as votes of the rater that they name, or of one called `import`."""
     labels = studio_of(request).labels
     found = imported(labels.queue(queue).kind, given.records or read_lines(given.text))
     if not found:
         raise Refused(422, "records: there are none")
-    new, choices = [one.item for one in found], [one.choice for one in found]
-    return Reply({"items": len(new), "votes": labels.take_in(person_of(request), queue, new, choices)})
+    begun = studio_of(request).imports.take_in(person_of(request), queue, found, action="import", origin=None)
+    taken = begun.taken
+    return _outcome(begun, {} if taken is None else {"items": taken.items, "votes": taken.votes})
+
+
+@router.get("/label/imports")
+def imports(request: Request) -> Any:
+    """The imports since the server was started, the newest first."""
+    return Reply({"imports": [one.as_json() for one in studio_of(request).imports.all()]})
+
+
+@router.get("/label/imports/{import_id}")
+def import_progress(request: Request, import_id: ImportId) -> Any:
+    """How far an import is: `done` of its `records`, and in the end `items` and `votes`, or the `error`."""
+    return Reply(studio_of(request).imports.get(import_id).as_json())
+
+
+@router.post("/label/imports/{import_id}/cancel")
+def cancel_import(request: Request, import_id: ImportId) -> Any:
+    """Take an import back: none of its records stays. One that is over stays as it is."""
+    return Reply(studio_of(request).imports.cancel(import_id).as_json())
 
 
 # -- people -------------------------------------------------------------------------------------------------------
@@ -240,5 +327,5 @@ def raters(request: Request) -> Any:
 def add_rater(request: Request, new: NewRater) -> Any:
     """Let someone in. Their token is told this once."""
     person, token = studio_of(request).labels.add_rater(person_of(request), new.name, new.role, new.queue_id)
-    link = f"{request.url.scheme}://{request.headers.get('host', '')}/?token={token}"
+    link = link_for(request, token)
     return Reply({"id": person.id, "name": person.name, "role": person.role, "token": token, "link": link})

@@ -9,16 +9,25 @@ from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, insert, select, update
-from sqlalchemy.exc import IntegrityError
+from sqlalchemy.exc import IntegrityError, OperationalError
+from sqlalchemy.exc import TimeoutError as StoreAway
 
 from tether.errors import StorageError
-from tether.runs.store.schema import items, queues, raters, votes
-from tether.studio.ballots import check_choice, shown_order
-from tether.studio.label_queues import INSERT_AUDITS, NewItem, Queues, may_see
+from tether.runs.store.schema import assignments, items, queues, raters, votes
+from tether.studio.ballots import Ratings, check_choice, check_ratings, shown_order
+from tether.studio.label_queues import (
+    DUE,
+    INSERT_AUDITS,
+    MINE,
+    UNJUDGED,
+    is_shared_out,
+    may_see,
+    votes_per_item,
+)
+from tether.studio.label_staging import GivenVote, Staging
 from tether.studio.people import Person
 from tether.studio.replies import Refused
 
-IMPORTER_NAME = "import"
 REPEAT_GAP = 5  # votes between an item and its hidden repeat
 LOOKED_AT = 50  # items from which the next one is chosen
 
@@ -27,19 +36,20 @@ _INSERT_VOTES = insert(votes).returning(votes.c.id, sort_by_parameter_order=True
 _KNOWN = select(votes.c.id, votes.c.rater_id).where(votes.c.client_uid == bindparam("uid"))
 _ITEM = select(items).where(items.c.id == bindparam("item"))
 _ITEMS_ASKED = (
-    select(items.c.id, items.c.kind, items.c.answers, items.c.queue_id, queues.c.open)
+    select(items.c.id, items.c.kind, items.c.answers, items.c.queue_id, queues.c.open, queues.c.meta)
     .join(queues, queues.c.id == items.c.queue_id)
     .where(queues.c.workspace == bindparam("place"), items.c.id.in_(bindparam("items", expanding=True)))
 )
-_MINE = (votes.c.rater_id == bindparam("rater")) & ~votes.c.undone
 _LEFT = (
     select(items.c.id, items.c.repeat_of)
-    .where(items.c.queue_id == bindparam("queue"))
-    .where(~select(votes.c.id).where(votes.c.item_id == items.c.id, _MINE).exists())
+    .where(items.c.queue_id == bindparam("queue"), UNJUDGED)
     .order_by(items.c.priority.desc(), items.c.id)
     .limit(LOOKED_AT)
 )
-_LATELY = select(votes.c.item_id).where(_MINE).order_by(votes.c.created.desc(), votes.c.id.desc()).limit(REPEAT_GAP)
+_LEFT_DUE = _LEFT.where(DUE)
+# By id, which grows with every vote that is kept; the clock may go back.
+_LATELY = select(votes.c.item_id).where(MINE).order_by(votes.c.id.desc()).limit(REPEAT_GAP)
+_ASSIGNED_TO = select(assignments.c.rater_id).where(assignments.c.item_id == bindparam("item"))
 
 
 @dataclass(frozen=True)
@@ -51,24 +61,31 @@ class Ballot:
     order: Sequence[int]
     choice: Any
     seconds: float | None = None
+    comment: str | None = None
+    ratings: Ratings | None = None  # of each answer as shown
 
 
-class Labels(Queues):
+class Labels(Staging):
     """All that is done with the queues of a workspace."""
 
     def next_item(self, person: Person, queue_id: int) -> dict[str, Any]:
         """What to ask a person next, their answers in the order to show them; `item` is null at the end."""
         with self._opened.reading() as connection:
             queue = self._queue(connection, queue_id, person)
-            there, done = self._progress(connection, queue_id, person.id)
-            item = self._ask(connection, queue_id, person.id) if queue.open else None
+            _, done, left = self._progress(connection, queue, person.id)
+            item = self._ask(connection, queue, person.id) if queue.open else None
         about = {name: getattr(queue, name) for name in ("id", "name", "kind", "guidelines")}
+        about["axes"] = queue.meta.get("axes", [])
         shown = None if item is None else _shown(item, person)
-        return {"item": shown, "remaining": there - done, "done": done, "queue": about}
+        return {"item": shown, "remaining": left, "done": done, "queue": about}
 
-    def _ask(self, connection: Connection, queue_id: int, rater: int) -> Row[Any] | None:
+    def _ask(self, connection: Connection, queue: Row[Any], rater: int) -> Row[Any] | None:
         """The item that this rater is due."""
-        rows = connection.execute(_LEFT, {"queue": queue_id, "rater": rater}).all()
+        known = {"queue": queue.id, "rater": rater}
+        if is_shared_out(queue):
+            rows = connection.execute(_LEFT_DUE, known | {"most": votes_per_item(queue)}).all()
+        else:
+            rows = connection.execute(_LEFT, known).all()
         lately = set(connection.execute(_LATELY, {"rater": rater}).scalars())
         chosen = _choose(rows, lately)
         return None if chosen is None else connection.execute(_ITEM, {"item": chosen}).first()
@@ -93,8 +110,10 @@ class Labels(Queues):
             with self._writing() as connection:
                 for place, kept in self._keep_plain(connection, sent).items():
                     results[place] = kept
-        except (IntegrityError, StorageError):  # one of them cannot be kept, and took the others' commit with it
-            results = [None] * len(sent)
+        except (IntegrityError, StorageError) as error:
+            if _is_away(error):  # asking it for each of them would take as many times as long
+                return [error] * len(sent)
+            results = [None] * len(sent)  # one of them cannot be kept, and took the others' commit with it
         return [self._vote_or_why(*sent[place]) if kept is None else kept for place, kept in enumerate(results)]
 
     def _vote_or_why(self, person: Person, ballot: Ballot) -> int | Exception:
@@ -112,11 +131,12 @@ class Labels(Queues):
             item = found.get(ballot.item_id)
             if item is None or not item.open or not may_see(person, item.queue_id, is_open=item.open):
                 continue
+            if item.meta.get("assigned"):  # left for `vote`, which looks for whom it is
+                continue
             try:
-                choice = check_choice(item.kind, len(item.answers), ballot.order, ballot.choice)
+                rows[place] = _vote_row(person.id, ballot, item.kind, len(item.answers))
             except Refused:
                 continue
-            rows[place] = _vote_row(person.id, ballot, choice)
         if not rows:
             return {}
         ids = list(connection.execute(_INSERT_VOTES, list(rows.values())).scalars())
@@ -135,13 +155,19 @@ class Labels(Queues):
         item = connection.execute(_ITEM, {"item": ballot.item_id}).first()
         if item is None:
             raise Refused(404, f"there is no item {ballot.item_id}")
-        if not self._queue(connection, item.queue_id, person).open:
+        try:
+            queue = self._queue(connection, item.queue_id, person)
+        except Refused:  # which queue it is in, or that it is there, is not for everyone to know
+            raise Refused(404, f"there is no item {ballot.item_id}") from None
+        if not queue.open:
             raise Refused(409, "this queue is closed")
-        choice = check_choice(item.kind, len(item.answers), ballot.order, ballot.choice)
-        return self._insert_vote(connection, person.id, ballot, choice)
+        assigned = set(connection.execute(_ASSIGNED_TO, {"item": item.id}).scalars())
+        if assigned and person.id not in assigned:
+            raise Refused(409, "this item was given to someone else to judge")
+        return self._insert_vote(connection, person.id, ballot, item.kind, len(item.answers))
 
-    def _insert_vote(self, connection: Connection, rater: int, ballot: Ballot, choice: Any) -> int:
-        vote_id = connection.execute(_INSERT_VOTES, [_vote_row(rater, ballot, choice)]).scalar_one()
+    def _insert_vote(self, connection: Connection, rater: int, ballot: Ballot, kind: str, count: int) -> int:
+        vote_id = connection.execute(_INSERT_VOTES, [_vote_row(rater, ballot, kind, count)]).scalar_one()
         self._audit_votes(connection, [(rater, vote_id, ballot.item_id)])
         return vote_id
 
@@ -151,43 +177,45 @@ class Labels(Queues):
         connection.execute(INSERT_AUDITS, rows)
 
     def undo(self, person: Person, queue_id: int | None = None) -> int | None:
-        """Take a person's last standing vote back; the item that can be voted on again, or None."""
-        chosen = select(votes.c.id, votes.c.item_id).join(items, items.c.id == votes.c.item_id)
+        """Take a person's last standing vote back; the item that can be voted on again, or None.
+
+        The last is the one that was kept last, whatever the clock said then. What was said in a closed queue stands.
+        """
+        chosen = select(votes.c.id, votes.c.item_id, queues.c.open).join(items, items.c.id == votes.c.item_id)
+        chosen = chosen.join(queues, queues.c.id == items.c.queue_id)
         chosen = chosen.where(votes.c.rater_id == person.id, ~votes.c.undone)
         if queue_id is not None:
             chosen = chosen.where(items.c.queue_id == queue_id)
+        mine = select(raters.c.id).where(raters.c.id == person.id).with_for_update()
         with self._writing() as connection:
-            last = connection.execute(chosen.order_by(votes.c.created.desc(), votes.c.id.desc()).limit(1)).first()
+            connection.execute(mine)  # two that are sent at once take two votes back, on PostgreSQL too
+            last = connection.execute(chosen.order_by(votes.c.id.desc()).limit(1)).first()
             if last is None:
                 return None
+            if not last.open:
+                raise Refused(409, "this queue is closed: its votes stand unless its owner opens it again")
             connection.execute(update(votes).where(votes.c.id == last.id).values(undone=True))
             self._audit(connection, person.id, "undo", last.id, item=last.item_id)
         return last.item_id
 
     def standing_votes(self, queue_id: int) -> list[Row[Any]]:
-        """Every vote of a queue that was not undone, with its item; the oldest first."""
-        columns = (votes, items.c.kind, items.c.prompt, items.c.answers, items.c.meta, items.c.repeat_of)
-        chosen = select(*columns).join(items, items.c.id == votes.c.item_id)
+        """Every vote of a queue that was not undone, with its item and who gave it; the oldest first."""
+        of_item = (items.c.kind, items.c.prompt, items.c.answers, items.c.meta, items.c.repeat_of, items.c.gold)
+        columns = (votes, *of_item, raters.c.name.label("rater"), raters.c.excluded)
+        joined = votes.join(items, items.c.id == votes.c.item_id).join(raters, raters.c.id == votes.c.rater_id)
+        chosen = select(*columns).select_from(joined)
         chosen = chosen.where(items.c.queue_id == queue_id, ~votes.c.undone).order_by(votes.c.id)
         with self._opened.reading() as connection:
             return list(connection.execute(chosen).all())
 
-    def take_in(self, by: Person, queue_id: int, new: Sequence[NewItem], choices: Sequence[Any]) -> int:
-        """Items with the choices of their records, None for no choice; how many votes that is. All or nothing."""
-        with self._writing() as connection:
-            queue = self._queue(connection, queue_id)
-            ids = self._insert_items(connection, queue, new)
-            rater = self._without_token(connection, queue_id, IMPORTER_NAME)
-            count = 0
-            for item_id, item, choice in zip(ids, new, choices, strict=True):
-                if choice is not None:
-                    order = list(range(len(item.answers)))
-                    kept = check_choice(queue.kind, len(order), order, choice)
-                    uid = f"import-{item_id}-{secrets.token_hex(8)}"
-                    self._insert_vote(connection, rater, Ballot(uid, item_id, order, kept), kept)
-                    count += 1
-            self._audit(connection, by.id, "import", queue_id, items=len(ids), votes=count)
-        return count
+    def usable_votes(self, queue_id: int) -> list[Row[Any]]:
+        """The votes that are exported and learned from: none of excluded annotators, none on gold items."""
+        return [vote for vote in self.standing_votes(queue_id) if not vote.excluded and vote.gold is None]
+
+    def _given_row(self, rater: int, item: int, vote: GivenVote, kind: str, answers: int) -> dict[str, Any]:
+        uid = f"import-{item}-{secrets.token_hex(8)}"
+        said = (vote.choice, vote.seconds, vote.comment, vote.ratings)
+        return _vote_row(rater, Ballot(uid, item, list(range(answers)), *said), kind, answers)
 
     def vote_as(self, by: Person, queue_id: int, name: str, choices: Mapping[int, Any]) -> int:
         """The votes of a judge who is no person, on items that it has not voted on; how many are new."""
@@ -199,7 +227,7 @@ class Labels(Queues):
             new = {item: choice for item, choice in choices.items() if item not in voted}
             for item, choice in new.items():
                 ballot = Ballot(f"judge-{item}-{secrets.token_hex(8)}", item, [0, 1], choice)
-                self._insert_vote(connection, rater, ballot, check_choice(queue.kind, 2, ballot.order, choice))
+                self._insert_vote(connection, rater, ballot, queue.kind, 2)
             self._audit(connection, by.id, "judge", queue_id, judge=name, votes=len(new))
         return len(new)
 
@@ -215,9 +243,20 @@ class Labels(Queues):
         return made[0]
 
 
-def _vote_row(rater: int, ballot: Ballot, choice: Any) -> dict[str, Any]:
+def _is_away(error: Exception) -> bool:
+    """Whether it is the store that failed, and none of what was to be written."""
+    if not isinstance(error, StorageError):
+        return False
+    return error.__cause__ is None or isinstance(error.__cause__, OperationalError | StoreAway)
+
+
+def _vote_row(rater: int, ballot: Ballot, kind: str, count: int) -> dict[str, Any]:
+    """The row of a vote that makes sense; a 422 for one that does not."""
+    choice = check_choice(kind, count, ballot.order, ballot.choice)
     values = {"client_uid": ballot.client_uid, "item_id": ballot.item_id, "rater_id": rater}
     values |= {"order": list(ballot.order), "choice": choice, "seconds": ballot.seconds}
+    ratings = check_ratings(count, ballot.ratings)
+    values |= {"comment": (ballot.comment or "").strip() or None, "ratings": ratings}
     return values | {"created": time.time(), "undone": False}
 
 
@@ -231,5 +270,6 @@ def _choose(rows: Sequence[Any], lately: set[int]) -> int | None:
 def _shown(item: Row[Any], person: Person) -> dict[str, Any]:
     """An item without anything that tells where an answer came from."""
     order = shown_order(item.id, person.id, len(item.answers))
-    answers = [{"text": item.answers[place]["text"]} for place in order]
+    told = [item.answers[place] for place in order]
+    answers = [{"text": answer["text"], "ended": answer.get("ended", True)} for answer in told]
     return {"id": item.id, "kind": item.kind, "prompt": item.prompt, "answers": answers, "order": order}

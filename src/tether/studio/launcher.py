@@ -10,7 +10,6 @@ import os
 import secrets
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Sequence
@@ -19,6 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from tether.errors import StorageError
+from tether.processes import environment, python
+from tether.redact import redact
+from tether.rewards import consent
 from tether.studio.replies import Refused
 
 FOLDER = ".studio"  # in the workspace: logs and plans
@@ -59,8 +61,8 @@ class Launcher:
         self._lock = threading.Lock()
 
     def tether(self, name: str, kind: str, words: Sequence[str]) -> Job:
-        """Start `tether WORDS`."""
-        return self.python(name, kind, ["-m", "tether", *words])
+        """Start `tether WORDS`, which may run what this server was told to allow."""
+        return self.python(name, kind, ["-m", "tether", *words, *allowed_words()])
 
     def python(self, name: str, kind: str, words: Sequence[str]) -> Job:
         """Start this Python with the words given."""
@@ -71,7 +73,8 @@ class Launcher:
             try:
                 with log.open("wb") as file:
                     process = subprocess.Popen(  # noqa: S603 (the words are a list, and no shell reads them)
-                        [sys.executable, *words],
+                        python(*words),
+                        env=environment(),
                         stdin=subprocess.DEVNULL,
                         stdout=file,
                         stderr=subprocess.STDOUT,
@@ -93,7 +96,7 @@ class Launcher:
 
     def jobs(self) -> list[Job]:
         """What was started, the newest first."""
-        return sorted(self._jobs.values(), key=lambda job: -job.started)
+        return list(self._jobs.values())[::-1]
 
     def folder(self) -> Path:
         """Where logs and plans are kept."""
@@ -112,10 +115,15 @@ class Launcher:
             raise Refused(409, f"{MOST_RUNNING} processes are running already: wait for one, or stop one")
 
 
+def allowed_words() -> list[str]:
+    """What `tether studio` was given by --allow-code, for the commands that it starts."""
+    return [f"--allow-code={name}" for name in consent.current().given]
+
+
 def _tail(log: Path) -> str:
     try:
         with log.open("rb") as file:
             file.seek(max(0, log.stat().st_size - TAIL))
-            return file.read().decode("utf-8", "replace")
+            return redact(file.read().decode("utf-8", "replace"))
     except OSError:
         return ""

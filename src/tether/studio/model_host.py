@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from tether.studio.long_lived import settle
 
@@ -19,11 +19,35 @@ MOST_MODELS = 2  # in memory at a time
 
 @dataclass(frozen=True)
 class Said:
-    """What a model answered."""
+    """What a model answered, and the tokens of it."""
 
     text: str
     finish: str
     tokens: int
+    ids: tuple[int, ...] = ()
+    prompt_ids: tuple[int, ...] = ()
+    tokenizer: str | None = None  # the digest of the one that the ids are of
+
+
+@dataclass(frozen=True)
+class Scored:
+    """An answer that a reward model is to score, as it was sampled where that is known."""
+
+    turns: Sequence[Mapping[str, Any]]
+    text: str
+    ended: bool = True
+    ids: Sequence[int] = ()
+    prompt_ids: Sequence[int] = ()
+    tokenizer: str | None = None
+
+
+def answers_of_item(row: Any) -> list[Scored]:
+    """The answers of an item of a queue."""
+    known = (row.meta.get("prompt_ids", ()), row.meta.get("tokenizer"))
+    return [
+        Scored(row.prompt, answer["text"], answer.get("ended", True), answer.get("ids", ()), *known)
+        for answer in row.answers
+    ]
 
 
 class ModelHost:
@@ -45,6 +69,7 @@ class ModelHost:
         samples: int = 1,
     ) -> list[Said]:
         """What the model of a run says to each conversation, `samples` times each, in order."""
+        from tether.data.sampled import tokenizer_digest
         from tether.protocols import Sampling
         from tether.studio.token_stream import as_prompt
 
@@ -53,7 +78,18 @@ class ModelHost:
             engine = self._engine(folder)
             sampling = Sampling(max_new_tokens, temperature)
             rollouts = engine.generate(prompts, sampling, samples_per_prompt=samples, seed=seed)
-        return [Said(rollout.completion, rollout.finish, rollout.response_length) for rollout in rollouts]
+            digest = tokenizer_digest(engine.loaded.tokenizer)
+        return [
+            Said(
+                rollout.completion,
+                rollout.finish,
+                rollout.response_length,
+                tuple(rollout.token_ids[rollout.response_mask].tolist()),
+                tuple(rollout.token_ids[~rollout.response_mask].tolist()),
+                digest,
+            )
+            for rollout in rollouts
+        ]
 
     def stream(
         self, folder: Path, turns: Sequence[dict[str, str]], *, max_new_tokens: int, temperature: float, seed: int
@@ -67,22 +103,23 @@ class ModelHost:
         sampling = Sampling(max_new_tokens, temperature)
         yield from stream_answer(loaded, as_prompt(turns, "studio-0"), sampling, seed, self._lock)
 
-    def scores(self, folder: Path, answers: Sequence[tuple[Sequence[dict[str, str]], str]]) -> list[float]:
-        """What the reward model of a run gives each (conversation, answer)."""
-        from tether.config.rewards import ModelPart
+    def scores(self, folder: Path, answers: Sequence[Scored]) -> list[float]:
+        """What the reward model of a run gives each answer."""
         from tether.data.examples import RowEncoder
-        from tether.rewards.model import RewardModelReward
-        from tether.runs.find import find_model
+        from tether.data.sampled import SampledIds
         from tether.types import Message
 
         with self._lock:
-            reward = RewardModelReward.load(ModelPart(kind="model", path=find_model(str(folder))), None)
+            reward = _reward_model(folder)
             known = reward.vocabulary
             encode = RowEncoder(known.tokenizer, known.end_id, known.context_length, notify=lambda text: None)  # noqa: ARG005
             rows = []
-            for place, (turns, answer) in enumerate(answers):
-                messages = tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns)
-                rows.append(encode(messages, answer, f"answer {place}", "answer").tokens)
+            for place, one in enumerate(answers):
+                messages = tuple(cast(Message, dict(turn)) for turn in one.turns)
+                has_ids = one.tokenizer is not None and one.ids and one.prompt_ids
+                sampled = SampledIds(one.tokenizer or "", one.prompt_ids, [one.ids]) if has_ids else None
+                [row] = encode.rows(messages, [one.text], f"answer {place}", "answer", [one.ended], sampled)
+                rows.append(row.tokens)
             return reward.values(rows)
 
     def _engine(self, folder: Path) -> Any:
@@ -100,3 +137,20 @@ class ModelHost:
             settle()
         self._engines.move_to_end(key)
         return self._engines[key]
+
+
+def _reward_model(folder: Path) -> Any:
+    """The reward model of a run; one that is adapters stands on the base that the run's recipe names."""
+    from tether.config.parts import RolesSettings
+    from tether.config.rewards import ModelPart
+    from tether.models.load import load_causal_lm
+    from tether.models.sharing import build_sharing
+    from tether.rewards.model import RewardModelReward
+    from tether.runs.find import find_model, run_config
+
+    path, config = find_model(str(folder)), run_config(str(folder))
+    if config.get("roles", {}).get("mode") != "adapters":
+        return RewardModelReward.load(ModelPart(kind="model", path=path), None)
+    base = load_causal_lm(find_model(config["model"]["path"]), dtype="auto", device="auto", seed=0)
+    sharing = build_sharing(base.model, RolesSettings(**config["roles"]), 0)
+    return RewardModelReward.load(ModelPart(kind="model", path=path, shared=True), base, sharing.load_scalar)

@@ -1,21 +1,36 @@
-"""Who is asking: the owner or an annotator, known by a session's cookie or by a token."""
+"""Who is asking: the owner or an annotator, known by a session's cookie or by a token.
+
+Nothing here waits for the database on the event loop. What the owner shows is compared in memory; whose token an
+annotator shows is looked up in a thread, and known for some seconds after that.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import hashlib
 import hmac
-import secrets
+import re
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Literal
+
+from tether.errors import StorageError
+from tether.studio.sessions import Session, Sessions
 
 Role = Literal["owner", "annotator"]
 ROLES: tuple[Role, ...] = ("owner", "annotator")
 
-SESSION_SECONDS = 7 * 24 * 3600.0
-MOST_SESSIONS = 2000
+INVITED = re.compile(r"[A-Za-z0-9_-]{43}")  # the tokens that are made for people: 256 bits in base64
+KNOWN_SECONDS = 10.0  # until a person is looked up again; others may have revoked them elsewhere
+MAX_KNOWN = 10_000
+LOOKUPS = 4  # threads
+MAX_WAITING = 64  # lookups
+LOOKUP_SECONDS = 5.0
 
 
 @dataclass(frozen=True)
@@ -28,15 +43,32 @@ class Person:
     queue_id: int | None = None
 
 
+@dataclass(frozen=True)
+class Entry:
+    """How a person came in: by a session, by their own token, or (neither) by the server's."""
+
+    person: Person
+    session: str | None = None
+    hashed: str | None = None
+
+
+class CannotTellError(Exception):
+    """It cannot be found out now whose token this is."""
+
+
+class OtherPersonError(Exception):
+    """The token is another person's than whose session the browser has."""
+
+
 def token_hash(token: str) -> str:
     """What is stored of a token. Tokens are 256 random bits, so that a plain hash cannot be searched."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
-@dataclass(frozen=True)
-class _Session:
+@dataclass
+class _Known:
     person: Person
-    ends: float
+    checked: float
 
 
 class Doorkeeper:
@@ -54,51 +86,137 @@ class Doorkeeper:
         self._owner, self._owner_token = owner, owner_token
         self._login_code, self._token_logs_in = login_code, token_logs_in
         self._find_rater_by_hash = find_rater
-        self._raters: dict[str, Person] = {}  # by the hash of their token: a person never changes
-        self._sessions: dict[str, _Session] = {}
+        self._known: OrderedDict[str, _Known] = OrderedDict()  # by the hash of their token
         self._lock = threading.Lock()
+        self._threads = ThreadPoolExecutor(LOOKUPS, thread_name_prefix="who")
+        self._waiting = 0
+        self._revocations = 0
+        self.sessions = Sessions()
 
-    def by_token(self, token: str) -> Person | None:
+    def close(self) -> None:
+        """Let the threads go."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- tokens -------------------------------------------------------------------------------------------------
+
+    async def by_token(self, token: str) -> Entry | None:
         """Whose token this is, as a script sends it."""
-        return self._owner if _same(token, self._owner_token) else self._rater(token)
+        if _same(token, self._owner_token):
+            return Entry(self._owner)
+        hashed = token_hash(token)
+        person = await self._rater(hashed) if INVITED.fullmatch(token) else None
+        return None if person is None else Entry(person, hashed=hashed)
 
-    def log_in(self, token: str) -> str | None:
-        """A new session for the token of a link; None where it is not good, or not any more."""
+    async def log_in(
+        self, token: str, address: str = "", agent: str = "", *, still: Person | None = None
+    ) -> str | None:
+        """A new session for the token of a link; None where it is not good, or not any more.
+
+        `still` is who the browser is logged in as and means to stay: a token of anyone else raises OtherPersonError.
+        """
         with self._lock:
             if self._login_code is not None and _same(token, self._login_code):
+                _check_same(self._owner, still)
                 self._login_code = None
-                return self._begin(self._owner)
+                return self.sessions.begin(self._owner, address, agent)
         if _same(token, self._owner_token):
-            return self._begin_locked(self._owner) if self._token_logs_in else None
-        person = self._rater(token)
-        return None if person is None else self._begin_locked(person)
-
-    def _rater(self, token: str) -> Person | None:
-        hashed = token_hash(token)
-        if hashed not in self._raters:
-            found = self._find_rater_by_hash(hashed)
-            if found is None:
+            if not self._token_logs_in:
                 return None
-            self._raters[hashed] = found
-        return self._raters[hashed]
+            _check_same(self._owner, still)
+            return self.sessions.begin(self._owner, address, agent)
+        entry = await self.by_token(token)
+        if entry is None:
+            return None
+        _check_same(entry.person, still)
+        return self.sessions.begin(entry.person, address, agent, entry.hashed)
 
-    def by_session(self, session: str) -> Person | None:
-        """Whose session this is."""
-        found = self._sessions.get(token_hash(session))
-        return found.person if found is not None and found.ends > time.monotonic() else None
+    async def _rater(self, hashed: str) -> Person | None:
+        known = self._known.get(hashed)
+        if known is not None:
+            self._check_again(hashed, known)
+            return known.person
+        try:
+            return await asyncio.wait_for(asyncio.wrap_future(self._look(hashed)), LOOKUP_SECONDS)
+        except (StorageError, TimeoutError):
+            raise CannotTellError from None
 
-    def _begin_locked(self, person: Person) -> str:
+    def _look(self, hashed: str) -> Future[Person | None]:
         with self._lock:
-            return self._begin(person)
+            if self._waiting >= MAX_WAITING:
+                raise CannotTellError
+            self._waiting += 1
+        looking = self._threads.submit(self._find, hashed)
+        looking.add_done_callback(self._looked)
+        return looking
 
-    def _begin(self, person: Person) -> str:
-        now = time.monotonic()
-        if len(self._sessions) >= MOST_SESSIONS:
-            kept = sorted(self._sessions.items(), key=lambda item: item[1].ends)[MOST_SESSIONS // 10 :]
-            self._sessions = {key: session for key, session in kept if session.ends > now}
-        session = secrets.token_urlsafe(32)
-        self._sessions[token_hash(session)] = _Session(person, now + SESSION_SECONDS)
-        return session
+    def _looked(self, _: Future[Person | None]) -> None:
+        with self._lock:
+            self._waiting -= 1
+
+    def _find(self, hashed: str) -> Person | None:
+        """Ask the database, and keep what it says; someone who is not there any more loses their sessions."""
+        before = self._revocations
+        person = self._find_rater_by_hash(hashed)
+        with self._lock:
+            self._known.pop(hashed, None)
+            if person is not None and self._revocations == before:  # else what was read may be out of date
+                self._known[hashed] = _Known(person, time.monotonic())
+                while len(self._known) > MAX_KNOWN:
+                    self._known.popitem(last=False)
+        if person is None:
+            self.sessions.end_token(hashed)
+        return person
+
+    def _check_again(self, hashed: str, known: _Known) -> None:
+        """Look a person up again after a while, without waiting for it; while the database is away they stay."""
+        if time.monotonic() - known.checked < KNOWN_SECONDS:
+            return
+        known.checked = time.monotonic()
+        with contextlib.suppress(CannotTellError):
+            self._look(hashed)  # what it finds is kept by itself, and a failure is tried again
+
+    # -- sessions -----------------------------------------------------------------------------------------------
+
+    def by_session(self, secret: str) -> Entry | None:
+        """Whose session this is."""
+        found = self.sessions.find(secret)
+        if found is None:
+            return None
+        self._check_token(found)
+        return Entry(found.person, session=found.key)
+
+    def holds(self, entry: Entry) -> bool:
+        """Whether someone who came in may still be here; a live stream asks now and then."""
+        if entry.session is not None:
+            found = self.sessions.with_key(entry.session)
+            if found is not None:
+                self._check_token(found)
+            return found is not None
+        if entry.hashed is None:
+            return True
+        known = self._known.get(entry.hashed)
+        if known is not None:
+            self._check_again(entry.hashed, known)
+        return known is not None
+
+    def forget(self, person: int) -> int:
+        """Put a person out whose token was revoked; how many sessions that ended."""
+        with self._lock:
+            self._revocations += 1
+            for hashed in [hashed for hashed, known in self._known.items() if known.person.id == person]:
+                del self._known[hashed]
+        return self.sessions.end_person(person)
+
+    def _check_token(self, session: Session) -> None:
+        if session.hashed is None:
+            return
+        known = self._known.setdefault(session.hashed, _Known(session.person, time.monotonic()))
+        self._check_again(session.hashed, known)
+
+
+def _check_same(person: Person, still: Person | None) -> None:
+    if still is not None and still.id != person.id:
+        raise OtherPersonError
 
 
 def _same(one: str, other: str) -> bool:

@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import json
+import time
+from collections.abc import Callable, Coroutine
 from typing import Any
 
-from fastapi import FastAPI, HTTPException, Request
+from fastapi import APIRouter, FastAPI, HTTPException, Request
 from fastapi.exceptions import RequestValidationError
-from pydantic import BaseModel, ConfigDict
+from fastapi.routing import APIRoute
+from pydantic import BaseModel, ConfigDict, model_validator
 from starlette.exceptions import HTTPException as StarletteHTTPException
 from starlette.responses import Response
 
 from tether.errors import StorageError, TetherError, UsageError
+from tether.progress import say
+from tether.redact import redact
 from tether.runs.store.schema import without_infinities
+from tether.studio.big_json import read_json
 
+MOST_FIELDS = 100  # of a body; no route knows as many
 BIGGEST = 2**31 - 1  # the largest number that every database keeps as an integer
 
 
@@ -21,6 +28,42 @@ class Body(BaseModel):
     """A request's body: what is not known is refused, so that a misspelt name is not passed over."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _has_few_fields(cls, given: Any) -> Any:
+        """To say of each of thousands that it is not known would hold everyone up."""
+        if isinstance(given, dict) and len(given) > MOST_FIELDS:
+            raise ValueError(f"there are more than {MOST_FIELDS} fields")
+        return given
+
+
+class _Patient(Request):
+    """A request whose body is read without holding up the others."""
+
+    async def json(self) -> Any:
+        """The body, as JSON."""
+        if not hasattr(self, "_json"):
+            self._json = await read_json(await self.body())
+        return self._json
+
+
+class PatientRoute(APIRoute):
+    """A route that takes long bodies apart in a thread, bit by bit."""
+
+    def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
+        """The handler, with such a request."""
+        handle = super().get_route_handler()
+
+        async def handling(request: Request) -> Response:
+            return await handle(_Patient(request.scope, request.receive))
+
+        return handling
+
+
+def api_router() -> APIRouter:
+    """A router of /api."""
+    return APIRouter(prefix="/api", default_response_class=Reply, route_class=PatientRoute)
 
 
 class Reply(Response):
@@ -53,20 +96,46 @@ def add_error_replies(app: FastAPI) -> None:
 
 def _refused(_: Request, error: Exception) -> Response:
     assert isinstance(error, StarletteHTTPException)
-    return Reply({"error": str(error.detail)}, error.status_code, headers=error.headers)
+    return Reply({"error": redact(str(error.detail))}, error.status_code, headers=error.headers)
 
 
 def _wrong(_: Request, error: Exception) -> Response:
     assert isinstance(error, RequestValidationError)
     first = error.errors()[0]
     place = ".".join(str(part) for part in first["loc"] if part not in ("body", "query", "path"))
-    return Reply({"error": f"{place or 'the body'}: {first['msg']}"}, 422)
+    return Reply({"error": redact(f"{place or 'the body'}: {first['msg']}")}, 422)
 
 
-def _expected(_: Request, error: Exception) -> Response:
+def _expected(request: Request, error: Exception) -> Response:
     assert isinstance(error, TetherError)
     status = 503 if isinstance(error, StorageError) else 400 if isinstance(error, UsageError | ValueError) else 409
-    return Reply({"error": str(error)}, status)
+    if status == 503 and not _asks_as_owner(request):  # its words name the database, its host and its user
+        _log.tell(str(error))
+        return Reply({"error": AWAY}, status, headers={"retry-after": "5"})
+    return Reply({"error": redact(str(error))}, status)
+
+
+AWAY = "the store of this Studio does not answer right now: what you sent was not kept; try again in a moment"
+
+
+def _asks_as_owner(request: Request) -> bool:
+    return getattr(getattr(request.state, "person", None), "role", None) == "owner"
+
+
+class _Log:
+    """Sentences for whoever runs the server, on standard error; the same one not more than every ten seconds."""
+
+    def __init__(self, every: float = 10.0) -> None:
+        self._every, self._last = every, ("", float("-inf"))
+
+    def tell(self, text: str) -> None:
+        now = time.monotonic()
+        if text != self._last[0] or now - self._last[1] >= self._every:
+            self._last = (text, now)
+            say(f"tether: {text}")
+
+
+_log = _Log()
 
 
 def _bug(_: Request, error: Exception) -> Response:

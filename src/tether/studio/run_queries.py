@@ -4,18 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import pairwise
+from statistics import median
 from typing import Any
 
 from sqlalchemy import Row, and_, func, select
 
 from tether.runs.read import LATEST, OpenWorkspace, RunSummary, list_runs, state_now
-from tether.runs.store.schema import events, metrics, rollouts, runs
+from tether.runs.store.open import is_inside
+from tether.runs.store.schema import events, metrics, rollouts, runs, steps
 from tether.studio.metric_cache import MetricCache
 from tether.studio.replies import Refused
 
 SPARK_METRICS = ("score", "loss")
 """Whichever of these a run has is drawn in the list of runs, the first before the second."""
 SPARK_POINTS = 40
+PACE_STEPS = 11  # the last ones, from which the time that is left is told
 
 
 def run_with_id(opened: OpenWorkspace, run_id: int) -> RunSummary:
@@ -26,7 +30,7 @@ def run_with_id(opened: OpenWorkspace, run_id: int) -> RunSummary:
     raise Refused(404, f"there is no run {run_id} in this workspace")
 
 
-def summary_row(run: RunSummary, spark: Sequence[float | None]) -> dict[str, Any]:
+def summary_row(run: RunSummary, spark: Sequence[float | None], left: float | None = None) -> dict[str, Any]:
     """A run as the list of runs shows it."""
     return {
         "id": run.id,
@@ -39,8 +43,25 @@ def summary_row(run: RunSummary, spark: Sequence[float | None]) -> dict[str, Any
         "updated": run.updated,
         "latest": dict(run.latest),
         "spark": list(spark),
+        "seconds_left": left,
+        "note": run.note,
+        "tags": list(run.tags),
+        "group": run.group,
         "lineage": [{"role": one.role, "source": one.source, "run": one.run} for one in run.lineage],
     }
+
+
+def seconds_left(opened: OpenWorkspace, run: RunSummary) -> float | None:
+    """How long a running run will take, at the pace of its last steps; None before its second step."""
+    if run.state != "running" or run.steps_done < 2:
+        return None
+    chosen = select(steps.c.recorded).where(steps.c.run_id == run.id).order_by(steps.c.step.desc()).limit(PACE_STEPS)
+    with opened.reading() as connection:
+        times = list(connection.execute(chosen).scalars())
+    if len(times) < 2:
+        return None
+    pace = median(later - earlier for later, earlier in pairwise(times))  # one jump of the clock does not count
+    return max(0.0, pace * (run.steps_target - run.steps_done))
 
 
 def sparks(opened: OpenWorkspace, found: Sequence[RunSummary]) -> dict[int, list[float | None]]:
@@ -69,7 +90,7 @@ def spread(places: Sequence[int], most: int) -> list[int]:
 
 def run_page(opened: OpenWorkspace, run: RunSummary, cache: MetricCache) -> dict[str, Any]:
     """All that a run's page needs before it asks for curves."""
-    return summary_row(run, sparks(opened, [run])[run.id]) | {
+    return summary_row(run, sparks(opened, [run])[run.id], seconds_left(opened, run)) | {
         "config": dict(run.config),
         "environment": dict(run.environment),
         "events": [event_row(row) for row in news(opened, run.id, run.steps_done, 0)[1]],
@@ -105,6 +126,7 @@ def pulses(opened: OpenWorkspace, run_id: int | None = None) -> list[Pulse]:
     last = and_(metrics.c.run_id == runs.c.id, metrics.c.step == runs.c.steps_done - 1, metrics.c.name.in_(LATEST))
     with opened.reading() as connection:
         rows = connection.execute(select(*columns).where(wanted).order_by(runs.c.id)).all()
+        rows = [row for row in rows if is_inside(row.name)]
         joined = select(runs.c.id, metrics.c.name, metrics.c.value).select_from(runs.outerjoin(metrics, last))
         measured = connection.execute(joined.where(wanted)).all()
     latest: dict[int, dict[str, float]] = {}

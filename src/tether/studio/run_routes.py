@@ -2,32 +2,44 @@
 
 from __future__ import annotations
 
-import csv
 import io
 from typing import Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Query, Request
+from fastapi import Path, Query, Request
+from pydantic import Field
 from starlette.responses import Response
 
 from tether import __version__
 from tether.audit.findings import Finding, Healthy
 from tether.config import RECIPES
+from tether.config.notes import MAX_GROUP, MAX_NOTE, MAX_TAGS
 from tether.config.schema import REQUIRED, Leaf, alternatives, describe
+from tether.runs.export import write_table
+from tether.runs.notes import change_notes, config_diff
 from tether.runs.read import list_runs, read_rollouts
 from tether.studio.context import person_of, studio_of
 from tether.studio.downsample import shown_series
-from tether.studio.replies import BIGGEST, Refused, Reply
+from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.rollout_view import answers_at, listed, token_page
-from tether.studio.run_queries import kept_steps, run_page, run_with_id, sparks, summary_row
+from tether.studio.run_queries import kept_steps, run_page, run_with_id, seconds_left, sparks, summary_row
 
-router = APIRouter(prefix="/api", default_response_class=Reply)
+router = api_router()
 
 Id = Annotated[int, Path(ge=0, le=BIGGEST)]
 Number = Annotated[int, Path(ge=0, le=BIGGEST)]
+MAX_COMPARED = 12
+
+
+class Notes(Body):
+    """What people say about a run."""
+
+    note: str | None = Field(default=None, max_length=MAX_NOTE)
+    tags: tuple[str, ...] | None = Field(default=None, max_length=MAX_TAGS)
+    group: str | None = Field(default=None, max_length=MAX_GROUP)
 
 
 @router.get("/me")
-def me(request: Request) -> Any:
+async def me(request: Request) -> Any:
     """Who is asking. An annotator is not told where the workspace is."""
     studio, person = studio_of(request), person_of(request)
     place = str(studio.opened.workspace.directory) if person.role == "owner" else None
@@ -40,7 +52,7 @@ def all_runs(request: Request) -> Any:
     studio = studio_of(request)
     found = list_runs(studio.opened)
     drawn = sparks(studio.opened, found)
-    return Reply({"runs": [summary_row(run, drawn[run.id]) for run in found]})
+    return Reply({"runs": [summary_row(run, drawn[run.id], seconds_left(studio.opened, run)) for run in found]})
 
 
 @router.get("/runs/{run}")
@@ -48,6 +60,31 @@ def one_run(request: Request, run: Id) -> Any:
     """A run with its settings and events."""
     studio = studio_of(request)
     return Reply(run_page(studio.opened, run_with_id(studio.opened, run), studio.metrics))
+
+
+@router.post("/runs/{run}/notes")
+def say_about(request: Request, run: Id, said: Notes) -> Any:
+    """Change a run's note, tags or group; what is not given stays."""
+    opened = studio_of(request).opened
+    notes = change_notes(opened, run_with_id(opened, run), said.model_dump(exclude_none=True))
+    return Reply({"note": notes.note, "tags": list(notes.tags), "group": notes.group})
+
+
+@router.get("/diff")
+def diff(request: Request, runs: Annotated[str, Query(max_length=1000)]) -> Any:
+    """The settings in which two or more runs differ, by dotted key; `runs` has their ids, with commas between."""
+    opened = studio_of(request).opened
+    words = runs.split(",")
+    if len(set(words)) < 2 or len(words) > MAX_COMPARED or not all(word.isdecimal() for word in words):
+        raise Refused(422, f"runs: name 2 to {MAX_COMPARED} runs by their ids, with commas between")
+    compared = [run_with_id(opened, int(word)) for word in words]
+    rows = config_diff([run.config for run in compared])
+    return Reply(
+        {
+            "runs": [{"id": run.id, "name": run.name, "method": run.method} for run in compared],
+            "settings": [{"key": key, "values": values} for key, values in rows.items()],
+        }
+    )
 
 
 @router.get("/runs/{run}/metrics")
@@ -75,9 +112,7 @@ def curves_as_table(request: Request, run: Id) -> Response:
         for step, value in zip(one.steps.tolist(), one.values.tolist(), strict=True):
             rows.setdefault(step, {"step": step}).update({metric: value} if value == value else {})
     text = io.StringIO()
-    table = csv.DictWriter(text, ["step", *sorted(series)])
-    table.writeheader()
-    table.writerows(rows[step] for step in sorted(rows))
+    write_table(text, [rows[step] for step in sorted(rows)])
     return as_download(text.getvalue(), f"{name}-metrics.csv", "text/csv")
 
 
@@ -155,7 +190,7 @@ def prompt_over_steps(request: Request, run: Id, prompt_id: str) -> Any:
 
 
 @router.get("/methods")
-def methods() -> Any:
+async def methods() -> Any:
     """The methods that a run can be started with."""
     told = {name: (recipe.__doc__ or "").strip().partition("\n")[0] for name, recipe in RECIPES.items()}
     return Reply({"methods": [{"name": name, "summary": summary} for name, summary in told.items()]})

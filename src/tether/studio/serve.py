@@ -8,23 +8,27 @@ import signal
 import socket
 import sys
 from contextlib import nullcontext
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tether.errors import ConfigError, StorageError, UsageError
 from tether.runs.store.open import workspace_at
 from tether.studio.long_lived import settle
-from tether.studio.settings import StudioSettings, is_loopback
+from tether.studio.settings import StudioSettings, is_loopback, public_origin, trusted_networks
+from tether.studio.tokens import chosen_token
 
 if TYPE_CHECKING:
     from uvicorn import Server
 
-SHORTEST_TOKEN = 16
+TOKEN_VARIABLE = "TETHER_STUDIO_TOKEN"  # noqa: S105 (the variable's name, not a secret)
 WAITING = 2048  # connections that may wait to be taken, as many as uvicorn lets
 SWITCH_SECONDS = 0.001  # so often a thread at long work, as on a long run's curves, lets others in; usually 5 ms
 
 EXPOSED = """Whoever can reach {address} and has the token can do all that you can do here: read every run of {place},
 start and stop training, run code that a recipe names, and talk to its models. The traffic is not encrypted: put a
 server with TLS before it, or use an SSH tunnel."""
+
+NO_PROXY = """--public-url without --trusted-proxies: everyone has the proxy's address, so that one who guesses tokens
+makes the others wait too; name the proxy: --trusted-proxies 127.0.0.1"""
 
 
 def serve(options: argparse.Namespace) -> int:
@@ -33,6 +37,7 @@ def serve(options: argparse.Namespace) -> int:
         import uvicorn
 
         from tether.studio.app import create_app
+        from tether.studio.connections import http_options, write_sparingly
     except ImportError as error:
         raise UsageError(f"studio needs the package {error.name}: pip install 'tether-rl[studio]'") from None
     listening = listen(options.host, options.port)
@@ -44,22 +49,23 @@ def serve(options: argparse.Namespace) -> int:
     settle()
     sys.setswitchinterval(SWITCH_SECONDS)
     announce(settings, str(workspace.directory), json_output=options.json)
-    config = uvicorn.Config(
-        app,
-        log_level="warning",
-        access_log=False,  # addresses hold the one-time token
-        server_header=False,
-        lifespan="on",
-        timeout_graceful_shutdown=2,  # live streams never end by themselves
-    )
-    _serve_until_stopped(uvicorn.Server(config), listening)
+    config = uvicorn.Config(app, lifespan="on", **http_options())
+    write_sparingly()
+    serve_until_stopped(uvicorn.Server(config), listening)
     return 0
 
 
-def _serve_until_stopped(server: Server, listening: socket.socket) -> None:
+def serve_until_stopped(server: Server, listening: socket.socket) -> None:
     """Serve. Ctrl-C and SIGTERM are how it ends, and no error; uvicorn would die of them once it had tidied up."""
     kept = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
     server.capture_signals = nullcontext  # pyright: ignore[reportAttributeAccessIssue]
+    startup = server.startup
+
+    async def start(sockets: list[socket.socket] | None = None) -> None:
+        await startup(sockets)
+        listening.listen(WAITING)  # asyncio lets no more wait than it accepts at once
+
+    server.startup = start
     try:
         server.run(sockets=[listening])
     finally:
@@ -69,16 +75,20 @@ def _serve_until_stopped(server: Server, listening: socket.socket) -> None:
 
 def settings_for(options: argparse.Namespace, port: int) -> StudioSettings:
     """The settings that the command line means. Listening to other machines needs a token that was chosen for it."""
-    if options.token is not None and len(options.token) < SHORTEST_TOKEN:
-        raise ConfigError(f"--token: needs {SHORTEST_TOKEN} characters or more, such as $(openssl rand -hex 16)")
-    if options.token is None and not is_loopback(options.host):
+    token = chosen_token(options, TOKEN_VARIABLE)
+    if token is None and not is_loopback(options.host):
         raise ConfigError(
-            f"--host {options.host} lets other machines in, which needs an explicit --token; without --host only this "
-            "machine can connect"
+            f"--host {options.host} lets other machines in, which needs a token of yours: set {TOKEN_VARIABLE}, or "
+            "name a --token-file; without --host only this machine can connect"
         )
-    if options.token is None:
-        return StudioSettings(host=options.host, port=port)
-    return StudioSettings(host=options.host, port=port, owner_token=options.token, token_logs_in=True)
+    given: dict[str, Any] = {"host": options.host, "port": port} | proxy_settings(options)
+    return StudioSettings(**given) if token is None else StudioSettings(**given, owner_token=token, token_logs_in=True)
+
+
+def proxy_settings(options: argparse.Namespace) -> dict[str, Any]:
+    """What the command line says of a proxy before the server."""
+    url = public_origin(options.public_url) if options.public_url else None
+    return {"public_url": url, "trusted_proxies": trusted_networks(options.trusted_proxies)}
 
 
 def listen(host: str, port: int) -> socket.socket:
@@ -101,15 +111,18 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def announce(settings: StudioSettings, place: str, *, json_output: bool) -> None:
-    """Where to find the page; the link in it works once."""
+    """Where to find the page; the link in it works once. What stands after # is sent to no one by a browser."""
     name = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{name}:{settings.port}"
-    link = f"{address}/?token={settings.login_code}"
+    link = f"{settings.public_url or address}/#token={settings.login_code}"
     if json_output:
-        told = {"address": address, "link": link, "token": settings.owner_token, "private": settings.is_private}
-        print(json.dumps(told | {"workspace": place}), flush=True)
+        made = None if settings.token_logs_in else settings.owner_token  # one that the user chose is not shown
+        told = {"address": address, "link": link, "token": made, "private": settings.is_private}
+        print(json.dumps(told | {"public_url": settings.public_url, "workspace": place}), flush=True)
         return
     print(f"Tether Studio over {place}: open this link, which works once:\n\n  {link}\n", flush=True)
     if not settings.is_private:
         print(EXPOSED.format(address=address, place=place), file=sys.stderr, flush=True)
+    if settings.public_url and not settings.trusted_proxies:
+        print(f"tether: {NO_PROXY}", file=sys.stderr, flush=True)
     print("Ctrl-C ends it. Runs that were started from the page go on.", flush=True)

@@ -6,16 +6,18 @@ import ipaddress
 import secrets
 import socket
 from dataclasses import dataclass, field
+from functools import cached_property
+from urllib.parse import urlsplit
+
+from tether.errors import ConfigError
+from tether.rate_limit import Rate
+
+__all__ = ["Network", "Rate", "StudioSettings", "is_loopback", "public_origin", "trusted_networks"]
 
 LOOPBACK_NAMES = frozenset({"127.0.0.1", "localhost", "::1"})
-
-
-@dataclass(frozen=True)
-class Rate:
-    """A bucket of `burst` requests that fills up by `per_second`."""
-
-    per_second: float
-    burst: int
+DEFAULT_PORTS = {"http": 80, "https": 443}
+SESSION_RATE, STRANGER_RATE = Rate(50.0, 300), Rate(10.0, 100)
+Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 
 @dataclass(frozen=True)
@@ -27,8 +29,10 @@ class StudioSettings:
     owner_token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     login_code: str | None = field(default_factory=lambda: secrets.token_urlsafe(32))
     token_logs_in: bool = False  # an explicit token may be used in the link too, and as often as wanted
-    session_rate: Rate = Rate(50.0, 300)
-    stranger_rate: Rate = Rate(10.0, 100)  # by address, for whoever shows no valid token
+    public_url: str | None = None  # as people open it, where a proxy stands before the server
+    trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For and X-Forwarded-Proto count
+    session_rate: Rate = SESSION_RATE
+    stranger_rate: Rate = STRANGER_RATE  # by address, for whoever shows no valid token
     most_streams: int = 12  # live streams of one person at a time
     poll_seconds: float = 0.25  # how often a stream looks at the database
     heartbeat_seconds: float = 5.0
@@ -39,9 +43,24 @@ class StudioSettings:
         return f"tether_studio_{self.port}"
 
     @property
+    def secure_cookie(self) -> str:
+        """The cookie's name over TLS. Browsers take this prefix only from the host itself, and only with `Secure`."""
+        return f"__Host-{self.cookie}"
+
+    @property
     def is_private(self) -> bool:
         """Whether only this machine can connect."""
         return is_loopback(self.host)
+
+    @cached_property
+    def public_name(self) -> str | None:
+        """The host name of `public_url`."""
+        return (urlsplit(self.public_url).hostname or "").lower() if self.public_url else None
+
+    @cached_property
+    def own_names(self) -> frozenset[str]:
+        """This machine's own names. Looked up once: a name server can take seconds to answer."""
+        return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
 
     def allows_host(self, name: str) -> bool:
         """Whether a request may say it is for the host `name`.
@@ -49,11 +68,22 @@ class StudioSettings:
         A page of another site can make its own name point here, and would then be served as if it were ours. It cannot
         do that with a number, nor with a name that it does not own.
         """
-        if name in LOOPBACK_NAMES or name == self.host.lower():
+        if name in LOOPBACK_NAMES or name == self.host.lower() or (name and name == self.public_name):
             return True
         if self.is_private:
             return False
-        return _is_number(name) or name in (socket.gethostname().lower(), socket.getfqdn().lower())
+        return _is_number(name) or name in self.own_names
+
+    def trusts(self, address: str) -> bool:
+        """Whether a connection comes from a proxy that may speak for others."""
+        if not self.trusted_proxies:
+            return False
+        try:
+            found = ipaddress.ip_address(address.partition("%")[0])
+        except ValueError:
+            return False
+        mapped = getattr(found, "ipv4_mapped", None) or found
+        return any(mapped in network for network in self.trusted_proxies)
 
 
 def is_loopback(host: str) -> bool:
@@ -64,6 +94,37 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def public_origin(url: str) -> str:
+    """`--public-url` as an origin: scheme, host and port, in the form in which browsers send it."""
+    wrong = ConfigError(f"--public-url: {url!r} is no address of a site; write https://studio.example.org")
+    try:
+        parts = urlsplit(url)
+        host, port = parts.hostname, parts.port
+    except ValueError:
+        raise wrong from None
+    if parts.scheme not in DEFAULT_PORTS or not host or parts.username is not None or parts.query or parts.fragment:
+        raise wrong
+    if parts.path.strip("/"):
+        raise ConfigError(f"--public-url: {url!r} has a path; Studio needs a host name of its own, without one")
+    host = host.lower()
+    name = f"[{host}]" if ":" in host else host
+    shown = "" if port in (None, DEFAULT_PORTS[parts.scheme]) else f":{port}"
+    return f"{parts.scheme}://{name}{shown}"
+
+
+def trusted_networks(words: str | None) -> tuple[Network, ...]:
+    """`--trusted-proxies`: addresses and networks, with commas between."""
+    found: list[Network] = []
+    for word in filter(None, (part.strip() for part in (words or "").split(","))):
+        try:
+            found.append(ipaddress.ip_network(word, strict=False))
+        except ValueError:
+            raise ConfigError(
+                f"--trusted-proxies: {word!r} is no address or network; write 127.0.0.1 or 10.0.0.0/8"
+            ) from None
+    return tuple(found)
 
 
 def _is_number(name: str) -> bool:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import hashlib
 import mimetypes
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from fastapi import APIRouter
-from starlette.responses import FileResponse, Response
+from fastapi import APIRouter, Request
+from starlette.responses import Response
 
 from tether.studio.replies import Reply
 
@@ -35,6 +36,17 @@ class StaticFiles:
         """The file at an address; `/` is the page itself."""
         return self._known.get("index.html" if address in ("", "/") else address.removeprefix("/"))
 
+    def content(self, path: Path) -> tuple[bytes, str]:
+        """What a file holds, and its tag. Read once: the page opens also while every thread waits for the database."""
+        if path not in self._read:
+            found = path.read_bytes()
+            self._read[path] = found, f'"{hashlib.sha256(found).hexdigest()[:32]}"'
+        return self._read[path]
+
+    @cached_property
+    def _read(self) -> dict[Path, tuple[bytes, str]]:
+        return {}
+
     @cached_property
     def _known(self) -> dict[str, Path]:
         files = (path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
@@ -46,10 +58,13 @@ router = APIRouter(include_in_schema=False)
 
 
 @router.api_route("/{address:path}", methods=["GET", "HEAD"])
-def static_file(address: str) -> Response:
+async def static_file(request: Request, address: str) -> Response:
     """A file of the page."""
     found = FILES.find(address)
     if found is None or address.startswith("api/") or address == "api":
         return Reply({"error": "there is nothing at this address"}, 404)
     kind = KINDS.get(found.suffix) or mimetypes.guess_type(found.name)[0] or "application/octet-stream"
-    return FileResponse(found, media_type=kind)
+    content, tag = FILES.content(found)
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers={"etag": tag})
+    return Response(content, media_type=kind, headers={"etag": tag})

@@ -9,24 +9,22 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections import Counter
 from collections.abc import AsyncIterator
 from dataclasses import asdict, dataclass
 from typing import Annotated, Any
 
 from fastapi import APIRouter, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import StreamingResponse
 
 from tether.errors import StorageError
 from tether.runs.store.schema import without_infinities
-from tether.studio.context import Studio, person_of, studio_of
-from tether.studio.replies import BIGGEST, Refused
+from tether.studio.context import Studio, entry_of, person_of, studio_of
+from tether.studio.people import Entry
+from tether.studio.replies import BIGGEST
 from tether.studio.run_queries import Pulse, event_row, last_event, news, pulses, run_with_id
+from tether.studio.stream_count import EventStream
 
 router = APIRouter(prefix="/api")
-
-_streams: Counter[tuple[int, int]] = Counter()  # (server, person): how many are open
 
 
 @dataclass(frozen=True)
@@ -47,40 +45,37 @@ def read_cursor(text: str) -> Cursor | None:
     return Cursor(max(-1, int(step)), int(event)) if well_made else None
 
 
-@router.get("/stream")
+@router.get("/stream", response_model=None)
 async def stream(
     request: Request,
     run: Annotated[int | None, Query(ge=0, le=BIGGEST)] = None,
     last_event_id: Annotated[str, Header(max_length=64)] = "",
-) -> StreamingResponse:
+) -> EventStream:
     """`run` events of every run; with `run=ID`, that run's `run`, `step` and `event` events."""
     studio = studio_of(request)
-    key = (id(studio), person_of(request).id)
-    if _streams[key] >= studio.settings.most_streams:
-        raise Refused(429, f"at most {studio.settings.most_streams} live streams at a time: close a page")
-    start = None
-    if run is not None:
-        found = await run_in_threadpool(run_with_id, studio.opened, run)
-        newest = await run_in_threadpool(last_event, studio.opened, run)
-        start = read_cursor(last_event_id) or Cursor(found.steps_done - 1, newest)
-    body = _counted(key, _beating(studio, _changes(studio, run, start)))
-    return StreamingResponse(body, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
-
-
-async def _counted(key: tuple[int, int], body: AsyncIterator[str]) -> AsyncIterator[str]:
-    _streams[key] += 1
+    place = studio.streams.enter(person_of(request).id)
     try:
-        async for text in body:
-            yield text
-    finally:
-        _streams[key] -= 1
+        start = None
+        if run is not None:
+            found = await run_in_threadpool(run_with_id, studio.opened, run)
+            newest = await run_in_threadpool(last_event, studio.opened, run)
+            start = read_cursor(last_event_id) or Cursor(found.steps_done - 1, newest)
+    except BaseException:
+        place.leave()
+        raise
+    return EventStream(_beating(studio, entry_of(request), _changes(studio, run, start)), place)
 
 
-async def _beating(studio: Studio, looks: AsyncIterator[list[str]]) -> AsyncIterator[str]:
-    """The messages of each look, and a comment now and then, by which a dead connection is noticed."""
+async def _beating(studio: Studio, entry: Entry, looks: AsyncIterator[list[str]]) -> AsyncIterator[str]:
+    """The messages of each look, and a comment now and then, by which a dead connection is noticed.
+
+    It ends when the one who listens was put out.
+    """
     yield "retry: 1000\n\n"
     spoke = time.monotonic()
     async for messages in looks:
+        if not studio.door.holds(entry):
+            return
         if messages:
             yield "".join(messages)
             spoke = time.monotonic()

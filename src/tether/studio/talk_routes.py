@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections import Counter, defaultdict
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter, Path, Request
+from fastapi import Path, Request
 from pydantic import Field
 from starlette.concurrency import run_in_threadpool
-from starlette.responses import StreamingResponse
 
 from tether.errors import TetherError
+from tether.redact import redact
 from tether.runs.read import RunSummary, read_rollouts
 from tether.studio.ballots import verdict
 from tether.studio.context import Studio, person_of, studio_of
+from tether.studio.label_fill import messages_of
 from tether.studio.label_queues import NewItem
+from tether.studio.model_host import Said, answers_of_item
 from tether.studio.people import Person
-from tether.studio.replies import BIGGEST, Body, Refused, Reply
+from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.run_queries import kept_steps, run_with_id
 from tether.studio.stream import message
+from tether.studio.stream_count import EventStream
 
 if TYPE_CHECKING:
     from tether.studio.token_stream import Token
 
-router = APIRouter(prefix="/api", default_response_class=Reply)
+router = api_router()
 
 Id = Annotated[int, Path(ge=0, le=BIGGEST)]
 Place = Annotated[int, Field(ge=0, le=BIGGEST)]
@@ -55,10 +59,17 @@ class Question(Body):
 
 
 class Asked(Body):
-    """A prompt of an arena, and what kind of prompt it is."""
+    """A prompt of an arena, a text or a conversation, and what kind of prompt it is."""
 
-    prompt: str = Field(min_length=1, max_length=100_000)
+    prompt: Annotated[str, Field(min_length=1, max_length=100_000)] | Annotated[list[Turn], Field(min_length=1)]
     category: str = Field(default="", max_length=200)
+
+    @property
+    def messages(self) -> list[dict[str, Any]]:
+        """The prompt as messages."""
+        if isinstance(self.prompt, str):
+            return [{"role": "user", "content": self.prompt}]
+        return [turn.model_dump() for turn in self.prompt]
 
 
 class NewArena(Body):
@@ -91,8 +102,12 @@ def chat(request: Request, asked: Question) -> Any:
     turns = [turn.model_dump() for turn in asked.messages]
     limits = {"max_new_tokens": asked.max_new_tokens, "temperature": asked.temperature, "seed": asked.seed}
     if asked.stream:
-        body = _spoken(studio.models.stream(run.folder, turns, **limits))
-        return StreamingResponse(body, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
+        place = studio.streams.enter(person_of(request).id)
+        try:
+            return EventStream(_spoken(studio.models.stream(run.folder, turns, **limits)), place)
+        except BaseException:
+            place.leave()
+            raise
     [said] = studio.models.answer(run.folder, [turns], **limits)
     return Reply({"text": said.text, "finish": said.finish, "tokens": said.tokens})
 
@@ -108,7 +123,7 @@ async def _spoken(tokens: Iterator[Token]) -> AsyncIterator[str]:
             if token.finish is not None:
                 yield message("done", {"finish": token.finish, "tokens": count}, None)
     except TetherError as error:
-        yield message("error", {"error": str(error)}, None)
+        yield message("error", {"error": redact(str(error))}, None)
 
 
 # -- the arena ----------------------------------------------------------------------------------------------------
@@ -124,14 +139,7 @@ def new_arena(request: Request, wanted: NewArena) -> Any:
     if not prompts:
         raise Refused(422, f"prompts: {sides[0].name} kept none, so say what to ask")
     answers = [_answers(studio, run, prompts, wanted, seed) for seed, run in enumerate(sides)]
-    new = [
-        NewItem(
-            [{"role": "user", "content": asked.prompt}],
-            [{"text": text, "source": {"run": run.name}} for text, run in zip(texts, sides, strict=True)],
-            {"category": asked.category} if asked.category else {},
-        )
-        for asked, *texts in zip(prompts, *answers, strict=True)
-    ]
+    new = [_arena_item(asked, said, sides) for asked, *said in zip(prompts, *answers, strict=True)]
     meta = {"arena": [run.name for run in sides]}
     name = wanted.name or f"Arena {1 + len(_arenas(studio))}"  # no model's name: annotators read it
     queue = studio.labels.add_queue(person, name, "pair", ARENA_GUIDELINES, meta)
@@ -139,26 +147,46 @@ def new_arena(request: Request, wanted: NewArena) -> Any:
     return Reply({"queue_id": queue, "items": len(new)})
 
 
-def _answers(studio: Studio, run: RunSummary, prompts: Sequence[Asked], wanted: NewArena, seed: int) -> list[str]:
+def _arena_item(asked: Asked, said: Sequence[Said], sides: Sequence[RunSummary]) -> NewItem:
+    """What both said, with their tokens where both had the same tokenizer."""
+    meta: dict[str, Any] = {"category": asked.category} if asked.category else {}
+    has_ids = len({(one.tokenizer, one.prompt_ids) for one in said}) == 1 and all(one.ids for one in said)
+    if has_ids:
+        meta |= {"prompt_ids": list(said[0].prompt_ids), "tokenizer": said[0].tokenizer}
+    answers = [
+        {"text": one.text, "ended": one.finish == "stop", "source": {"run": run.name}}
+        | ({"ids": list(one.ids)} if has_ids else {})
+        for one, run in zip(said, sides, strict=True)
+    ]
+    return NewItem(asked.messages, answers, meta)
+
+
+def _answers(studio: Studio, run: RunSummary, prompts: Sequence[Asked], wanted: NewArena, seed: int) -> list[Said]:
     """One answer to each prompt, sampled as the run sampled unless told otherwise."""
     own = run.config.get("rollout", {})
     length = wanted.max_new_tokens or own.get("max_new_tokens", 128)
     temperature = own.get("temperature", 1.0) if wanted.temperature is None else wanted.temperature
-    said = studio.models.answer(
+    return studio.models.answer(
         run.folder,
-        [[{"role": "user", "content": asked.prompt}] for asked in prompts],
+        [asked.messages for asked in prompts],
         max_new_tokens=length,
         temperature=temperature,
         seed=2 * wanted.seed + seed,
     )
-    return [one.text for one in said]
 
 
 def _kept_prompts(studio: Studio, run: RunSummary) -> list[Asked]:
     """The different prompts of a run's newest kept step."""
     steps = kept_steps(studio.opened, run.id)[-1:]
-    texts = [rollout.prompt_text for step in steps for rollout in read_rollouts(studio.opened, run.id, step)]
-    return [Asked(prompt=text) for text in dict.fromkeys(texts) if text]
+    found = [messages_of(rollout) for step in steps for rollout in read_rollouts(studio.opened, run.id, step)]
+    prompts = {json.dumps(turns): turns for turns in found if any(turn["content"] for turn in turns)}
+    return [Asked.model_construct(prompt=_as_asked(turns), category="") for turns in prompts.values()]
+
+
+def _as_asked(turns: Sequence[Mapping[str, Any]]) -> str | list[Turn]:
+    if len(turns) == 1 and turns[0]["role"] == "user":
+        return turns[0]["content"]
+    return [Turn.model_construct(role=turn["role"], content=turn["content"]) for turn in turns]
 
 
 @router.get("/arena")
@@ -216,7 +244,7 @@ def judge(request: Request, queue: Id, wanted: Judge) -> Any:
     if run.method != "reward":
         raise Refused(422, f"reward_run: {run.name} is no reward model")
     rows = studio.labels.items(queue)
-    scored = studio.models.scores(run.folder, [(row.prompt, answer["text"]) for row in rows for answer in row.answers])
+    scored = studio.models.scores(run.folder, [answer for row in rows for answer in answers_of_item(row)])
     pairs = zip(scored[0::2], scored[1::2], strict=True)
     choices = {row.id: _choice(one - other) for row, (one, other) in zip(rows, pairs, strict=True)}
     return Reply({"votes": studio.labels.vote_as(person, queue, f"judge: {run.name}", choices)})

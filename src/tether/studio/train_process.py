@@ -10,19 +10,23 @@ import json
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from tether.processes import environment, python
 
-def run_plan(path: Path) -> int:
-    """The exit code of the first command that does not end well, else 0."""
+
+def run_plan(path: Path, further: Sequence[str] = ()) -> int:
+    """The exit code of the first command that does not end well, else 0. `further` words go to each command."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     for words in json.loads(path.read_text(encoding="utf-8"))["commands"]:
         print(f"$ tether {' '.join(words)}", flush=True)
-        code = subprocess.run([sys.executable, "-m", "tether", *words], check=False).returncode  # noqa: S603 (our plan)
+        command = python("-m", "tether", *words, *further)
+        code = subprocess.run(command, check=False, env=environment()).returncode  # noqa: S603 (our plan)
         if code != 0:
             return code
     return 0
 
 
 if __name__ == "__main__":
-    sys.exit(run_plan(Path(sys.argv[1])))
+    sys.exit(run_plan(Path(sys.argv[1]), sys.argv[2:]))

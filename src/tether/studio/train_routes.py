@@ -4,24 +4,37 @@ from __future__ import annotations
 
 import json
 import time
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query, Request
+from fastapi import Query, Request
 from pydantic import Field
 
-from tether.runs.find import find_model
+from tether.runs.find import find_model, run_config, run_of
 from tether.runs.read import RunSummary, list_runs
+from tether.studio.ballots import skipped
 from tether.studio.context import Studio, studio_of
 from tether.studio.exchange import export_records
 from tether.studio.launch_routes import OURS, free_name
-from tether.studio.replies import BIGGEST, Body, Refused, Reply
+from tether.studio.launcher import allowed_words
+from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.run_queries import run_with_id
-from tether.studio.vote_training import VOTES, TrainingWish, split_pairs, write_plan
+from tether.studio.vote_training import (
+    VOTES,
+    TrainingWish,
+    decided_pairs,
+    split_records,
+    write_plan,
+    write_sft_plan,
+)
 
-router = APIRouter(prefix="/api", default_response_class=Reply)
+router = api_router()
 
 Place = Annotated[int, Field(ge=0, le=BIGGEST)]
+DEFAULT_MODEL = "tiny-bytes"  # of answers that came from nowhere
 Steps = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
@@ -37,7 +50,7 @@ class Training(Body):
 
     queue_id: Place
     from_run: Place | None = None
-    model: str = Field(default="tiny-bytes", min_length=1, max_length=1000)
+    model: str | None = Field(default=None, min_length=1, max_length=1000)
     name: str | None = Field(default=None, max_length=100)
     reward_steps: Steps = 60
     ppo_steps: Steps = 40
@@ -45,51 +58,119 @@ class Training(Body):
     settings: Settings = Settings()
 
 
+class DemonstrationTraining(Body):
+    """Which demonstrations to learn from, and what the policy starts from."""
+
+    queue_id: Place
+    from_run: Place | None = None
+    model: str | None = Field(default=None, min_length=1, max_length=1000)
+    name: str | None = Field(default=None, max_length=100)
+    steps: Steps = 60
+    held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.1
+    settings: dict[str, Any] = Field(default_factory=dict, max_length=200)
+
+
 @router.post("/train")
 def train(request: Request, wanted: Training) -> Any:
     """Train a reward model on a queue's votes, and then a policy against it."""
     studio = studio_of(request)
     studio.labels.queue(wanted.queue_id)
-    for key in [*wanted.settings.reward, *wanted.settings.ppo]:
-        if key in (*OURS, "run.name"):
-            raise Refused(422, f"settings: {key} is not for these to say")
-    votes = studio.labels.standing_votes(wanted.queue_id)
-    split = split_pairs(export_records(votes, "pairs"), wanted.held_out)
-    before = _run_before(studio, wanted.from_run, votes)
+    _check_settings([*wanted.settings.reward, *wanted.settings.ppo])
+    votes = studio.labels.usable_votes(wanted.queue_id)
+    split = split_records(export_records(votes, "rankings"), wanted.held_out)
+    start = _start(studio, wanted.from_run, wanted.model, votes)
     name = wanted.name or f"votes-{wanted.queue_id}-{time.strftime('%Y%m%d-%H%M%S')}"
     for run in ("reward", "ppo"):
         free_name(studio, f"{name}/{run}")
     wish = TrainingWish(
         name=name,
         queue=wanted.queue_id,
-        model=wanted.model if before is None else _model_of(before),
-        config={} if before is None else before.config,
+        model=start.model,
+        config=start.config,
+        folder=start.folder,
         reward_steps=wanted.reward_steps,
         ppo_steps=wanted.ppo_steps,
-        considered=[vote.id for vote in votes],
+        considered=_considered(studio, wanted.queue_id),
         reward_settings=wanted.settings.reward,
         ppo_settings=wanted.settings.ppo,
     )
     plan = write_plan(studio.opened.workspace.directory, wish, split)
-    job = studio.launcher.python(name, "train", ["-m", "tether.studio.train_process", str(plan)])
-    told = {"name": name, "job": job.id, "votes": len(split.votes), "pairs": len(split.train)}
+    job = studio.launcher.python(name, "train", ["-m", "tether.studio.train_process", str(plan), *allowed_words()])
+    told = {"name": name, "job": job.id, "votes": len(split.votes), "pairs": decided_pairs(split.train)}
+    told |= {"examples": len(split.train), "from": start.model}
     return Reply(told | {"reward_run": f"{name}/reward", "ppo_run": f"{name}/ppo"})
 
 
-def _run_before(studio: Studio, run: int | None, votes: list[Any]) -> RunSummary | None:
-    """The run that was named, or else the one that the judged answers came from, where that is a run of PPO."""
+@router.post("/train/demonstrations")
+def train_on_demonstrations(request: Request, wanted: DemonstrationTraining) -> Any:
+    """Fine-tune a model on the demonstrations of a queue, conversations and system prompts as they are."""
+    studio = studio_of(request)
+    if studio.labels.queue(wanted.queue_id).kind != "demonstration":
+        raise Refused(422, f"queue {wanted.queue_id} holds no demonstrations: train on its votes instead")
+    _check_settings(list(wanted.settings))
+    votes = studio.labels.usable_votes(wanted.queue_id)
+    split = split_records(export_records(votes, "messages"), wanted.held_out, "demonstrations are written")
+    start = _start(studio, wanted.from_run, wanted.model, votes)
+    name = wanted.name or f"demonstrations-{wanted.queue_id}-{time.strftime('%Y%m%d-%H%M%S')}"
+    free_name(studio, f"{name}/sft")
+    wish = TrainingWish(
+        name=name,
+        queue=wanted.queue_id,
+        model=start.model,
+        config=start.config,
+        sft_steps=wanted.steps,
+        considered=_considered(studio, wanted.queue_id),
+        sft_settings=wanted.settings,
+    )
+    plan = write_sft_plan(studio.opened.workspace.directory, wish, split)
+    job = studio.launcher.python(name, "train", ["-m", "tether.studio.train_process", str(plan), *allowed_words()])
+    told = {"name": name, "job": job.id, "votes": len(split.votes), "examples": len(split.train)}
+    return Reply(told | {"from": start.model, "sft_run": f"{name}/sft"})
+
+
+def _check_settings(keys: list[str]) -> None:
+    for key in keys:
+        if key in (*OURS, "run.name"):
+            raise Refused(422, f"settings: {key} is not for these to say")
+
+
+def _considered(studio: Studio, queue: int) -> list[int]:
+    return [vote.id for vote in studio.labels.standing_votes(queue)]
+
+
+@dataclass(frozen=True)
+class _Start:
+    """The model that a training goes on from, and the recipe that it was made by, where there is one."""
+
+    model: str
+    config: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    folder: Path | None = None  # of the run that it is the recipe of
+
+
+def _start(studio: Studio, run: int | None, model: str | None, votes: list[Any]) -> _Start:
+    """The run that was named, or the model; else the run or model that most judged answers came from."""
     if run is not None:
-        return run_with_id(studio.opened, run)
-    named = {answer.get("source", {}).get("run") for vote in votes for answer in vote.answers}
-    found = [one for one in list_runs(studio.opened) if one.name in named and one.method == "ppo"]
-    return found[0] if found else None
+        found = run_with_id(studio.opened, run)
+        return _Start(_model_of(found), found.config, found.folder)
+    if model is not None:
+        return _Start(model, run_config(model), run_of(model))
+    sources = [one.get("source", {}) for vote in votes for one in (vote.meta, *vote.answers)]
+    runs = Counter(source["run"] for source in sources if source.get("run"))
+    known = {one.name: one for one in list_runs(studio.opened)}
+    for name, _ in runs.most_common():
+        if name in known:
+            return _Start(_model_of(known[name]), known[name].config, known[name].folder)
+    models = Counter(source["model"] for source in sources if source.get("model"))
+    for name, _ in models.most_common(1):
+        return _Start(name, run_config(name), run_of(name))
+    return _Start(DEFAULT_MODEL)
 
 
 def _model_of(run: RunSummary) -> str:
     """What the run ended with; where it saved nothing, what it started from."""
     if (run.folder / "model").is_dir():
         return str(Path(find_model(str(run.folder))).resolve())
-    return run.config.get("model", {}).get("path", "tiny-bytes")
+    return run.config.get("model", {}).get("path", DEFAULT_MODEL)
 
 
 # -- how it goes --------------------------------------------------------------------------------------------------
@@ -97,18 +178,24 @@ def _model_of(run: RunSummary) -> str:
 
 @router.get("/train/curve")
 def curve(request: Request, queue: Annotated[int, Query(ge=0, le=BIGGEST)]) -> Any:
-    """The held-out accuracy of every reward model of a queue by its votes, and how many votes came since."""
+    """The held-out accuracy of every reward model of a queue by its votes, and how many votes came since.
+
+    Of a queue of demonstrations the points are the runs that were fine-tuned on them, with their held-out loss.
+    """
     studio = studio_of(request)
     studio.labels.queue(queue)
-    votes = studio.labels.standing_votes(queue)
+    votes = studio.labels.usable_votes(queue)
+    records = export_records(votes, "rankings")
+    demonstrations = [vote for vote in votes if vote.kind == "demonstration" and not skipped(vote.choice)]
     trained = [(run, used) for run in list_runs(studio.opened) if (used := _votes_of(run, queue)) is not None]
-    trained.sort(key=lambda pair: pair[0].created)
+    trained.sort(key=lambda pair: pair[0].id)  # as they were begun
     last = trained[-1][1] if trained else {}
     known = set(last.get("considered", ()))
     return Reply(
         {
             "votes": len(votes),
-            "pairs": len(export_records(votes, "pairs")),
+            "pairs": decided_pairs(records),
+            "examples": len(records) + len(demonstrations),
             "since_last": sum(vote.id not in known for vote in votes),
             "points": [_point(studio, run, used) for run, used in trained],
         }
@@ -116,8 +203,8 @@ def curve(request: Request, queue: Annotated[int, Query(ge=0, le=BIGGEST)]) -> A
 
 
 def _votes_of(run: RunSummary, queue: int) -> dict[str, Any] | None:
-    """What a reward model of this queue was trained on."""
-    if run.method != "reward":
+    """What a reward model of this queue, or a model tuned on its demonstrations, was trained on."""
+    if run.method not in ("reward", "sft"):
         return None
     try:
         used = json.loads((run.folder / VOTES).read_text(encoding="utf-8"))
@@ -127,14 +214,18 @@ def _votes_of(run: RunSummary, queue: int) -> dict[str, Any] | None:
 
 
 def _point(studio: Studio, run: RunSummary, used: dict[str, Any]) -> dict[str, Any]:
-    measured = studio.metrics.series(run.id).get("held_out/accuracy")
-    accuracy = float(measured.values[-1]) if measured is not None and len(measured.values) else None
+    def last(metric: str) -> float | None:
+        measured = studio.metrics.series(run.id).get(metric)
+        return float(measured.values[-1]) if measured is not None and len(measured.values) else None
+
     return {
         "run": run.name,
         "id": run.id,
         "votes": len(used.get("votes", ())),
         "pairs": used.get("pairs"),
-        "accuracy": accuracy,
+        "method": run.method,
+        "accuracy": last("held_out/accuracy"),
+        "loss": last("held_out/loss"),
         "held_out": used.get("held_out_pairs"),
         "created": run.created,
         "state": run.state,

@@ -7,16 +7,33 @@ disk.
 
 from __future__ import annotations
 
+import asyncio
 from collections import deque
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
-from typing import Any
+from threading import Lock
+from typing import Any, TypeVar
 
+from tether.errors import StorageError
 from tether.studio.label_store import Ballot, Labels
 from tether.studio.people import Person
 
 MOST_TOGETHER = 64
+MOST_WAITING = 1000  # votes, and questions what to judge next
+ANSWER_SECONDS = 25.0
+BUSY = "the server is busy: try again in a moment"
 READERS = 2  # more of them only get into each other's way: what they do is mostly Python
+
+
+Found = TypeVar("Found")
+
+
+async def _in_time(work: Future[Found]) -> Found:
+    """What a thread comes to. A vote that is late may still be kept: sent again, with its uid, it is the same vote."""
+    try:
+        return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(work)), ANSWER_SECONDS)
+    except TimeoutError:
+        raise StorageError("the store does not answer: try again in a moment") from None
 
 
 @dataclass(frozen=True)
@@ -32,15 +49,32 @@ class VoteDesk:
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
         self._waiting: deque[_Sent] = deque()
+        self._asking, self._lock = 0, Lock()
         self._writer = ThreadPoolExecutor(1, thread_name_prefix="votes")
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="next-items")
 
-    def ask(self, person: Person, queue_id: int) -> Future[dict[str, Any]]:
+    async def ask(self, person: Person, queue_id: int) -> dict[str, Any]:
         """What to judge next, as `Labels.next_item` has it."""
-        return self._readers.submit(self._labels.next_item, person, queue_id)
+        if self._asking >= MOST_WAITING:
+            raise StorageError(BUSY)
+        with self._lock:
+            self._asking += 1
+        asked = self._readers.submit(self._labels.next_item, person, queue_id)
+        asked.add_done_callback(self._was_asked)
+        return await _in_time(asked)
 
-    def hand_in(self, person: Person, ballot: Ballot) -> Future[int]:
+    def _was_asked(self, _: Future[dict[str, Any]]) -> None:
+        with self._lock:
+            self._asking -= 1
+
+    async def hand_in(self, person: Person, ballot: Ballot) -> int:
         """The vote's id, once it is on disk; or why it was refused."""
+        return await _in_time(self.put(person, ballot))
+
+    def put(self, person: Person, ballot: Ballot) -> Future[int]:
+        """Hand a vote in without waiting for it."""
+        if len(self._waiting) >= MOST_WAITING:
+            raise StorageError(BUSY)
         sent = _Sent(person, ballot)
         self._waiting.append(sent)
         self._writer.submit(self._write_waiting)

@@ -133,6 +133,7 @@ export function makeChart({ name, title, note, group, zoomed, across = "step" })
     frame,
     beside,
     name,
+    title,
     /** Draw these lines with these settings: {weight, range}. */
     show(newLines, newSettings) {
       [lines, settings] = [newLines, { ...settings, ...newSettings }];
@@ -189,6 +190,8 @@ function latest(values) {
   return values.findLast((value) => value !== null && Number.isFinite(value)) ?? null;
 }
 
+/** A text as a cell of a table that no spreadsheet takes for a formula. */
 function quoted(text) {
-  return `"${text.replaceAll('"', '""')}"`;
+  const safe = /^[=+\-@\t\r\n\uFF1D\uFF0B\uFF0D\uFF20]/.test(text) ? `'${text}` : text;
+  return `"${safe.replaceAll('"', '""')}"`;
 }

@@ -4,29 +4,29 @@ const QUESTIONS = [
   [
     "Is it learning?",
     [
-      ["score", "Score", "what the policy is trained on, a step's mean"],
+      ["score", "Score", "what the policy is trained on, mean over the step's answers"],
       ["held_out/score", "Held-out score", "on prompts that are never trained on"],
       ["accuracy", "Accuracy", "share of pairs ranked as the data has them"],
       ["held_out/accuracy", "Held-out accuracy", "on pairs that are never trained on"],
-      ["score_std", "Spread of scores", "no spread, nothing to learn from"],
-      ["loss", "Loss", "a step's mean"],
-      ["policy_loss", "Policy loss", "a step's mean"],
+      ["score_std", "Spread of scores", "standard deviation; at zero there is nothing to learn"],
+      ["loss", "Loss", "mean over the step"],
+      ["policy_loss", "Policy loss", "mean over the step"],
       ["reward/", "Part of the score", "before its weight"],
     ],
   ],
   [
     "Is it still near the start?",
     [
-      ["kl_ref_k3", "KL to the reference", "nats an answer"],
-      ["kl_coef", "KL coefficient", "how strongly it is held"],
-      ["entropy", "Entropy", "nats a token; a fall to zero is mode collapse"],
+      ["kl_ref_k3", "KL to the reference", "nats per answer"],
+      ["kl_coef", "KL coefficient", "weight of the KL penalty"],
+      ["entropy", "Entropy", "nats per token; a fall to zero is mode collapse"],
       ["response_length", "Length of answers", "tokens"],
       ["truncated", "Answers cut off", "share that ran into the length limit"],
-      ["answers/top_share", "Commonest answer", "share of answers that are the same"],
+      ["answers/top_share", "Most common answer", "share of answers that are the same"],
     ],
   ],
   [
-    "Is the critic any good?",
+    "Is the critic accurate?",
     [
       ["explained_variance", "Explained variance", "1 is a perfect critic, 0 knows nothing"],
       ["value_loss", "Value loss", ""],
@@ -35,19 +35,19 @@ const QUESTIONS = [
     ],
   ],
   [
-    "Is the sampler honest?",
+    "Do sampler and trainer agree?",
     [
       ["sampler_gap", "Sampler gap", "mean difference of sampler and trainer log-probs"],
       ["sampler_gap_max", "Largest sampler gap", "of any token"],
-      ["truncation_gap", "Truncation gap", "what top-p and top-k took away"],
+      ["truncation_gap", "Truncation gap", "log-prob that top-p and top-k removed"],
       ["first_kl_old", "KL before the update", "should be zero"],
     ],
   ],
   [
-    "Is each update gentle?",
+    "Are updates small enough?",
     [
-      ["kl_old", "KL to the sampler", "nats a token, how far one update moves"],
-      ["clip_fraction", "Clip fraction", "share of tokens whose step was cut short"],
+      ["kl_old", "KL to the sampler", "nats per token that one update moves the policy"],
+      ["clip_fraction", "Clip fraction", "share of tokens whose ratio was clipped"],
       ["grad_norm/policy", "Gradient of the policy", "norm"],
       ["advantage_std", "Spread of advantages", ""],
       ["advantage_top_share", "Advantage in one answer", "largest share"],
@@ -58,7 +58,7 @@ const QUESTIONS = [
     "Where does the time go?",
     [
       ["seconds/", "Seconds", ""],
-      ["tokens_per_second", "Tokens a second", ""],
+      ["tokens_per_second", "Tokens per second", ""],
     ],
   ],
 ];

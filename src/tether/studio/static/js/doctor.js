@@ -1,4 +1,4 @@
-// What the doctor says of a run, each finding beside the curve that it speaks of.
+// What the doctor says about a run, each finding under the curve that it is about.
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
@@ -26,12 +26,14 @@ export async function hearDoctor(page) {
       { class: "verdict" },
       h("b", {}, "Doctor: "),
       found
-        ? `${found} ${found === 1 ? "finding" : "findings"}, shown beside the curve ${found === 1 ? "it speaks" : "they speak"} of`
-        : "nothing is wrong that it knows of",
+        ? `${found} ${found === 1 ? "finding" : "findings"}, shown under the curve ${found === 1 ? "it is" : "they are"} about`
+        : heard.healthy.length
+          ? "no findings"
+          : "too little data yet",
       h(
         "details",
         {},
-        h("summary", {}, `${heard.healthy.length} healthy, ${heard.too_little.length} with too little to go by`),
+        h("summary", {}, `${heard.healthy.length} checks passed, ${heard.too_little.length} need more data`),
         listed(heard.healthy, "saw"),
         listed(heard.too_little, "lacks"),
       ),

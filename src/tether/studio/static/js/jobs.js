@@ -3,14 +3,14 @@
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
 import { age } from "./format.js";
-import { stateMark } from "./parts.js";
+import { progressBar, stateMark, timeLeft } from "./parts.js";
 
 const EVERY = 2000; // ms
 
 /** A panel of jobs that keeps itself up to date while the page is open. `changed` is told when one ends. */
 export function jobsPanel(view, { kinds = null, changed = () => {} } = {}) {
   const list = h("ol", { class: "jobs" });
-  const panel = h("section", { class: "question", hidden: true }, h("h2", {}, "What was started here"), list);
+  const panel = h("section", { class: "question", hidden: true }, h("h2", {}, "Started from this page"), list);
   let before = "";
   const look = async () => {
     const found = await get("jobs").catch(() => null);
@@ -26,11 +26,12 @@ export function jobsPanel(view, { kinds = null, changed = () => {} } = {}) {
           {},
           stateMark(job.state),
           h("b", {}, job.name),
-          h("small", {}, `${job.kind}, ${age(job.started)} ago`),
+          h("small", {}, `${job.kind}, started ${age(job.started)} ago`),
+          stageOf(job),
           h(
             "details",
             { "data-job": job.id, open: opened.has(job.id) || job.state === "failed" },
-            h("summary", {}, "log"),
+            h("summary", {}, "Log"),
             h("pre", { class: "settings" }, job.log),
           ),
         ),
@@ -44,4 +45,20 @@ export function jobsPanel(view, { kinds = null, changed = () => {} } = {}) {
   const timer = setInterval(look, EVERY);
   view.onClose(() => clearInterval(timer));
   return panel;
+}
+
+/** Which of a job's runs is under way, how far it is, how long it will take, and a link to it. */
+function stageOf(job) {
+  const under = job.stages.findLast((stage) => stage.run);
+  if (!under) return job.state === "running" && h("small", {}, "starting");
+  const { run } = under;
+  const place = job.stages.length > 1 ? `Stage ${job.stages.indexOf(under) + 1} of ${job.stages.length}: ` : "";
+  return h(
+    "span",
+    { class: "row stage" },
+    `${place}${under.title}`,
+    progressBar(run.step, run.steps),
+    job.state === "running" && h("small", {}, run.state === "running" ? timeLeft(run.seconds_left) || "first step" : ""),
+    h("a", { href: `#/run/${run.id}` }, `Open ${run.name}`),
+  );
 }

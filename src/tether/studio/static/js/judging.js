@@ -1,10 +1,13 @@
 // Judging one item after another. A vote counts as cast when the server has said so, and not before.
 
+import { plainKey, plainToggle, promptBox, textBox } from "./answer_text.js";
 import { get, pause, post, uid } from "./api.js";
 import { button, fill, h } from "./dom.js";
 import { bindPage } from "./keys.js";
 import { notice, tried } from "./notices.js";
+import { emptyState } from "./parts.js";
 import { demonstrationTask, pairTask, rankingTask } from "./tasks.js";
+import { commentBox, ratingPanel } from "./vote_extras.js";
 
 const TASKS = { pair: pairTask, ranking: rankingTask, demonstration: demonstrationTask };
 
@@ -24,6 +27,7 @@ export async function openQueue(view, id) {
       page.left,
       h("span", { class: "grow" }),
       page.saved,
+      plainToggle(),
       button("Undo", () => undo(page), { key: "u" }),
     ),
     h(
@@ -34,7 +38,9 @@ export async function openQueue(view, id) {
         "aside",
         { class: "panel guidelines" },
         h("h2", {}, "Guidelines"),
-        h("p", {}, queue.guidelines || "None were written. Choose what you would rather be given."),
+        queue.guidelines
+          ? textBox(queue.guidelines)
+          : h("p", {}, "None were written. Choose the answer that you would rather get."),
       ),
     ),
   );
@@ -48,16 +54,34 @@ async function next(page) {
   page.since = performance.now();
   page.left.textContent = found.item ? `${found.remaining} left, ${found.done} done` : `${found.done ?? 0} done`;
   if (!found.item) {
-    fill(page.place, h("div", { class: "empty" }, h("h2", {}, "All done"), "Nothing is left in this queue for you."));
-    bindPage([undoKey(page)]);
+    fill(
+      page.place,
+      emptyState("All done: nothing is left in this queue for you.", h("a", { class: "button main", href: "#/label" }, "Back to the queues")),
+    );
+    bindPage([undoKey(page), plainKey]);
     page.view.root.dataset.item = "none";
     return;
   }
+  const axes = found.queue.axes ?? [];
+  if (axes.length) found.item.ratings = found.item.answers.map((_, at) => ratingPanel(axes, `answer ${at + 1}`));
+  page.comment = commentBox();
   const task = TASKS[found.item.kind](found.item, (choice) => cast(page, choice));
-  fill(page.place, promptOf(found.item.prompt), task.box);
-  bindPage([...task.keys, undoKey(page)]);
+  fill(page.place, promptBox(found.item.prompt), task.box, commentLine(page));
+  bindPage([...task.keys, ...extraKeys(page), undoKey(page), plainKey]);
   task.begin?.();
   page.view.root.dataset.item = found.item.id;
+}
+
+function commentLine(page) {
+  return h("label", { class: "comment-line" }, h("kbd", {}, "w"), page.comment);
+}
+
+function extraKeys(page) {
+  const rate = page.item.ratings?.[0]?.first;
+  return [
+    ...(rate ? [{ key: "r", does: "Rate: digits 1 to 7, then the next axis; Escape leaves", run: () => rate.focus() }] : []),
+    { key: "w", does: "Write a comment; Escape leaves it", run: () => page.comment.focus() },
+  ];
 }
 
 function undoKey(page) {
@@ -75,6 +99,8 @@ async function cast(page, choice) {
     item_id: page.item.id,
     order: page.item.order,
     seconds,
+    comment: page.comment.value.trim() || null,
+    ratings: page.item.ratings ? page.item.ratings.map((each) => each.value()) : null,
     ...(choice.skip ? { skip: true, choice: "" } : { choice }),
   };
   try {
@@ -105,19 +131,4 @@ async function undo(page) {
   if (!undone) return;
   page.saved.textContent = undone.item_id === null ? "nothing to undo" : "undone";
   if (undone.item_id !== null) await tried(() => next(page));
-}
-
-/** A prompt is a text, or a list of messages. */
-export function promptOf(prompt) {
-  const messages =
-    typeof prompt === "string"
-      ? [{ role: "prompt", content: prompt }]
-      : Array.isArray(prompt)
-        ? prompt
-        : (prompt.messages ?? [{ role: "prompt", content: prompt.text ?? JSON.stringify(prompt) }]);
-  return h(
-    "div",
-    { class: "prompt" },
-    messages.map((each) => h("div", {}, h("small", {}, each.role), h("p", { class: "text" }, each.content))),
-  );
 }

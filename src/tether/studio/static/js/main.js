@@ -1,9 +1,12 @@
 // The shell: who is here, which page is open, and the keys that work everywhere.
 
 import { get } from "./api.js";
+import { closeDialogs } from "./dialogs.js";
 import { add, fill, h } from "./dom.js";
+import { enter, takeToken } from "./enter.js";
 import { bindEverywhere, bindPage, showKeys } from "./keys.js";
 import { notice } from "./notices.js";
+import { emptyState } from "./parts.js";
 import { toggleTheme } from "./theme.js";
 
 const PAGES = [
@@ -39,15 +42,33 @@ function where() {
   };
 }
 
+/** Someone opened a link in a browser that has a session already: the new one counts. */
+async function changePerson(token) {
+  try {
+    await enter(token);
+    location.reload();
+  } catch (error) {
+    notice(error.message, "error");
+  }
+}
+
 async function open() {
+  const token = takeToken();
+  if (token) {
+    await changePerson(token);
+    return;
+  }
   const mine = ++opening;
   const { parts, query } = where();
   const name = parts[0] === "run" && parts[2] === "tokens" ? "tokens" : MODULES[parts[0]];
+  closeDialogs();
   for (const close of closers.splice(0).reverse()) close();
   bindPage([]);
   markNav(parts[0]);
   if (!name) {
-    fill(root, h("h1", {}, "No such page"), h("p", {}, h("a", { href: "#/runs" }, "Runs")));
+    const home = me.role === "annotator" ? "label" : "runs";
+    fill(root, emptyState("This address has no page.", h("a", { class: "button main", href: `#/${home}` }, `Open ${home}`)));
+    root.dataset.ready = location.hash;
     return;
   }
   const view = { root, parts, query, me, onClose: (close) => closers.push(close), isOpen: () => mine === opening };
@@ -67,12 +88,9 @@ function showError(error) {
   console.error(error);
   fill(
     root,
-    h(
-      "section",
-      { class: "empty" },
-      h("h1", {}, "This page could not be opened"),
-      h("p", {}, error.message),
-      h("button", { type: "button", onclick: open }, "Try again"),
+    emptyState(
+      `This page could not be opened. ${error.message}`,
+      h("button", { type: "button", class: "main", onclick: open }, "Try again"),
     ),
   );
 }
@@ -92,6 +110,8 @@ function loadOthers() {
 }
 
 async function begin() {
+  const token = takeToken();
+  if (token) await changePerson(token);
   try {
     me = await get("me");
   } catch (error) {

@@ -86,7 +86,7 @@ export function makeLens({ title, followed = () => {} }) {
     /** Show a rollout, or say that there is none. */
     show(found, absent = "") {
       [rollout, others, at] = [found, null, -1];
-      fill(numbers, h("p", { class: "hint" }, "Point at a token, or press Tab and walk with the arrow keys."));
+      fill(numbers, h("p", { class: "hint" }, "Point at a token, or press Tab and use the arrow keys."));
       if (!found) {
         fill(heading, h("b", {}, title), h("small", {}, absent));
         text.show({ pieces: [] });

@@ -4,8 +4,10 @@ import { h } from "./dom.js";
 
 const place = document.getElementById("notices");
 
-/** Say something. Errors stay until they are dismissed. */
+/** Say something. Errors stay until they are dismissed; where a dialog is open, they stand in it. */
 export function notice(text, kind = "note") {
+  const dialog = kind === "error" && document.querySelector("dialog[open]");
+  if (dialog) return sayInside(dialog, text);
   const box = h(
     "div",
     { class: `notice ${kind}`, role: kind === "error" ? "alert" : "status" },
@@ -15,6 +17,17 @@ export function notice(text, kind = "note") {
   place.append(box);
   while (place.children.length > 3) place.firstChild.remove();
   if (kind !== "error") setTimeout(() => box.remove(), 4000);
+  return box;
+}
+
+/** An error above a dialog's buttons. Sending the form again takes it away. */
+function sayInside(dialog, text) {
+  const form = dialog.querySelector("form") ?? dialog;
+  form.querySelector(".dialog-error")?.remove();
+  const box = h("p", { class: "dialog-error", role: "alert" }, text);
+  form.insertBefore(box, form.lastElementChild);
+  box.scrollIntoView({ block: "nearest" });
+  form.addEventListener("submit", () => box.remove(), { once: true, capture: true });
   return box;
 }
 

@@ -9,6 +9,44 @@ export function stateMark(state) {
   return h("span", { class: `state ${state}` }, h("i", { "aria-hidden": "true" }, SIGNS[state] ?? "·"), state);
 }
 
+/** What a page shows where there is nothing yet: one sentence in the middle, and the button that changes that. */
+export function emptyState(sentence, ...actions) {
+  return h("section", { class: "empty" }, h("p", {}, sentence), actions);
+}
+
+/** How something works, in a few numbered sentences: for pages that have little on them yet. */
+export function howItWorks(title, ...steps) {
+  return h(
+    "section",
+    { class: "question" },
+    h("h2", {}, title),
+    h(
+      "ol",
+      { class: "how" },
+      steps.map(([name, words], place) =>
+        h("li", { class: "panel" }, h("b", {}, `${place + 1}. ${name}`), h("p", {}, words)),
+      ),
+    ),
+  );
+}
+
+/** "about 3 min left", or nothing where it is not known. */
+export function timeLeft(seconds) {
+  if (seconds === null || seconds === undefined) return "";
+  if (seconds < 90) return `about ${Math.max(1, Math.round(seconds))} s left`;
+  if (seconds < 5400) return `about ${Math.round(seconds / 60)} min left`;
+  return `about ${(seconds / 3600).toFixed(1)} h left`;
+}
+
+/** A run's tags; `chosen(tag)` is called where they can be clicked. */
+export function tagChips(tags, chosen = null) {
+  return tags.map((tag) =>
+    chosen
+      ? h("button", { type: "button", class: "tag", title: `Only runs tagged ${tag}`, onclick: () => chosen(tag) }, tag)
+      : h("span", { class: "tag" }, tag),
+  );
+}
+
 /** How many of how many, as a bar and in numbers. */
 export function progressBar(done, all) {
   const share = all ? Math.min(1, done / all) : 0;

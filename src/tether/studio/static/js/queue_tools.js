@@ -1,10 +1,21 @@
 // What an owner does with queues: fill them, take votes out and in, let people in.
 
-import { address, get, post } from "./api.js";
+import { address, get, pause, post } from "./api.js";
 import { button, choose, field, fill, h } from "./dom.js";
+import { askSettings, peopleList } from "./item_dialogs.js";
 import { notice, tried } from "./notices.js";
 
-const FORMATS = { pair: ["pairs", "messages"], ranking: ["rankings", "pairs"], demonstration: ["messages"] };
+const FORMATS = {
+  pair: ["rankings", "pairs", "messages", "votes"],
+  ranking: ["rankings", "pairs", "messages", "votes"],
+  demonstration: ["messages", "votes"],
+};
+const FORMS = {
+  rankings: "Rankings: one line an item, to train on",
+  pairs: "Pairs: chosen and rejected",
+  messages: "Messages: demonstrations and preferred answers",
+  votes: "Votes: one line a vote, all that was said",
+};
 
 /** The row of tools under a queue. */
 export function queueTools(queue) {
@@ -12,25 +23,43 @@ export function queueTools(queue) {
     "div",
     { class: "row" },
     h("a", { class: "button main", href: `#/label/${queue.id}` }, "Judge"),
+    h("a", { class: "button", href: `#/label/${queue.id}/items` }, "Items"),
     button("Fill", () => askFill(queue)),
     button("Import", () => askImport(queue)),
     queue.kind === "pair" &&
-      button("Least sure first", () => rescore(queue), { title: "Ask first what the newest reward model is least sure of" }),
+      button("Uncertain first", () => rescore(queue), { title: "Ask first about the pairs that the newest reward model is most uncertain of" }),
     button(queue.open ? "Close" : "Open", () => setOpen(queue, !queue.open)),
-    FORMATS[queue.kind].map((format) =>
-      h(
-        "a",
-        { class: "button", download: "", href: address(`label/queues/${queue.id}/export`, { format }) },
-        `Export ${format}`,
-      ),
-    ),
+    button("Settings", () => askSettings(queue)),
+    exportMenu(queue),
   );
 }
 
+function exportMenu(queue) {
+  const menu = h(
+    "details",
+    {
+      class: "menu",
+      onfocusout: (event) => {
+        if (!menu.contains(event.relatedTarget)) menu.open = false;
+      },
+    },
+    h("summary", { class: "button" }, "Export"),
+    h(
+      "div",
+      {},
+      FORMATS[queue.kind].map((format) =>
+        h("a", { download: "", href: address(`label/queues/${queue.id}/export`, { format }) }, FORMS[format]),
+      ),
+    ),
+  );
+  return menu;
+}
+
 /** The sources that a queue can be filled from: a title, and the controls that it needs. */
-function sources(runs) {
+function sources(runs, kind) {
   const options = runs.map((run) => [run.id, run.name]);
   const many = () => h("input", { type: "number", min: 1, max: 5000, value: 50 });
+  const ranked = () => h("input", { type: "number", min: 2, max: 9, value: 4 });
   const repeats = () => h("input", { type: "number", min: 0, max: 0.5, step: 0.05, value: 0.1 });
   return {
     run: {
@@ -38,12 +67,14 @@ function sources(runs) {
       controls: () => ({
         run: choose(options, options[0]?.[0], () => {}),
         other_run: choose([["", "the same run"], ...options], "", () => {}),
+        ...(kind === "ranking" && { answers: ranked() }),
         count: many(),
         repeats: repeats(),
       }),
     },
+    ...(kind !== "demonstration" && { model: sampling(many, repeats, kind === "ranking" ? 4 : 2) }),
     uncertain: {
-      title: "pairs that the reward is least sure of",
+      title: "pairs that the reward model is most uncertain of",
       controls: () => ({ run: choose(options, options[0]?.[0], () => {}), count: many() }),
     },
     file: {
@@ -61,17 +92,40 @@ function sources(runs) {
   };
 }
 
+/** Answers of any model to any prompts, sampled by a process of their own. */
+function sampling(many, repeats, answers) {
+  return {
+    title: "answers sampled from a model",
+    controls: () => ({
+      model: h("input", { required: true, maxlength: 1000, placeholder: "runs/sft, a model's folder, or its name" }),
+      prompts: h("input", { maxlength: 1000, placeholder: "prompts.jsonl, as the server sees it" }),
+      text: h("textarea", { rows: 4, class: "mono", placeholder: '{"prompt": "…"}' }),
+      answers: h("input", { type: "number", min: 2, max: 9, value: answers }),
+      max_new_tokens: h("input", { type: "number", min: 1, max: 4096, value: 128 }),
+      temperature: h("input", { type: "number", min: 0.01, max: 5, step: 0.01, value: 1 }),
+      count: many(),
+      repeats: repeats(),
+    }),
+  };
+}
+
+const WORDS = new Set(["text", "model", "prompts"]);
 const TITLES = {
+  model: "Model",
+  prompts: "File of prompts on the server",
+  answers: "Answers for each prompt",
+  max_new_tokens: "Longest answer in tokens",
+  temperature: "Temperature",
   run: "Run",
   other_run: "Against",
   count: "How many",
-  repeats: "Share asked twice, to see whether raters are consistent",
-  text: "JSONL: a line an item",
+  repeats: "Share asked twice, to measure consistency",
+  text: "JSONL: one item a line",
 };
 
 async function askFill(queue) {
   const { runs } = await get("runs");
-  const all = sources(runs);
+  const all = sources(runs, queue.kind);
   const form = h("form", { class: "stack" });
   let from = runs.length ? "run" : "file";
   let shown = {};
@@ -91,8 +145,10 @@ async function askFill(queue) {
           },
         ),
       ),
-      shown.text && field("File", fileInput(shown.text)),
-      Object.entries(shown).map(([name, control]) => field(TITLES[name], control)),
+      Object.entries(shown).map(([name, control]) => [
+        name === "text" && field("File", fileInput(control)),
+        field(TITLES[name], control),
+      ]),
       h(
         "div",
         { class: "row" },
@@ -105,10 +161,12 @@ async function askFill(queue) {
     event.preventDefault();
     const values = Object.entries(shown).filter(([, control]) => control.value !== "");
     const body = Object.fromEntries(
-      values.map(([name, control]) => [name, name === "text" ? control.value : Number(control.value)]),
+      values.map(([name, control]) => [name, WORDS.has(name) ? control.value : Number(control.value)]),
     );
     const made = await tried(() => post(`label/queues/${queue.id}/fill`, { from, ...body }));
-    if (made) finish(dialog, `${made.added} items were added`);
+    if (!made) return;
+    if (made.state) await follow(dialog, form, made);
+    else finish(dialog, made.job ? "Sampling has started: items appear here as they are made." : `${made.added} items were added`);
   });
   draw();
   show(dialog);
@@ -131,12 +189,15 @@ function askImport(queue) {
         class: "stack",
         onsubmit: async (event) => {
           event.preventDefault();
+          const form = event.target;
           const made = await tried(() => post(`label/queues/${queue.id}/import`, { text: text.value }));
-          if (made) finish(dialog, `${made.items} items with ${made.votes} votes were taken in`);
+          if (!made) return;
+          if (made.state) await follow(dialog, form, made);
+          else finish(dialog, `Imported ${made.items} items with ${made.votes} votes`);
         },
       },
       field("File", fileInput(text)),
-      field("JSONL: a line a record", text),
+      field("JSONL: one record a line", text),
       h(
         "div",
         { class: "row" },
@@ -146,6 +207,25 @@ function askImport(queue) {
     ),
   );
   show(dialog);
+}
+
+/** How far a long import is, until it is over; it can be cancelled, and goes on when the dialog is closed. */
+async function follow(dialog, form, made) {
+  const bar = h("progress", { max: made.records, value: made.done, "aria-label": "Import" });
+  const said = h("p", { role: "status" }, "");
+  const cancel = button("Cancel the import", () => tried(() => post(`label/imports/${made.id}/cancel`)));
+  fill(form, bar, said, h("div", { class: "row" }, cancel));
+  let now = made;
+  while (["waiting", "running"].includes(now.state)) {
+    bar.value = now.done;
+    said.textContent = `${now.done} of ${now.records} records are written; people go on voting meanwhile.`;
+    await pause(400);
+    if (!dialog.isConnected || !dialog.open) return;
+    now = (await tried(() => get(`label/imports/${made.id}`))) ?? now;
+  }
+  if (now.state === "done") finish(dialog, `Imported ${now.items} items with ${now.votes} votes`);
+  else said.textContent = now.state === "cancelled" ? "Cancelled: nothing was kept." : `The import failed: ${now.error}`;
+  if (now.state !== "done") cancel.remove();
 }
 
 /** A file, read into a text area. */
@@ -174,30 +254,24 @@ function finish(dialog, words) {
 
 async function rescore(queue) {
   const told = await tried(() => post(`label/queues/${queue.id}/rescore`));
-  if (told) notice(`${told.items} pairs are asked in the order in which ${told.by} is unsure of them.`);
+  if (told) notice(`${told.items} pairs are ordered: what ${told.by} is most uncertain of comes first.`);
 }
 
 async function setOpen(queue, open) {
   if (await tried(() => post(`label/queues/${queue.id}`, { open }))) dispatchEvent(new HashChangeEvent("hashchange"));
 }
 
-/** The people who label, and a form that lets another one in. */
+/** The people who label, and a form that invites another one. */
 export function raterTools(queues) {
-  const list = h("ul", { class: "raters" });
+  const list = h("ul", { class: "raters people" });
   const name = h("input", { required: true, maxlength: 100, placeholder: "Name", "aria-label": "Name" });
   const queue = choose([["", "every open queue"], ...queues.map((each) => [each.id, each.name])], "", () => {}, {
     "aria-label": "Queue",
   });
   const link = h("output", { class: "mono" });
   const draw = async () => {
-    const found = await tried(() => get("raters"));
-    if (found)
-      fill(
-        list,
-        found.raters.map((each) =>
-          h("li", {}, h("b", {}, each.name), " ", h("small", {}, `${each.role}, ${each.votes} votes`)),
-        ),
-      );
+    const found = await tried(() => peopleList(queues));
+    if (found) fill(list, found);
   };
   draw();
   return h(
@@ -226,7 +300,7 @@ export function raterTools(queues) {
       },
       name,
       queue,
-      h("button", {}, "Let in an annotator"),
+      h("button", {}, "Invite an annotator"),
     ),
     link,
   );

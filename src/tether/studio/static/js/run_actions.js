@@ -1,15 +1,16 @@
 // Stop, resume and fork a run.
 
 import { post } from "./api.js";
+import { ask } from "./dialogs.js";
 import { button, field, h } from "./dom.js";
 import { notice, tried } from "./notices.js";
 
 /** The buttons that make sense for the run's state. */
 export function runActions(run) {
   const box = h("span", { class: "row" });
-  if (run.state === "running") box.append(button("Stop", () => act(run, "stop", `${run.name} is asked to stop`)));
+  if (run.state === "running") box.append(button("Stop", () => act(run, "stop", `${run.name} stops after this step`)));
   if (["stopped", "interrupted", "failed"].includes(run.state)) {
-    box.append(button("Resume", () => act(run, "resume", `${run.name} goes on`)));
+    box.append(button("Resume", () => act(run, "resume", `${run.name} is resumed`)));
   }
   if (run.step > 0) box.append(button("Fork", () => askFork(run)));
   return box;
@@ -21,45 +22,21 @@ async function act(run, verb, words) {
 
 function askFork(run) {
   const step = h("input", { type: "number", min: 0, max: run.step, value: run.step, required: true });
-  const settings = h("textarea", {
-    rows: 4,
-    class: "mono",
-    placeholder: "learner.learning_rate: 1e-5",
-    "aria-describedby": "fork-help",
-  });
-  const dialog = h(
-    "dialog",
-    { "aria-label": `Fork ${run.name}` },
-    h("h2", {}, `Fork ${run.name}`),
-    h(
-      "form",
-      {
-        class: "stack",
-        onsubmit: async (event) => {
-          event.preventDefault();
-          const made = await tried(() =>
-            post(`runs/${run.id}/fork`, { step: Number(step.value), settings: parseSettings(settings.value) }),
-          );
-          if (!made) return;
-          dialog.close();
-          notice(`${made.name ?? "The fork"} has started`);
-          location.hash = "#/runs";
-        },
-      },
-      field("From step", step),
-      field("Changed settings", settings, "One a line, as in a recipe: key: value"),
-      h(
-        "div",
-        { class: "row" },
-        h("button", { class: "main" }, "Fork"),
-        button("Cancel", () => dialog.close()),
-      ),
-    ),
+  const settings = h("textarea", { rows: 4, class: "mono", placeholder: "kl.coef: 0.1" });
+  const send = async () => {
+    const made = await tried(() =>
+      post(`runs/${run.id}/fork`, { step: Number(step.value), settings: parseSettings(settings.value) }),
+    );
+    if (!made) return false;
+    notice(`${made.name ?? "The fork"} has started`);
+    location.hash = "#/runs";
+    return true;
+  };
+  ask(
+    { title: `Fork ${run.name}`, verb: "Fork", send, first: step },
+    field("From step", step),
+    field("Settings to change", settings, "One per line, as in a recipe: key: value"),
   );
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
-  step.focus();
 }
 
 /** "a.b: 1" lines as {"a.b": 1}; what is not JSON is a word. */

@@ -17,17 +17,24 @@ export function buildCurves(page) {
 
 function questionSection(page, { question, charts, closed }) {
   const grid = h("div", { class: "charts" });
+  const flat = h("div", { class: "charts" });
+  const flatWords = h("summary", {});
+  const fold = h("details", { class: "flat", hidden: true }, flatWords, flat);
   const body = h(
     "details",
     { class: "question", open: !closed },
     h("summary", {}, h("h2", {}, question), h("small", {}, charts.length)),
     grid,
+    fold,
   );
+  fold.addEventListener("toggle", () => fold.open && made.forEach((chart) => drawOne(page, chart)));
   const made = charts.map((each) =>
     makeChart({ ...each, group: "steps", zoomed: (low, high) => zoom(page, [low, high]) }),
   );
   for (const chart of made) {
     chart.isOpen = () => body.open;
+    chart.isFolded = () => chart.frame.parentElement === flat && !fold.open;
+    chart.place = () => placeChart({ made, chart, grid, flat, fold, flatWords });
     grid.append(chart.frame);
   }
   page.charts.push(...made);
@@ -48,11 +55,24 @@ export async function loadOpen(page) {
 }
 
 export function drawOne(page, chart) {
-  if (chart.isOpen())
-    chart.show(
-      page.compared.map((each) => each.line(chart.name)),
-      { weight: page.weight, range: page.range },
-    );
+  if (!chart.isOpen()) return;
+  const lines = page.compared.map((each) => each.line(chart.name));
+  chart.isZero = lines.every((line) => line.values.every((value) => value === 0 || value === null));
+  chart.place();
+  if (!chart.isFolded()) chart.show(lines, { weight: page.weight, range: page.range });
+}
+
+/** A curve that is zero throughout stands under a fold, and comes out with its first other number. */
+function placeChart({ made, chart, grid, flat, fold, flatWords }) {
+  const home = chart.isZero ? flat : grid;
+  if (chart.frame.parentElement !== home) {
+    const after = made.slice(made.indexOf(chart) + 1).find((each) => each.frame.parentElement === home);
+    home.insertBefore(chart.frame, after?.frame ?? null);
+  }
+  const zero = made.filter((each) => each.frame.parentElement === flat);
+  fold.hidden = zero.length === 0;
+  const words = `Zero throughout: ${zero.map((each) => each.title).join(", ")}`;
+  if (flatWords.textContent !== words) flatWords.textContent = words;
 }
 
 export function drawAll(page) {

@@ -1,17 +1,30 @@
 // What a person does with an item: choose of two, put in order, or write an answer.
 
 import { makeDraggable } from "./drag.js";
+import { cutMark, textBox } from "./answer_text.js";
 import { button, fill, h } from "./dom.js";
-import { visible } from "./format.js";
 
-/** Two answers side by side; one key decides. */
+/** Two answers side by side; one key decides. A click on an answer does too, unless it marks words of it. */
 export function pairTask(item, cast) {
   const side = (which, name, key) =>
     h(
-      "button",
-      { type: "button", class: "side", "data-side": name, onclick: () => cast(name) },
-      h("span", { class: "side-key" }, h("kbd", {}, key), h("small", {}, name)),
-      h("span", { class: "text" }, visible(item.answers[which].text) || "(nothing)"),
+      "article",
+      {
+        class: "side",
+        "data-side": name,
+        onclick: () => getSelection()?.isCollapsed !== false && cast(name),
+      },
+      h(
+        "span",
+        { class: "side-key" },
+        button(`The ${name} one`, (event) => {
+          event.stopPropagation();
+          cast(name);
+        }, { key }),
+        cutMark(item.answers[which]),
+      ),
+      textBox(item.answers[which].text),
+      item.ratings?.[which]?.box,
     );
   const box = h(
     "div",
@@ -35,16 +48,30 @@ export function pairTask(item, cast) {
   return { box, keys };
 }
 
-/** Four to nine answers, best first (the answers come in the order in which they are shown): a number picks the next best, or they are dragged. */
+/** Up to nine answers, best first: a number picks the next best, = ties it with the one before, or they are dragged. */
 export function rankingTask(item, cast) {
   const many = item.answers.length;
   let ranked = []; // places in the shown order, best first
+  const tied = new Set(); // those that tie with the one before them
   const list = h("ol", { class: "ranking" });
   const submit = button("Save this order", () => send(), { key: "Enter", kind: "main" });
   const hint = h("small", { role: "status" });
   makeDraggable(list, (which, onto) => drop(which, onto));
 
-  const send = () => ranked.length === many && cast(ranked);
+  const send = () => ranked.length === many && cast(groups());
+  const groups = () => {
+    const found = [];
+    for (const shown of ranked) {
+      if (tied.has(shown) && found.length) found.at(-1).push(shown);
+      else found.push([shown]);
+    }
+    return found.map((group) => (group.length === 1 ? group[0] : group));
+  };
+  const tie = (shown) => {
+    if (ranked.indexOf(shown) < 1) return;
+    if (!tied.delete(shown)) tied.add(shown);
+    draw();
+  };
   const pick = (shown) => {
     if (shown >= many || ranked.includes(shown)) return;
     ranked.push(shown);
@@ -53,6 +80,7 @@ export function rankingTask(item, cast) {
   };
   const clear = () => {
     ranked = [];
+    tied.clear();
     draw();
   };
   const drop = (which, onto) => {
@@ -61,6 +89,7 @@ export function rankingTask(item, cast) {
     all.splice(all.indexOf(which), 1);
     all.splice(place, 0, which);
     ranked = all;
+    tied.delete(which); // it stands somewhere else now
     draw();
   };
   const sequence = () => [
@@ -68,29 +97,49 @@ export function rankingTask(item, cast) {
     ...item.answers.map((_, shown) => shown).filter((shown) => !ranked.includes(shown)),
   ];
 
+  const texts = item.answers.map((answer) => textBox(answer.text));
+
   function draw() {
+    let rank = -1;
     fill(
       list,
-      sequence().map((shown) => {
-        const rank = ranked.indexOf(shown);
+      sequence().map((shown, place) => {
+        const isRanked = ranked.includes(shown);
+        const isTied = isRanked && place > 0 && tied.has(shown);
+        if (isRanked && !isTied) rank += 1;
         return h(
           "li",
-          {
-            class: rank >= 0 ? "ranked" : "",
-            "data-shown": shown,
-          },
+          { class: `${isRanked ? "ranked" : ""} ${isTied ? "tied" : ""}`, "data-shown": shown },
           h(
-            "button",
-            {
-              type: "button",
-              class: "rank",
-              "aria-label": `Answer ${shown + 1}: next best`,
-              onclick: () => pick(shown),
-            },
-            h("kbd", {}, shown + 1),
-            h("b", {}, rank >= 0 ? `#${rank + 1}` : "–"),
+            "span",
+            { class: "rank" },
+            h(
+              "button",
+              {
+                type: "button",
+                class: "quiet",
+                "aria-label": `Answer ${shown + 1}, ${isRanked ? `rank ${rank + 1}${isTied ? ", tied" : ""}` : "not ranked"}`,
+                onclick: () => pick(shown),
+              },
+              h("kbd", {}, shown + 1),
+              h("b", {}, isRanked ? `#${rank + 1}` : "–"),
+            ),
+            isRanked &&
+              place > 0 &&
+              h(
+                "button",
+                {
+                  type: "button",
+                  class: "tie",
+                  "aria-pressed": String(isTied),
+                  "aria-label": `Answer ${shown + 1} ties with the one above`,
+                  title: "Ties with the one above",
+                  onclick: () => tie(shown),
+                },
+                "=",
+              ),
           ),
-          h("span", { class: "text" }, visible(item.answers[shown].text) || "(nothing)"),
+          h("div", { class: "ranked-text" }, cutMark(item.answers[shown]), texts[shown], item.ratings?.[shown]?.box),
           h("span", { class: "handle", "aria-hidden": "true" }, "⠿"),
         );
       }),
@@ -120,6 +169,7 @@ export function rankingTask(item, cast) {
       does: "Next best answer",
       run: (event) => pick(Number(event.key) - 1),
     },
+    { key: "=", does: "The last placed ties with the one before", run: () => tie(ranked.at(-1)) },
     { key: "Enter", does: "Save this order", run: send },
     { key: ["c", "Backspace"], does: "Start over", run: clear },
     { key: "s", does: "Skip", run: () => cast("skip") },

@@ -1,24 +1,18 @@
 // Arena: two models answer the same prompts, and whoever judges does not know which is which.
 
 import { get, post } from "../api.js";
+import { ask } from "../dialogs.js";
 import { button, choose, field, fill, h, svg } from "../dom.js";
 import { count, percent } from "../format.js";
 import { bindPage } from "../keys.js";
 import { notice, tried } from "../notices.js";
+import { emptyState, howItWorks } from "../parts.js";
 
 export async function open(view) {
   const page = { view, runs: (await get("runs")).runs, arenas: [] };
   page.list = h("div", { class: "queues" });
-  fill(
-    view.root,
-    h(
-      "div",
-      { class: "head" },
-      h("h1", { class: "grow" }, "Arena"),
-      button("New match", () => askMatch(page), { key: "n", kind: "main" }),
-    ),
-    page.list,
-  );
+  page.make = button("New match", () => askMatch(page), { key: "n", kind: "main" });
+  fill(view.root, h("div", { class: "head" }, h("h1", { class: "grow" }, "Arena"), page.make), page.list, (page.how = h("div", {})));
   bindPage([{ key: "n", does: "New match", run: () => askMatch(page) }]);
   await refresh(page);
 }
@@ -32,16 +26,35 @@ async function refresh(page) {
 }
 
 function draw(page) {
-  fill(
-    page.list,
-    page.arenas.length
-      ? page.arenas.map((arena) => card(page, arena))
-      : h(
-          "div",
-          { class: "empty" },
-          "No matches yet. Two runs answer the same prompts, you choose blindly, and this page counts.",
-        ),
+  page.make.hidden = page.arenas.length === 0; // the button in the middle does it
+  fill(page.how, page.arenas.length > 0 && page.arenas.length < 3 && how());
+  fill(page.list, page.arenas.length ? page.arenas.map((arena) => card(page, arena)) : nothingYet(page));
+}
+
+function nothingYet(page) {
+  if (players(page).length < 2)
+    return emptyState(
+      "A match compares the answers of two trained models, and this workspace has fewer than two.",
+      h("a", { class: "button main", href: "#/start" }, "Train a model"),
+    );
+  return emptyState(
+    "In a match two models answer the same prompts, and you choose the better answer without knowing whose it is.",
+    button("Start a match", () => askMatch(page), { key: "n", kind: "main" }),
   );
+}
+
+function how() {
+  return howItWorks(
+    "How a match works",
+    ["Answer", "Both models answer the same prompts. You write the prompts, or take those that a run kept."],
+    ["Judge", "You see two answers in a random order and choose the better one. The names stay hidden."],
+    ["Count", "The win rate and its interval say how sure the result is: more votes make the interval narrower."],
+  );
+}
+
+/** The runs that can answer. */
+function players(page) {
+  return page.runs.filter((run) => run.method !== "reward" && run.step > 0);
 }
 
 function card(page, arena) {
@@ -63,7 +76,7 @@ function card(page, arena) {
       h("b", {}, arena.run_a),
       " is preferred to ",
       h("b", {}, arena.run_b),
-      ", a tie as half, with its 95 % interval:",
+      " (a tie counts as half), with a 95 % interval:",
     ),
     h(
       "div",
@@ -101,7 +114,7 @@ function card(page, arena) {
     h(
       "div",
       { class: "row" },
-      h("a", { class: "button main", href: `#/label/${arena.queue_id}` }, "Judge blindly"),
+      h("a", { class: "button main", href: `#/label/${arena.queue_id}` }, "Judge blind"),
       judges.length > 0 &&
         choose([["", "Let a reward model judge…"], ...judges], "", (run) => run && letJudge(page, arena, Number(run)), {
           "aria-label": "Let a reward model judge",
@@ -113,7 +126,7 @@ function card(page, arena) {
 async function letJudge(page, arena, run) {
   const told = await tried(() => post(`arena/${arena.queue_id}/judge`, { reward_run: run }));
   if (!told) return;
-  notice(`${count(told.votes, "vote")} by the judge`);
+  notice(`The reward model cast ${count(told.votes, "vote")}`);
   await tried(() => refresh(page));
 }
 
@@ -131,58 +144,35 @@ function whisker({ win_rate: rate, low, high }) {
 }
 
 function askMatch(page) {
-  const talkers = page.runs.filter((run) => run.method !== "reward" && run.step > 0);
-  if (talkers.length < 2) {
+  const options = players(page).map((run) => [run.id, run.name]);
+  if (options.length < 2) {
     notice("A match needs two runs with models.", "error");
     return;
   }
-  const options = talkers.map((run) => [run.id, run.name]);
   const [first, second] = [choose(options, options[1][0], () => {}), choose(options, options[0][0], () => {})];
-  const prompts = h("textarea", { rows: 5, placeholder: "One prompt a line. Empty: prompts that the first run kept." });
+  const prompts = h("textarea", { rows: 5, placeholder: "One prompt per line. Empty: prompts that the first run kept." });
   const many = h("input", { type: "number", min: 1, max: 500, value: 20 });
-  const begin = h("button", { class: "main" }, "Begin");
-  const dialog = h(
-    "dialog",
-    { "aria-label": "New match" },
-    h("h2", {}, "New match"),
-    h(
-      "form",
-      {
-        class: "stack",
-        onsubmit: async (event) => {
-          event.preventDefault();
-          begin.disabled = true; // both models answer before this is done
-          const lines = prompts.value
-            .split("\n")
-            .map((line) => line.trim())
-            .filter(Boolean);
-          const body = {
-            run_a: Number(first.value),
-            run_b: Number(second.value),
-            ...(lines.length ? { prompts: lines.map((prompt) => ({ prompt })) } : { count: Number(many.value) }),
-          };
-          const made = await tried(() => post("arena", body));
-          begin.disabled = false;
-          if (!made) return;
-          dialog.close();
-          notice(`${made.items} pairs wait to be judged`);
-          await tried(() => refresh(page));
-        },
-      },
-      field("This run", first),
-      field("Against", second),
-      field("Prompts", prompts),
-      field("How many, if none are written", many),
-      h(
-        "div",
-        { class: "row" },
-        begin,
-        button("Cancel", () => dialog.close()),
-      ),
-    ),
+  const send = async () => {
+    const lines = prompts.value
+      .split("\n")
+      .map((line) => line.trim())
+      .filter(Boolean);
+    const body = {
+      run_a: Number(first.value),
+      run_b: Number(second.value),
+      ...(lines.length ? { prompts: lines.map((prompt) => ({ prompt })) } : { count: Number(many.value) }),
+    };
+    const made = await tried(() => post("arena", body)); // both models answer before this is done
+    if (!made) return false;
+    notice(`${made.items} pairs are ready to be judged`);
+    tried(() => refresh(page));
+    return true;
+  };
+  ask(
+    { title: "New match", verb: "Start the match", send, first },
+    field("This run", first),
+    field("Against", second),
+    field("Prompts", prompts),
+    field("Number of prompts, if you write none", many),
   );
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
-  first.focus();
 }

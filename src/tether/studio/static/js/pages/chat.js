@@ -1,10 +1,12 @@
 // Chat: talk to one run's model, or to two side by side. Any answer can be sent to a label queue.
 
 import { get, hear, post } from "../api.js";
-import { button, choose, fill, h } from "../dom.js";
+import { ask } from "../dialogs.js";
+import { button, choose, field, fill, h } from "../dom.js";
 import { visible } from "../format.js";
 import { bindPage } from "../keys.js";
 import { notice, tried } from "../notices.js";
+import { emptyState } from "../parts.js";
 
 const ENDS = { length: ", cut off", stopped: ", stopped" };
 
@@ -14,12 +16,10 @@ export async function open(view) {
   if (!talkers.length) {
     fill(
       view.root,
-      h(
-        "div",
-        { class: "empty" },
-        h("h1", {}, "Chat"),
-        "No run has a model to talk to yet. Train one first.",
-        h("a", { href: "#/runs" }, "Runs"),
+      h("div", { class: "head" }, h("h1", {}, "Chat")),
+      emptyState(
+        "No run has a model to talk to yet.",
+        h("a", { class: "button main", href: "#/start" }, "Train a model"),
       ),
     );
     return;
@@ -42,7 +42,7 @@ function build(page) {
   page.log = h("ol", { class: "chat-log", "aria-live": "polite" });
   page.text = h("textarea", {
     rows: 3,
-    placeholder: "Say something",
+    placeholder: "Message",
     "aria-label": "Message",
     onkeydown: (event) => {
       if (event.key === "Enter" && !event.shiftKey) {
@@ -64,18 +64,19 @@ function build(page) {
         page.left,
         (id) => {
           page.left = id;
+          draw(page);
         },
         { "aria-label": "Run" },
       ),
-      h("span", {}, "beside"),
+      h("span", {}, "next to"),
       choose(
-        [["", "nothing"], ...options],
+        [["", "no other run"], ...options],
         page.right,
         (id) => {
           page.right = id;
           draw(page);
         },
-        { "aria-label": "Beside" },
+        { "aria-label": "Second run" },
       ),
       h("span", { class: "grow" }),
       h("label", { class: "inline" }, "tokens", page.length),
@@ -202,7 +203,15 @@ function draw(page) {
   page.log.setAttribute("aria-busy", String(page.busy)); // read aloud as a whole, not token by token
   fill(
     page.log,
-    page.turns.length === 0 && h("li", { class: "empty" }, "Nothing said yet."),
+    page.turns.length === 0 &&
+      h(
+        "li",
+        {},
+        emptyState(
+          `Write a message to ${[page.left, page.right].filter((id) => id !== "").map((id) => nameOf(page, id)).join(" and ")}.`,
+          button("Write a message", () => page.text.focus(), { key: "e", kind: "main" }),
+        ),
+      ),
     page.turns.map((turn) =>
       h(
         "li",
@@ -223,7 +232,7 @@ function draw(page) {
         h(
           "div",
           { class: "row" },
-          button("To a label queue", () => sendToQueue(page, turn), { kind: "quiet" }),
+          button("Send to a label queue", () => sendToQueue(page, turn), { kind: "quiet" }),
         ),
       ),
     ),
@@ -236,7 +245,7 @@ function sendToQueue(page, turn) {
   const wants = turn.answers.length > 1 ? "pair" : "demonstration";
   const fitting = page.queues.filter((queue) => queue.kind === wants);
   if (!fitting.length) {
-    notice(`Make a queue of kind "${wants}" first, on the Label page.`, "error");
+    notice(`There is no open queue of kind "${wants}". Make one on the Label page.`, "error");
     return;
   }
   const where = choose(
@@ -244,37 +253,14 @@ function sendToQueue(page, turn) {
     fitting[0].id,
     () => {},
   );
-  const dialog = h(
-    "dialog",
-    { "aria-label": "Send to a label queue" },
-    h("h2", {}, "Send to a label queue"),
-    h(
-      "form",
-      {
-        class: "stack",
-        onsubmit: async (event) => {
-          event.preventDefault();
-          const prompt = conversation({ turns: page.turns.slice(0, page.turns.indexOf(turn)) }, 0).concat({
-            role: "user",
-            content: turn.said,
-          });
-          const record = wants === "pair" ? { prompt, answers: turn.answers.map((answer) => answer.text) } : { prompt };
-          const made = await tried(() => post(`label/queues/${where.value}/fill`, { from: "chat", records: [record] }));
-          if (!made) return;
-          dialog.close();
-          notice("Sent.");
-        },
-      },
-      where,
-      h(
-        "div",
-        { class: "row" },
-        h("button", { class: "main" }, "Send"),
-        button("Cancel", () => dialog.close()),
-      ),
-    ),
-  );
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
+  const send = async () => {
+    const before = conversation({ turns: page.turns.slice(0, page.turns.indexOf(turn)) }, 0);
+    const prompt = [...before, { role: "user", content: turn.said }];
+    const ended = turn.answers.map((answer) => answer.finish === "stop");
+    const record = wants === "pair" ? { prompt, answers: turn.answers.map((answer) => answer.text), ended } : { prompt };
+    const made = await tried(() => post(`label/queues/${where.value}/fill`, { from: "chat", records: [record] }));
+    if (made) notice("Sent to the queue.");
+    return made;
+  };
+  ask({ title: "Send to a label queue", verb: "Send", send, first: where }, field("Queue", where));
 }

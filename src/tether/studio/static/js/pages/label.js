@@ -5,11 +5,16 @@ import { button, field, fill, h } from "../dom.js";
 import { count, number } from "../format.js";
 import { bindPage } from "../keys.js";
 import { notice, tried } from "../notices.js";
+import { emptyState } from "../parts.js";
 import { queueTools, raterTools } from "../queue_tools.js";
+import { axisBoxes } from "../item_dialogs.js";
 import { openQueue } from "../judging.js";
+import { openItems } from "../label_items.js";
+import { sessionTools } from "../sessions.js";
 
 export async function open(view) {
-  if (view.parts.length > 1) await openQueue(view, view.parts[1]);
+  if (view.parts[2] === "items" && view.me.role === "owner") await openItems(view, view.parts[1]);
+  else if (view.parts.length > 1) await openQueue(view, view.parts[1]);
   else await openQueues(view);
 }
 
@@ -20,6 +25,8 @@ async function openQueues(view) {
     return;
   }
   const isOwner = view.me.role === "owner";
+  const sessions = isOwner && sessionTools();
+  if (sessions) view.onClose(sessions.close);
   const list = h(
     "ol",
     { class: "queues" },
@@ -31,18 +38,18 @@ async function openQueues(view) {
       "div",
       { class: "head" },
       h("h1", { class: "grow" }, "Label"),
-      isOwner && button("New queue", () => askQueue(), { key: "n", kind: "main" }),
+      isOwner && queues.length > 0 && button("New queue", () => askQueue(), { key: "n", kind: "main" }),
     ),
     queues.length
       ? list
-      : h(
-          "div",
-          { class: "empty" },
-          isOwner
-            ? "No queues yet. A queue holds what people are to judge: pairs, rankings, or prompts that want an answer."
-            : "There is nothing to label now.",
-        ),
-    isOwner && raterTools(queues),
+      : isOwner
+        ? emptyState(
+            "A queue holds what people judge: pairs, rankings, or prompts to answer. There is none yet.",
+            button("Make a queue", () => askQueue(), { key: "n", kind: "main" }),
+          )
+        : emptyState("There is nothing to label now.", button("Look again", () => location.reload(), { kind: "main" })),
+    isOwner && queues.length > 0 && raterTools(queues),
+    sessions && sessions.section,
   );
   let at = 0;
   const links = [...list.querySelectorAll("a.queue-name")];
@@ -52,7 +59,7 @@ async function openQueues(view) {
   };
   bindPage([
     { key: ["j", "ArrowDown"], does: "Next queue", run: () => move(document.activeElement === links[at] ? 1 : 0) },
-    { key: ["k", "ArrowUp"], does: "Queue before", run: () => move(-1) },
+    { key: ["k", "ArrowUp"], does: "Previous queue", run: () => move(-1) },
     {
       key: "Enter",
       does: "Judge",
@@ -66,7 +73,7 @@ async function openQueues(view) {
 
 function queueCard(queue, isOwner) {
   const agreement = h("span", { class: "agreement" });
-  if (isOwner) showAgreement(queue, agreement);
+  if (isOwner && queue.kind !== "demonstration") showAgreement(queue, agreement);
   const total = queue.items ?? 0;
   const votes = queue.votes ?? 0;
   return h(
@@ -100,7 +107,7 @@ async function showAgreement(queue, place) {
     h(
       "span",
       { title: "Share of repeated items that were judged the same again" },
-      "same again ",
+      "consistency ",
       h("b", {}, number(found.consistency)),
     ),
     h("span", {}, count(found.raters.length, "rater")),
@@ -115,6 +122,7 @@ function askQueue() {
     ["pair", "ranking", "demonstration"].map((each) => h("option", { value: each }, each)),
   );
   const guidelines = h("textarea", { rows: 5, placeholder: "Prefer the answer that …" });
+  const axes = axisBoxes();
   const dialog = h(
     "dialog",
     { "aria-label": "New queue" },
@@ -125,21 +133,23 @@ function askQueue() {
         class: "stack",
         onsubmit: async (event) => {
           event.preventDefault();
-          const body = { name: name.value, kind: kind.value, guidelines: guidelines.value };
+          const rated = kind.value === "demonstration" ? [] : axes.value();
+          const body = { name: name.value, kind: kind.value, guidelines: guidelines.value, axes: rated };
           const made = await tried(() => post("label/queues", body));
           if (!made) return;
           dialog.close();
-          notice(`${body.name} is made. Fill it next.`);
+          notice(`${body.name} is made. Fill it with items next.`);
           dispatchEvent(new HashChangeEvent("hashchange"));
         },
       },
       field("Name", name),
       field("What is judged", kind),
       field("Guidelines for raters", guidelines, "Shown beside every item."),
+      axes.box,
       h(
         "div",
         { class: "row" },
-        h("button", { class: "main" }, "Make it"),
+        h("button", { class: "main" }, "Make the queue"),
         button("Cancel", () => dialog.close()),
       ),
     ),

@@ -6,13 +6,14 @@ import { clock, number } from "../format.js";
 import { hearDoctor } from "../doctor.js";
 import { bindPage } from "../keys.js";
 import { listen } from "../live.js";
+import { diffTable, notesLine } from "../notes.js";
 import { notice, tried } from "../notices.js";
-import { progressBar, stateMark } from "../parts.js";
+import { emptyState, progressBar, stateMark, timeLeft } from "../parts.js";
 import { runActions } from "../run_actions.js";
 import { buildCurves, drawAll, loadOpen, setWeight, zoom, zoomBy } from "../run_curves.js";
 import { RunSeries } from "../series.js";
 
-const DOCTOR_EVERY = 15000; // ms between two consultations of a run that is going on
+const DOCTOR_EVERY = 15000; // ms between two checks of a running run
 
 export async function open(view) {
   const id = view.parts[1];
@@ -34,6 +35,13 @@ export async function open(view) {
   follow(page);
   hearDoctor(page);
   tried(() => fillPicker(page));
+  if (compared.length > 1) tried(() => showDiff(page));
+}
+
+/** What was set differently, above the curves that came of it. */
+async function showDiff(page) {
+  const found = await get("diff", { runs: page.compared.map((each) => each.run.id).join(",") });
+  if (page.view.isOpen()) fill(page.diff, h("h2", {}, "Settings that differ"), diffTable(found));
 }
 
 // -- the page ------------------------------------------------------------------------------------------------------
@@ -60,7 +68,10 @@ function build(page) {
     h("kbd", {}, "0"),
   );
   page.questions = h("div", { class: "questions" });
-  page.tokens = h("a", { class: "button", href: `#/run/${run.id}/tokens` }, "Tokens", h("kbd", {}, "m"));
+  page.diff = h("section", { class: "question" });
+  page.nothing = h("div", {});
+  page.notes = notesLine(run);
+  page.tokens = h("a", { class: "button", href: `#/run/${run.id}/tokens` }, "Answers, token by token", h("kbd", {}, "m"));
   buildCurves(page);
   fill(
     view.root,
@@ -74,8 +85,9 @@ function build(page) {
       runActions(run),
       page.tokens,
     ),
+    page.notes,
     page.latest,
-    h(
+    (page.tools = h(
       "div",
       { class: "row tools-row" },
       h("label", { class: "inline" }, "Smoothing", page.slider),
@@ -91,12 +103,14 @@ function build(page) {
         },
         "All metrics as CSV",
       ),
-    ),
+    )),
+    page.diff,
     page.doctor,
+    page.nothing,
     page.questions,
-    h("section", { class: "question" }, h("h2", {}, "What happened"), page.events),
+    (page.happened = h("section", { class: "question" }, h("h2", {}, "Events"), page.events)),
     settingsOf("Recipe", run.config),
-    settingsOf("Made with", run.environment),
+    settingsOf("Software", run.environment),
   );
   drawHead(page);
   drawEvents(page);
@@ -125,7 +139,7 @@ function overlayPicker(page) {
           {
             type: "button",
             class: "quiet",
-            "aria-label": `Take ${each.run.name} away`,
+            "aria-label": `Remove ${each.run.name}`,
             onclick: () =>
               goWith(
                 page,
@@ -154,7 +168,7 @@ async function fillPicker(page) {
   const others = (await get("runs")).runs.filter((each) => !shown.has(each.id));
   fill(
     page.picker,
-    h("option", { value: "" }, "Overlay a run…"),
+    h("option", { value: "" }, "Compare with a run…"),
     others.map((each) => h("option", { value: each.id }, each.name)),
   );
   page.picker.hidden = others.length === 0;
@@ -173,7 +187,11 @@ function settingsOf(title, values) {
 function drawHead(page) {
   const { run } = page;
   page.tokens.hidden = run.rollout_steps.length === 0;
-  fill(page.state, stateMark(run.state), progressBar(run.step, run.steps));
+  const left = run.state === "running" ? timeLeft(run.seconds_left) : "";
+  fill(page.state, stateMark(run.state), progressBar(run.step, run.steps), left && h("small", {}, left));
+  const bare = run.metric_names.length === 0;
+  for (const each of [page.tools, page.doctor, page.latest]) each.hidden = bare;
+  fill(page.nothing, bare && nothingYet(run));
   const names = { score: "Score", "held_out/score": "Held-out", accuracy: "Accuracy", kl_ref_k3: "KL", loss: "Loss" };
   fill(
     page.latest,
@@ -183,7 +201,18 @@ function drawHead(page) {
   );
 }
 
+function nothingYet(run) {
+  if (run.state === "running")
+    return emptyState("The first step is being taken; its numbers will appear here.", runsLink());
+  return emptyState(`This run ended (${run.state}) before its first step; the events below say why.`, runsLink());
+}
+
+function runsLink() {
+  return h("a", { class: "button main", href: "#/runs" }, "Back to the runs");
+}
+
 function drawEvents(page) {
+  page.happened.hidden = page.run.events.length === 0;
   fill(
     page.events,
     page.run.events
@@ -219,6 +248,7 @@ function keys(page) {
     { key: "]", does: "Move right", run: () => zoomBy(page, 1, 0.5) },
     { key: "0", does: "Whole run", run: () => zoom(page, null) },
     { key: "o", does: "Overlay another run", run: () => page.picker.focus() },
+    { key: "e", does: "Edit its note, tags and group", run: () => page.notes.edit() },
   ];
 }
 
@@ -229,6 +259,15 @@ function noteNames(page, names) {
   page.run.metric_names.push(...fresh);
   buildCurves(page);
   hearDoctor(page);
+}
+
+/** Tell the time that is left from the pace at which steps arrive. */
+function keepPace(page) {
+  const now = Date.now() / 1000;
+  const took = now - (page.lastStep ?? now);
+  if (took > 0) page.pace = page.pace === undefined ? took : 0.8 * page.pace + 0.2 * took;
+  page.lastStep = now;
+  if (page.pace !== undefined) page.run.seconds_left = page.pace * (page.run.steps - page.run.step);
 }
 
 // -- live ----------------------------------------------------------------------------------------------------------
@@ -265,6 +304,7 @@ function follow(page) {
     step: (news) => {
       if (news.step > page.run.step) reload(); // steps went by between asking and listening
       page.run.step = Math.max(page.run.step, news.step + 1);
+      keepPace(page);
       for (const name of Object.keys(page.run.latest))
         page.run.latest[name] = news.metrics[name] ?? page.run.latest[name];
       if (page.compared[0].append(news.step, news.metrics)) reload();

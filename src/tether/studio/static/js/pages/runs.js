@@ -1,17 +1,34 @@
 // Runs: every run of the workspace, the one written last first.
 
 import { get } from "../api.js";
-import { button, fill, h, onceAFrame } from "../dom.js";
+import { button, choose, fill, h, onceAFrame } from "../dom.js";
 import { age, number } from "../format.js";
 import { jobsPanel } from "../jobs.js";
 import { bindPage } from "../keys.js";
 import { lineagePicture } from "../lineage.js";
 import { listen } from "../live.js";
-import { progressBar, stateMark } from "../parts.js";
+import { askNotes } from "../notes.js";
+import { emptyState, progressBar, stateMark, tagChips } from "../parts.js";
 import { sparkline } from "../sparkline.js";
 
+const GROUPINGS = [
+  ["", "No grouping"],
+  ["group", "By group"],
+  ["method", "By method"],
+  ["state", "By state"],
+];
+
 export async function open(view) {
-  const page = { view, runs: (await get("runs")).runs, at: 0, compared: new Set(), words: "" };
+  const page = {
+    view,
+    runs: (await get("runs")).runs,
+    at: 0,
+    compared: new Set(),
+    words: "",
+    tag: view.query.get("tag") ?? "",
+    group: view.query.get("group") ?? "",
+    by: localStorage.getItem("group-runs-by") ?? "group",
+  };
   build(page);
   const redraw = onceAFrame(() => view.isOpen() && draw(page));
   const again = async () => {
@@ -50,9 +67,20 @@ function build(page) {
     },
   });
   page.compare = button("Compare", () => compare(page), { key: "c" });
+  page.filters = h("div", { class: "row filters" });
   page.table = h("tbody", {});
   page.picture = h("section", { class: "lineage-panel" });
   page.empty = h("div", {});
+  page.grouping = choose(
+    GROUPINGS,
+    page.by,
+    (by) => {
+      page.by = by;
+      localStorage.setItem("group-runs-by", by);
+      draw(page);
+    },
+    { "aria-label": "Group the runs" },
+  );
   const names = [
     ["Compare", "tick"],
     ["Run"],
@@ -60,8 +88,8 @@ function build(page) {
     ["Progress"],
     ["Score or loss", "", 2],
     ["KL", "figure"],
-    ["Last written", "figure"],
-    ["Came from"],
+    ["Updated", "figure"],
+    ["Made from"],
   ];
   fill(
     page.view.root,
@@ -71,10 +99,12 @@ function build(page) {
       h("h1", {}, "Runs"),
       h("small", { class: "grow" }, page.view.me.workspace),
       page.search,
+      page.grouping,
       page.compare,
-      h("a", { class: "button main", href: "#/start" }, "New run", h("kbd", {}, "n")),
+      (page.start = h("a", { class: "button main", href: "#/start" }, "New run", h("kbd", {}, "n"))),
     ),
-    h(
+    page.filters,
+    (page.whole = h(
       "div",
       { class: "wide" },
       h(
@@ -91,14 +121,14 @@ function build(page) {
         ),
         page.table,
       ),
-    ),
+    )),
     page.empty,
     page.picture,
     jobsPanel(page.view),
   );
   bindPage([
     { key: ["j", "ArrowDown"], does: "Next run", run: () => move(page, 1) },
-    { key: ["k", "ArrowUp"], does: "Run before", run: () => move(page, -1) },
+    { key: ["k", "ArrowUp"], does: "Previous run", run: () => move(page, -1) },
     { key: "Enter", does: "Open the run", run: () => shown(page)[page.at] && go(`#/run/${shown(page)[page.at].id}`) },
     {
       key: "m",
@@ -108,6 +138,11 @@ function build(page) {
     { key: "x", does: "Mark the run for comparing", run: () => mark(page, shown(page)[page.at]) },
     { key: "c", does: "Compare the marked runs", run: () => compare(page) },
     { key: "n", does: "New run", run: () => go("#/start") },
+    {
+      key: "e",
+      does: "Edit the run's note, tags and group",
+      run: () => shown(page)[page.at] && askNotes(shown(page)[page.at], groupsOf(page), () => draw(page)),
+    },
     { key: "/", does: "Find a run", run: () => page.search.focus() },
   ]);
   draw(page);
@@ -117,14 +152,66 @@ function go(address) {
   location.hash = address;
 }
 
+/** The runs that fit the filters, those of a group next to one another. */
 function shown(page) {
-  return page.runs.filter((run) => `${run.name} ${run.method} ${run.state}`.toLowerCase().includes(page.words));
+  const fitting = page.runs.filter(
+    (run) =>
+      `${run.name} ${run.method} ${run.state} ${run.note} ${run.group} ${run.tags.join(" ")}`
+        .toLowerCase()
+        .includes(page.words) &&
+      (!page.tag || run.tags.includes(page.tag)) &&
+      (!page.group || run.group === page.group),
+  );
+  if (!isGrouped(page)) return fitting;
+  const places = new Map();
+  for (const run of fitting) if (!places.has(run[page.by])) places.set(run[page.by], places.size);
+  if (places.has("")) places.set("", Infinity); // runs without a group come last
+  return fitting.toSorted((a, b) => places.get(a[page.by]) - places.get(b[page.by]) || 0);
+}
+
+function isGrouped(page) {
+  return page.by !== "" && (page.by !== "group" || page.runs.some((run) => run.group));
+}
+
+function groupsOf(page) {
+  return [...new Set(page.runs.map((run) => run.group).filter(Boolean))].sort();
+}
+
+/** Show only the runs with a tag, or of a group; asked for again, all are shown. */
+function filterBy(page, kind, value) {
+  page[kind] = page[kind] === value ? "" : value;
+  page.at = 0;
+  draw(page);
+}
+
+function drawFilters(page) {
+  const tags = [...new Set(page.runs.flatMap((run) => run.tags))].sort();
+  const chip = (kind, value, look) =>
+    h(
+      "button",
+      {
+        type: "button",
+        class: look,
+        "aria-pressed": page[kind] === value ? "true" : "false",
+        onclick: () => filterBy(page, kind, value),
+      },
+      value,
+    );
+  const groups = groupsOf(page);
+  page.filters.hidden = tags.length + groups.length === 0;
+  fill(
+    page.filters,
+    groups.length > 0 && h("small", {}, "Group"),
+    groups.map((name) => chip("group", name, "tag group")),
+    tags.length > 0 && h("small", {}, "Tag"),
+    tags.map((tag) => chip("tag", tag, "tag")),
+  );
 }
 
 function move(page, by) {
   page.at = Math.max(0, Math.min(shown(page).length - 1, page.at + by));
   draw(page);
-  page.table.children[page.at]?.scrollIntoView({ block: "nearest" });
+  page.table.querySelector("tr.at")?.scrollIntoView({ block: "nearest" });
 }
 
 function mark(page, run) {
@@ -141,27 +228,12 @@ function compare(page) {
 function draw(page) {
   const list = shown(page);
   page.at = Math.min(page.at, Math.max(0, list.length - 1));
-  fill(
-    page.table,
-    list.map((run, place) => row(page, run, place)),
-  );
-  fill(
-    page.empty,
-    list.length === 0 &&
-      h(
-        "div",
-        { class: "empty" },
-        page.runs.length
-          ? "No run is called that."
-          : [
-              "No runs yet. ",
-              h("a", { href: "#/start" }, "Start one"),
-              ", or train one with ",
-              h("code", {}, `tether train ppo RECIPE --run.directory ${page.view.me.workspace}`),
-              ".",
-            ],
-      ),
-  );
+  drawFilters(page);
+  fill(page.table, rows(page, list));
+  const none = page.runs.length === 0;
+  for (const each of [page.search, page.compare, page.grouping, page.start]) each.hidden = none;
+  page.whole.hidden = list.length === 0;
+  fill(page.empty, list.length === 0 && nothingToShow(page, none));
   page.compare.disabled = page.compared.size < 1;
   const chosen = list[page.at];
   if (!chosen) {
@@ -169,10 +241,43 @@ function draw(page) {
   } else {
     fill(
       page.picture,
-      h("h2", {}, "What ", h("span", { class: "mono" }, chosen.name), " was made from"),
+      h("h2", {}, "Where ", chosen.name, " comes from"),
       h("div", { class: "wide" }, lineagePicture(page.runs, chosen)),
     );
   }
+}
+
+function nothingToShow(page, none) {
+  if (none)
+    return emptyState(
+      "This workspace has no runs yet.",
+      h("a", { class: "button main", href: "#/start" }, "Start a run", h("kbd", {}, "n")),
+      h("small", {}, "Or in a terminal: ", h("code", {}, `tether train ppo RECIPE --run.directory ${page.view.me.workspace}`)),
+    );
+  const clear = () => {
+    Object.assign(page, { words: "", tag: "", group: "" });
+    page.search.value = "";
+    draw(page);
+  };
+  return emptyState("No run fits what you are looking for.", button("Show all runs", clear, { kind: "main" }));
+}
+
+/** The runs' rows, under the name of their group where they are grouped. */
+function rows(page, list) {
+  const grouped = isGrouped(page);
+  return list.flatMap((run, place) => {
+    const name = run[page.by];
+    const begins = grouped && (place === 0 || list[place - 1][page.by] !== name);
+    const many = begins && list.filter((each) => each[page.by] === name).length;
+    const head =
+      begins &&
+      h(
+        "tr",
+        { class: "group-head" },
+        h("th", { scope: "rowgroup", colspan: 9 }, name || "No group", " ", h("small", {}, many)),
+      );
+    return head ? [head, row(page, run, place)] : [row(page, run, place)];
+  });
 }
 
 function row(page, run, place) {
@@ -186,13 +291,26 @@ function row(page, run, place) {
       class: place === page.at ? "at" : "",
       "aria-selected": place === page.at ? "true" : "false",
       onclick: (event) => {
-        if (event.target.closest("a, input")) return;
+        if (event.target.closest("a, input, button")) return;
         page.at = place;
         draw(page);
       },
     },
     h("td", { class: "tick" }, box),
-    h("td", { class: "name" }, h("a", { href: `#/run/${run.id}` }, run.name), " ", h("small", {}, run.method)),
+    h(
+      "td",
+      { class: "name" },
+      h("a", { href: `#/run/${run.id}` }, run.name),
+      " ",
+      h("small", {}, run.method),
+      run.tags.length > 0 &&
+        h(
+          "span",
+          { class: "tags" },
+          tagChips(run.tags, (tag) => filterBy(page, "tag", tag)),
+        ),
+      run.note && h("span", { class: "note", title: run.note }, run.note),
+    ),
     h("td", {}, stateMark(run.state)),
     h("td", {}, progressBar(run.step, run.steps)),
     h("td", { class: "curve" }, sparkline(run.spark ?? [], { width: 150, label: `${run.name}: how it went` })),

@@ -7,6 +7,7 @@ import { choose, debounced, fill, h, onceAFrame } from "../dom.js";
 import { bindPage } from "../keys.js";
 import { makeLens } from "../microscope.js";
 import { notice, tried } from "../notices.js";
+import { emptyState } from "../parts.js";
 import { turn } from "../token_colour.js";
 
 const SORTS = [
@@ -39,12 +40,10 @@ export async function open(view) {
   if (!page.run.rollout_steps.length) {
     fill(
       view.root,
-      h(
-        "div",
-        { class: "empty" },
-        h("h1", {}, page.run.name),
+      h("div", { class: "head" }, h("h1", {}, h("a", { href: `#/run/${page.run.id}` }, page.run.name))),
+      emptyState(
         "This run kept no answers, so there are no tokens to look at.",
-        h("a", { href: `#/run/${page.run.id}` }, "Its curves"),
+        h("a", { class: "button main", href: `#/run/${page.run.id}` }, "Open its curves"),
       ),
     );
     return;
@@ -62,7 +61,7 @@ async function fillPicker(page) {
   const others = (await get("runs")).runs.filter((each) => each.id !== page.run.id);
   fill(
     page.picker,
-    [{ id: "", name: "nothing" }, ...others].map((each) =>
+    [{ id: "", name: "no other run" }, ...others].map((each) =>
       h("option", { value: each.id, selected: String(each.id) === String(page.beside?.id ?? "") }, each.name),
     ),
   );
@@ -112,7 +111,7 @@ function build(page) {
       h(
         "label",
         { class: "inline" },
-        "Beside",
+        "Compare with",
         (page.picker = h("select", { onchange: (event) => goTo(page, { beside: event.target.value }) })),
       ),
     ),
@@ -189,11 +188,11 @@ function keys(page) {
   };
   return [
     { key: "j", does: "Next answer", run: () => walk(page, 1) },
-    { key: "k", does: "Answer before", run: () => walk(page, -1) },
+    { key: "k", does: "Previous answer", run: () => walk(page, -1) },
     { key: ["]", "."], does: "Same prompt, later in training", run: () => nextStep(1) },
     { key: ["[", ","], does: "Same prompt, earlier in training", run: () => nextStep(-1) },
     { key: "q", does: "Colour by the next quantity", run: () => turn(page, 1) },
-    { key: "Q", does: "Colour by the quantity before", run: () => turn(page, -1) },
+    { key: "Q", does: "Colour by the previous quantity", run: () => turn(page, -1) },
     {
       key: ["ArrowLeft", "ArrowRight"],
       does: "Walk through the tokens",

@@ -1,13 +1,15 @@
 // Train from votes: how many there are, what they have taught so far, and one button that teaches more.
 
 import { get, post } from "../api.js";
+import { ask } from "../dialogs.js";
 import { button, choose, field, fill, h } from "../dom.js";
 import { makeChart } from "../chart.js";
 import { age, count, percent } from "../format.js";
 import { bindPage } from "../keys.js";
+import { demonstrationSection } from "../demonstrations.js";
 import { jobsPanel } from "../jobs.js";
 import { notice, tried } from "../notices.js";
-import { stateMark } from "../parts.js";
+import { emptyState, howItWorks, stateMark } from "../parts.js";
 
 export async function open(view) {
   const page = { view, queues: [], at: 0, charts: [] };
@@ -16,12 +18,14 @@ export async function open(view) {
     view.root,
     h("div", { class: "head" }, h("h1", { class: "grow" }, "Train from votes")),
     page.list,
+    demonstrationSection(view),
     jobsPanel(view, { kinds: ["train"], changed: () => tried(() => refresh(page)) }),
+    (page.how = h("div", {})),
   );
   view.onClose(() => page.charts.forEach((chart) => chart.close()));
   bindPage([
     { key: ["j", "ArrowDown"], does: "Next queue", run: () => move(page, 1) },
-    { key: ["k", "ArrowUp"], does: "Queue before", run: () => move(page, -1) },
+    { key: ["k", "ArrowUp"], does: "Previous queue", run: () => move(page, -1) },
     {
       key: "t",
       does: "Train a reward model, then a policy",
@@ -50,11 +54,15 @@ function move(page, by) {
 
 function draw(page) {
   page.charts.splice(0).forEach((chart) => chart.close());
+  fill(page.how, page.queues.length > 0 && page.queues.length < 3 && how());
   fill(
     page.list,
     page.queues.length
       ? page.queues.map((queue) => card(page, queue))
-      : h("div", { class: "empty" }, "No votes yet. ", h("a", { href: "#/label" }, "Label some pairs"), " first."),
+      : emptyState(
+          "A reward model learns from votes, and there are none yet.",
+          h("a", { class: "button main", href: "#/label" }, "Judge some answers"),
+        ),
   );
   move(page, 0);
 }
@@ -100,6 +108,15 @@ function card(page, queue) {
   );
 }
 
+function how() {
+  return howItWorks(
+    "How votes train a model",
+    ["Judge", "Each vote says which of two answers is better. Some items are held out, and stay held out as votes grow."],
+    ["Reward model", "It learns to score the better answer higher. Its accuracy on the held-out pairs says how far to trust it."],
+    ["Policy", "PPO trains the policy on the reward model's scores, and a KL penalty keeps it close to where it started."],
+  );
+}
+
 /** The policy that was trained on a reward model stands beside it in the workspace. */
 function policyOf(page, model) {
   const policy = page.runs.find((run) => run.name === model.run.replace(/reward$/, "ppo"));
@@ -119,7 +136,7 @@ function policyOf(page, model) {
 function drawCurve(page, queue, place) {
   const points = queue.points.filter((each) => each.accuracy !== null).toSorted((a, b) => a.votes - b.votes);
   if (!points.length) return;
-  const note = "share of pairs kept aside that are ranked as people did; across: votes";
+  const note = "share of held-out pairs that are ranked as people ranked them, by number of votes";
   const chart = makeChart({
     name: `accuracy-by-votes-${queue.id}`,
     title: "Held-out accuracy",
@@ -150,42 +167,22 @@ function askTrain(page, queue) {
   const from = choose([["", "the run that gave the answers"], ...policies], "", () => {});
   const reward = h("input", { type: "number", min: 1, max: 1000000, value: 60, required: true });
   const policy = h("input", { type: "number", min: 1, max: 1000000, value: 40, required: true });
-  const dialog = h(
-    "dialog",
-    { "aria-label": "Train from votes" },
-    h("h2", {}, `Train from the votes of ${queue.name}`),
+  const send = async () => {
+    const body = { queue_id: queue.id, reward_steps: Number(reward.value), ppo_steps: Number(policy.value) };
+    if (from.value) body.from_run = Number(from.value);
+    const made = await tried(() => post("train", body));
+    if (made) notice(`${made.name} has started`);
+    return made;
+  };
+  ask(
+    { title: `Train from the votes of ${queue.name}`, verb: "Train", send },
     h(
       "p",
       {},
-      "First a reward model learns what was preferred. Then PPO trains a policy on it. Which votes were used is written beside the run.",
+      "First a reward model learns what was preferred, then PPO trains a policy on it. The votes that were used are listed in votes.json beside the run.",
     ),
-    h(
-      "form",
-      {
-        class: "stack",
-        onsubmit: async (event) => {
-          event.preventDefault();
-          const body = { queue_id: queue.id, reward_steps: Number(reward.value), ppo_steps: Number(policy.value) };
-          if (from.value) body.from_run = Number(from.value);
-          const made = await tried(() => post("train", body));
-          if (!made) return;
-          dialog.close();
-          notice(`${made.name} has started`);
-        },
-      },
-      field("The policy goes on from", from),
-      field("Steps of the reward model", reward),
-      field("Steps of PPO", policy),
-      h(
-        "div",
-        { class: "row" },
-        h("button", { class: "main" }, "Train"),
-        button("Cancel", () => dialog.close()),
-      ),
-    ),
+    field("The policy starts from", from),
+    field("Steps of the reward model", reward),
+    field("Steps of PPO", policy),
   );
-  dialog.addEventListener("close", () => dialog.remove());
-  document.body.append(dialog);
-  dialog.showModal();
-  dialog.querySelector("button.main").focus();
 }

@@ -1,0 +1,268 @@
+"""What an owner sees and sets of a queue's items: who judges them, which are gold, tags, and where raters disagree."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from sqlalchemy import Row, delete, insert, select, update
+
+from tether.runs.store.schema import assignments, items, queues, raters, votes
+from tether.studio.agreement import Vote, judgements
+from tether.studio.ballots import by_own_place, ranks_of
+from tether.studio.label_queues import Queues
+from tether.studio.people import Person
+from tether.studio.replies import Refused
+
+Status = Literal["any", "open", "judged", "done", "skipped"]
+TOGETHER = 5000  # ids in one statement
+
+
+@dataclass(frozen=True)
+class ItemFilter:
+    """Which items to list. `rater` are those that a person judged or was given; `disagreement` those that divide."""
+
+    status: Status = "any"
+    rater: int | None = None
+    disagreement: bool = False
+    gold: bool | None = None
+    tag: str = ""
+    text: str = ""
+
+
+class Items(Queues):
+    """The items of a queue as their owner works with them."""
+
+    def listed(self, queue_id: int, wanted: ItemFilter, limit: int, offset: int) -> dict[str, Any]:
+        """A page of the items that fit the filter, how many fit, and the tags that there are."""
+        queue = self.queue(queue_id)
+        rows = self.items(queue_id)
+        with self._opened.reading() as connection:
+            said = select(votes, raters.c.name.label("rater"), raters.c.excluded)
+            joined = votes.join(items, items.c.id == votes.c.item_id).join(raters, raters.c.id == votes.c.rater_id)
+            said = said.select_from(joined).where(items.c.queue_id == queue_id, ~votes.c.undone).order_by(votes.c.id)
+            by_item: dict[int, list[Row[Any]]] = defaultdict(list)
+            for vote in connection.execute(said):
+                by_item[vote.item_id].append(vote)
+            given: dict[int, list[int]] = defaultdict(list)
+            chosen = select(assignments).join(items, items.c.id == assignments.c.item_id)
+            for row in connection.execute(chosen.where(items.c.queue_id == queue_id)):
+                given[row.item_id].append(row.rater_id)
+        tags = Counter(tag for row in rows for tag in row.meta.get("tags", ()))
+        needed = queue.meta.get("votes_per_item") or 1
+        found = [_listed_item(row, by_item[row.id], given[row.id], needed) for row in rows]
+        fitting = [item for item in found if _fits(item, wanted)]
+        page = fitting[offset : offset + limit]
+        return {"items": page, "total": len(fitting), "of": len(found), "tags": dict(tags.most_common(100))}
+
+    def assign(self, by: Person, queue_id: int, chosen: Sequence[int], people: Sequence[int], each: int | None) -> int:
+        """Give items to people: to all of them, or to `each` of them in turn. No people: to everyone again.
+
+        No items means all of the queue. Repeats go to whoever has the item that they repeat. Returns how many items
+        were given.
+        """
+        with self._writing() as connection:
+            queue = self._queue(connection, queue_id)
+            rows = connection.execute(
+                select(items.c.id, items.c.repeat_of).where(items.c.queue_id == queue_id).order_by(items.c.id)
+            ).all()
+            known = set(
+                connection.execute(
+                    select(raters.c.id).where(raters.c.workspace == self._key, raters.c.id.in_(people))
+                ).scalars()
+            )
+            if missing := [person for person in people if person not in known]:
+                raise Refused(404, f"there is no annotator {missing[0]}")
+            wanted = set(chosen or [row.id for row in rows])
+            if unknown := wanted - {row.id for row in rows}:
+                raise Refused(404, f"there is no item {min(unknown)} in queue {queue_id}")
+            firsts = [row.id for row in rows if row.repeat_of is None and row.id in wanted]
+            whose = _shared(firsts, people, each or len(people))
+            mine = [row.id for row in rows if (row.repeat_of or row.id) in whose]
+            if mine:
+                connection.execute(delete(assignments).where(assignments.c.item_id.in_(mine)))
+            new = [
+                {"item_id": row.id, "rater_id": rater}
+                for row in rows
+                for rater in whose.get(row.repeat_of or row.id, ())
+            ]
+            if new:
+                connection.execute(insert(assignments), new)
+            some = select(assignments.c.item_id).join(items).where(items.c.queue_id == queue_id).limit(1)
+            is_assigned = connection.execute(some).first() is not None
+            meta = queue.meta | {"assigned": is_assigned}
+            connection.execute(update(queues).where(queues.c.id == queue_id).values(meta=meta))
+            self._audit(connection, by.id, "assign", queue_id, items=len(firsts), raters=list(people), each=each)
+        return len(firsts)
+
+    def set_gold(self, by: Person, item_id: int, ranks: Sequence[int] | None) -> None:
+        """Say what the right answer to an item is, or that it is gold no more."""
+        with self._writing() as connection:
+            item = self._item(connection, item_id)
+            if ranks is not None:
+                if item.kind == "demonstration":
+                    raise Refused(422, "gold: a demonstration has no known right choice")
+                if len(ranks) != len(item.answers):
+                    raise Refused(
+                        422, f"gold: must hold a rank for each of the {len(item.answers)} answers, 0 the best"
+                    )
+            values = {"gold": None if ranks is None else list(ranks)}
+            connection.execute(
+                update(items).where((items.c.id == item_id) | (items.c.repeat_of == item_id)).values(values)
+            )
+            self._audit(connection, by.id, "gold", item_id, ranks=values["gold"])
+
+    def set_tags(self, by: Person, item_id: int, tags: Sequence[str]) -> None:
+        """Other tags for an item."""
+        with self._writing() as connection:
+            item = self._item(connection, item_id)
+            connection.execute(update(items).where(items.c.id == item_id).values(meta=item.meta | {"tags": list(tags)}))
+            self._audit(connection, by.id, "tags", item_id, tags=list(tags))
+
+    def exclude(self, by: Person, rater_id: int, excluded: bool) -> None:
+        """Leave a person's votes out of training and export, or take them in again."""
+        mine = (raters.c.workspace == self._key) & (raters.c.id == rater_id)
+        with self._writing() as connection:
+            if connection.execute(select(raters.c.id).where(mine)).first() is None:
+                raise Refused(404, f"there is no annotator {rater_id}")
+            connection.execute(update(raters).where(mine).values(excluded=excluded))
+            self._audit(connection, by.id, "exclude" if excluded else "include", rater_id)
+
+    def _item(self, connection: Any, item_id: int) -> Row[Any]:
+        chosen = select(items).join(queues, queues.c.id == items.c.queue_id)
+        found = connection.execute(chosen.where(items.c.id == item_id, queues.c.workspace == self._key)).first()
+        if found is None:
+            raise Refused(404, f"there is no item {item_id}")
+        return found
+
+
+def _shared(firsts: Sequence[int], people: Sequence[int], each: int) -> dict[int, list[int]]:
+    """item -> whose it is: `each` people, in turn, so that all get equally many."""
+    if not people:
+        return {item: [] for item in firsts}
+    each = min(each, len(people))
+    return {
+        item: [people[(place * each + turn) % len(people)] for turn in range(each)] for place, item in enumerate(firsts)
+    }
+
+
+def _listed_item(row: Row[Any], said: Sequence[Row[Any]], given: Sequence[int], needed: int) -> dict[str, Any]:
+    told = [_listed_vote(row.kind, vote) for vote in said]
+    real = [vote for vote in told if not vote["skipped"]]
+    enough = set(given) <= {vote["rater_id"] for vote in told} if given else len(real) >= needed
+    status = "done" if told and enough else "judged" if real else "skipped" if told else "open"
+    return {
+        "id": row.id,
+        "kind": row.kind,
+        "prompt": row.prompt,
+        "answers": [
+            {name: answer.get(name) for name in ("text", "source")} | {"ended": answer.get("ended", True)}
+            for answer in row.answers
+        ],
+        "tags": row.meta.get("tags", []),
+        "gold": row.gold,
+        "repeat_of": row.repeat_of,
+        "assigned": sorted(given),
+        "votes": told,
+        "status": status,
+        "disagreement": disagreement(row, said),
+    }
+
+
+def _listed_vote(kind: str, vote: Row[Any]) -> dict[str, Any]:
+    ranks = ranks_of(kind, vote.order, vote.choice)
+    written = vote.choice if kind == "demonstration" and isinstance(vote.choice, str) else None
+    return {
+        "id": vote.id,
+        "rater_id": vote.rater_id,
+        "rater": vote.rater,
+        "excluded": vote.excluded,
+        "ranks": ranks,
+        "both_bad": vote.choice == "both_bad" and kind == "pair",
+        "written": written,
+        "skipped": ranks is None and written is None,
+        "comment": vote.comment,
+        "ratings": None if vote.ratings is None else by_own_place(vote.order, vote.ratings),
+        "seconds": vote.seconds,
+    }
+
+
+def disagreement(row: Row[Any], said: Sequence[Row[Any]]) -> float | None:
+    """The share of pairs of votes that say different things of a pair of answers; None with fewer than two votes."""
+    told = [judgements(Vote(row.id, None, vote.rater_id, row.kind, vote.order, vote.choice)) for vote in said]
+    told = [one for one in told if one]
+    if len(told) < 2:
+        return None
+    pairs: Mapping[Any, list[str]] = defaultdict(list)
+    for one in told:
+        for pair, better in one.items():
+            pairs[pair].append(better)
+    unlike = alike = 0
+    for values in pairs.values():
+        counts, n = Counter(values), len(values)
+        same = sum(count * (count - 1) for count in counts.values()) // 2
+        alike += same
+        unlike += n * (n - 1) // 2 - same
+    return unlike / (unlike + alike)
+
+
+def _fits(item: Mapping[str, Any], wanted: ItemFilter) -> bool:
+    if wanted.status != "any" and item["status"] != wanted.status:
+        return False
+    if wanted.rater is not None and wanted.rater not in (
+        *item["assigned"],
+        *(vote["rater_id"] for vote in item["votes"]),
+    ):
+        return False
+    if wanted.disagreement and not item["disagreement"]:
+        return False
+    if wanted.gold is not None and (item["gold"] is not None) != wanted.gold:
+        return False
+    if wanted.tag and wanted.tag not in item["tags"]:
+        return False
+    return not wanted.text or wanted.text.casefold() in _words(item)
+
+
+def _words(item: Mapping[str, Any]) -> str:
+    """All that can be read of an item."""
+    said = [turn.get("content") or "" for turn in item["prompt"]] + [answer["text"] for answer in item["answers"]]
+    said += [vote["comment"] or "" for vote in item["votes"]] + [vote["written"] or "" for vote in item["votes"]]
+    return "\n".join(map(str, said)).casefold()
+
+
+# -- gold ---------------------------------------------------------------------------------------------------------
+
+MIN_GOLD = 3  # votes on gold items before anyone is flagged
+
+
+def gold_accuracy(said: Sequence[Row[Any]], least: float) -> dict[int, dict[str, Any]]:
+    """By rater: `votes` on gold items, `accuracy` (the mean share of pairs of answers that they ordered as the gold
+    does), and whether that is below `least`, with MIN_GOLD votes or more."""
+    shares: dict[int, list[float]] = defaultdict(list)
+    for vote in said:
+        ranks = ranks_of(vote.kind, vote.order, vote.choice)
+        if ranks is not None and vote.gold is not None:
+            shares[vote.rater_id].append(_alike(ranks, vote.gold))
+    return {
+        rater: {
+            "votes": len(values),
+            "accuracy": sum(values) / len(values),
+            "flagged": len(values) >= MIN_GOLD and sum(values) / len(values) < least,
+        }
+        for rater, values in shares.items()
+    }
+
+
+def _alike(ranks: Sequence[int], gold: Sequence[int]) -> float:
+    """Of the pairs of answers that the gold tells apart, the share that a vote orders alike; a tie needs a tie."""
+    n = len(ranks)
+    pairs = [(one, other) for one in range(n) for other in range(one + 1, n)]
+    telling = [pair for pair in pairs if gold[pair[0]] != gold[pair[1]]] or pairs
+    same = [_sign(ranks, *pair) == _sign(gold, *pair) for pair in telling]
+    return sum(same) / len(same)
+
+
+def _sign(ranks: Sequence[int], one: int, other: int) -> int:
+    return (ranks[one] > ranks[other]) - (ranks[one] < ranks[other])

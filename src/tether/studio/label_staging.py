@@ -1,0 +1,296 @@
+"""Taking many items in without keeping anyone waiting, and all of them or none.
+
+Items are written in short transactions to a queue that no one sees, and given to their own queue once all are there.
+Between two transactions whoever waits to vote has their turn. What a server that died has left behind is finished or
+removed by the next one.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
+
+from tether.errors import StorageError
+from tether.runs.store.schema import items, queues, votes
+from tether.studio.ballots import Ratings
+from tether.studio.label_items import Items
+from tether.studio.label_queues import INSERT_AUDITS, NewItem
+from tether.studio.people import Person
+
+TOGETHER = 200  # records in one transaction
+BREATH = 0.5  # of the time that a transaction took, for others
+FINISH_SECONDS = 3600.0  # for which a store that went away is waited for
+FIRST_PAUSE, MAX_PAUSE = 0.2, 5.0  # seconds between two looks at it
+IMPORTER_NAME = "import"
+
+_OPENED: set[str] = set()  # the stages of this process
+
+_INSERT_ITEMS = insert(items).returning(items.c.id, sort_by_parameter_order=True)
+_INSERT_VOTES = insert(votes).returning(votes.c.id, sort_by_parameter_order=True)
+_SET_REPEAT = update(items).where(items.c.id == bindparam("item")).values(repeat_of=bindparam("first"))
+
+
+@dataclass(frozen=True)
+class GivenVote:
+    """A vote that came with a record; its answers are in the record's own order."""
+
+    choice: Any
+    rater: str | None = None
+    comment: str | None = None
+    ratings: Ratings | None = None
+    seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class ItemWithVotes:
+    """An item from a record, and what was said of it there."""
+
+    item: NewItem
+    votes: Sequence[GivenVote] = ()
+
+
+@dataclass(frozen=True)
+class Taken:
+    """What came in."""
+
+    items: int
+    votes: int
+
+
+class Cancelled(Exception):  # noqa: N818 (what was asked for, not a fault)
+    """Whoever asked for the import took it back."""
+
+
+class Staging(Items):
+    """Many items at once."""
+
+    def take_in(
+        self,
+        by: Person,
+        queue_id: int,
+        given: Sequence[ItemWithVotes],
+        *,
+        action: str = "import",
+        origin: dict[str, Any] | None = None,
+        tell: Callable[[int], None] = lambda done: None,  # noqa: ARG005
+        cancelled: Callable[[], bool] = lambda: False,
+    ) -> Taken:
+        """Items with the votes of their records, all or none. `tell` hears how many are written."""
+        queue = self.queue(queue_id)
+        if len(given) <= TOGETHER:
+            with self._writing() as connection:
+                _, count = self._write_some(connection, queue, queue_id, given, [], {})
+                self._audit_import(connection, by, action, queue_id, Taken(len(given), count), origin)
+            return Taken(len(given), count)
+        stage = self._open_stage(queue)
+        try:
+            taken = self._fill_stage(queue, stage, given, tell, cancelled)
+        except BaseException:
+            self._drop(stage)
+            raise
+
+        def finish() -> None:
+            self._move(stage, queue_id)
+            with self._writing() as connection:
+                self._audit_import(connection, by, action, queue_id, taken, origin)
+                connection.execute(delete(queues).where(queues.c.id == stage))
+
+        _until_it_works(finish, cancelled)
+        return taken
+
+    def _fill_stage(
+        self,
+        queue: Row[Any],
+        stage: int,
+        given: Sequence[ItemWithVotes],
+        tell: Callable[[int], None],
+        cancelled: Callable[[], bool],
+    ) -> Taken:
+        ids: list[int] = []
+        raters: dict[str, int] = {}
+        count = 0
+        for start in range(0, len(given), TOGETHER):
+            if cancelled():
+                raise Cancelled
+            began = time.monotonic()
+            with self._writing() as connection:
+                new, said = self._write_some(connection, queue, stage, given[start : start + TOGETHER], ids, raters)
+            ids += new
+            count += said
+            tell(len(ids))
+            _let_others_in(began)
+        if cancelled():
+            raise Cancelled
+        return Taken(len(ids), count)
+
+    def _write_some(
+        self,
+        connection: Connection,
+        queue: Row[Any],
+        into: int,
+        given: Sequence[ItemWithVotes],
+        before: Sequence[int],
+        raters: dict[str, int],
+    ) -> tuple[list[int], int]:
+        """Write items to the queue `into` with their votes: (their ids, how many votes). `before` are earlier ids."""
+        rows = [
+            {
+                "prompt": list(one.item.prompt),
+                "answers": list(one.item.answers),
+                "meta": one.item.meta or {},
+                "queue_id": into,
+                "kind": queue.kind,
+                "priority": one.item.priority,
+            }
+            for one in given
+        ]
+        ids = list(connection.execute(_INSERT_ITEMS, rows).scalars()) if rows else []
+        known = [*before, *ids]
+        repeats = [
+            {"item": item, "first": known[one.item.repeats]}
+            for item, one in zip(ids, given, strict=True)
+            if one.item.repeats is not None
+        ]
+        if repeats:
+            connection.execute(_SET_REPEAT, repeats)
+        for name in {vote.rater or IMPORTER_NAME for one in given for vote in one.votes} - set(raters):
+            raters[name] = self._without_token(connection, queue.id, name)
+        said = [
+            self._given_row(raters[vote.rater or IMPORTER_NAME], item, vote, queue.kind, len(one.item.answers))
+            for item, one in zip(ids, given, strict=True)
+            for vote in one.votes
+        ]
+        if said:
+            kept = connection.execute(_INSERT_VOTES, said).scalars()
+            audits = [
+                self._audit_row(row["rater_id"], "vote", vote, item=row["item_id"])
+                for row, vote in zip(said, kept, strict=True)
+            ]
+            connection.execute(INSERT_AUDITS, audits)
+        return ids, len(said)
+
+    def _given_row(self, rater: int, item: int, vote: GivenVote, kind: str, answers: int) -> dict[str, Any]:
+        raise NotImplementedError
+
+    def _without_token(self, connection: Connection, queue_id: int, name: str) -> int:
+        raise NotImplementedError
+
+    def _audit_import(
+        self,
+        connection: Connection,
+        by: Person,
+        action: str,
+        queue_id: int,
+        taken: Taken,
+        origin: dict[str, Any] | None,
+    ) -> None:
+        more = {"votes": taken.votes} if origin is None else {"origin": origin}
+        self._audit(connection, by.id, action, queue_id, items=taken.items, **more)
+
+    # -- the queue that no one sees -----------------------------------------------------------------------------
+
+    @property
+    def _stages(self) -> str:
+        """The workspace of such queues: no other query looks there."""
+        return f"importing:{self._key}"
+
+    def _open_stage(self, queue: Row[Any]) -> int:
+        uid = secrets.token_hex(4)
+        _OPENED.add(uid)
+        meta = {"queue": queue.id, "host": socket.gethostname(), "pid": os.getpid(), "uid": uid}
+        values = {"name": f"import into {queue.id}", "kind": queue.kind, "guidelines": "", "meta": meta, "open": False}
+        with self._writing() as connection:
+            row = insert(queues).values(workspace=self._stages, created=time.time(), **values)
+            made = connection.execute(row).inserted_primary_key
+        assert made is not None
+        return made[0]
+
+    def _move(self, stage: int, queue_id: int) -> None:
+        """Give the items to their queue. From the first of them on there is no way back, only onwards."""
+        with self._writing() as connection:
+            row = connection.execute(select(queues).where(queues.c.id == stage)).one()
+            moving = update(queues).where(queues.c.id == stage).values(meta=row.meta | {"moving": True})
+            connection.execute(moving)
+        for some in self._in_parts(stage):
+            began = time.monotonic()
+            with self._writing() as connection:
+                connection.execute(update(items).where(items.c.id.in_(some)).values(queue_id=queue_id))
+            _let_others_in(began)
+
+    def _drop(self, stage: int) -> None:
+        """Forget a stage and all that is on it; one whose items are on the move keeps them for the next server."""
+        with self._opened.reading() as connection:
+            row = connection.execute(select(queues).where(queues.c.id == stage)).first()
+        if row is None or row.meta.get("moving"):
+            return
+        for some in self._in_parts(stage):
+            began = time.monotonic()
+            with self._writing() as connection:
+                connection.execute(delete(items).where(items.c.id.in_(some)))
+            _let_others_in(began)
+        with self._writing() as connection:
+            connection.execute(delete(queues).where(queues.c.id == stage))
+
+    def _in_parts(self, stage: int) -> list[list[int]]:
+        """The items of a stage, a few hundred at a time."""
+        with self._opened.reading() as connection:
+            chosen = select(items.c.id).where(items.c.queue_id == stage).order_by(items.c.id)
+            ids = list(connection.execute(chosen).scalars())
+        return [ids[at : at + 2 * TOGETHER] for at in range(0, len(ids), 2 * TOGETHER)]
+
+    def clear_stages(self) -> int:
+        """Finish or remove what a server that is no more has left; how many there were."""
+        with self._opened.reading() as connection:
+            rows = connection.execute(select(queues).where(queues.c.workspace == self._stages)).all()
+        left = [row for row in rows if _is_left(row.meta)]
+        for row in left:
+            if row.meta.get("moving"):
+                self._move(row.id, row.meta["queue"])
+                with self._writing() as connection:
+                    connection.execute(delete(queues).where(queues.c.id == row.id))
+            else:
+                self._drop(row.id)
+        return len(left)
+
+
+def _until_it_works(finish: Callable[[], None], cancelled: Callable[[], bool]) -> None:
+    """Finish an import of which a part may be in its queue already, also where the store goes away meanwhile.
+
+    Told that it failed, someone would import it again, and have that part twice.
+    """
+    until, pause = time.monotonic() + FINISH_SECONDS, FIRST_PAUSE
+    while True:
+        try:
+            return finish()
+        except StorageError:
+            if cancelled() or time.monotonic() > until:  # the next server finishes it
+                raise
+        time.sleep(pause)
+        pause = min(2 * pause, MAX_PAUSE)
+
+
+def _let_others_in(began: float) -> None:
+    """Wait for a while, so that whoever waits for the database's one writer has their turn."""
+    time.sleep(min(0.25, max(0.002, BREATH * (time.monotonic() - began))))
+
+
+def _is_left(meta: dict[str, Any]) -> bool:
+    """Whether the server that began an import on this machine is gone."""
+    if meta.get("host") != socket.gethostname():
+        return False
+    try:
+        if int(meta["pid"]) == os.getpid():  # in a container every server has the same
+            return meta.get("uid") not in _OPENED
+        os.kill(int(meta["pid"]), 0)
+    except ProcessLookupError:
+        return True
+    except (OSError, KeyError, TypeError, ValueError):
+        return False
+    return False
