@@ -11,7 +11,7 @@ from typing import Any
 from tether.runs import checkpoints
 from tether.runs.folder import RunFolder
 
-ABOUT_THE_PLACE = ("environment", "stands_on")  # of a checkpoint's values: not what training made of them
+ABOUT_THE_PLACE = ("environment", "stands_on", "run")  # of a checkpoint's values: not what training made of them
 
 
 def differences(one: Path, other: Path, *, since: int = 0) -> list[str]:

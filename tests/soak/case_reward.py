@@ -1,0 +1,7 @@
+"""The built-in task's reward, for prompts from a file: `answer` is the kind of characters that is asked for."""
+
+from __future__ import annotations
+
+from tether.rewards.match_case import MatchCase
+
+reward = MatchCase().reward()
