@@ -3,6 +3,7 @@
 Stores are SQLite always, and PostgreSQL where TETHER_TEST_POSTGRES names one or a server's programs are here.
 """
 
+import atexit
 import os
 import shutil
 import subprocess
@@ -17,6 +18,12 @@ from sqlalchemy import create_engine, text
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# A user's folder of the tests' own, which allows the modules that tests name from folders which they do not run in.
+_USER = Path(tempfile.mkdtemp(prefix="tether-user-"))
+(_USER / "config.yaml").write_text("allow: [user_functions, case_reward, drawing_reward, sick_tasks, draw]\n")
+os.environ["TETHER_CONFIG"] = str(_USER)
+atexit.register(shutil.rmtree, _USER, ignore_errors=True)
 
 
 def _as_user() -> dict:

@@ -18,13 +18,16 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A package may import only packages above it in this list.
 ORDER = [
     *("config", "types", "protocols", "ops", "models", "data", "runs", "learner"),
-    *("algorithms", "rollout", "rewards", "metrics", "audit", "plan", "loops", "demo", "scale", "studio", "cli"),
+    *("algorithms", "rollout", "rewards", "metrics", "audit", "plan", "loops", "demo", "scale"),
+    *("studio", "server", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
 ABOVE["conformance"] = set(ORDER[: ORDER.index("loops")])  # whatever a loop is made of, and no loop
 ABOVE["cli"] |= {"conformance"}
 ABOVE["__main__"] = {"cli"}
-FOR_ALL = {"errors", "seeds", "travel", "__init__"}  # these stand on nothing; __init__ holds the version
+# These stand on nothing; __init__ holds the version.
+FOR_ALL = {"ending", "errors", "plain_file", "processes", "progress", "rate_limit", "redact", "seal", "seeds"}
+FOR_ALL |= {"time_limit", "travel", "user_code", "__init__"}
 ABOVE |= {name: set() for name in FOR_ALL}
 
 # What can run code on being read.
@@ -84,6 +87,32 @@ def test_nothing_is_unpickled_or_evaluated(file: Path):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in UNSAFE_CALLS:
             wrong.append(f"line {node.lineno} calls {node.func.id}")
     assert not wrong, f"{file.relative_to(ROOT)}: {'; '.join(wrong)}"
+
+
+@pytest.mark.parametrize("file", each_file())
+def test_no_code_of_a_model_is_trusted_and_no_pickle_is_read(file: Path):
+    wrong = []
+    for node in ast.walk(tree_of(file)):
+        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute)):
+            continue
+        owner = node.func.value.id if isinstance(node.func.value, ast.Name) else ""
+        if node.func.attr in ("from_pretrained", "from_config"):
+            given = [word.value for word in node.keywords if word.arg == "trust_remote_code"]
+            if not (given and isinstance(given[0], ast.Constant) and given[0].value is False):
+                wrong.append(f"line {node.lineno}: {node.func.attr} without trust_remote_code=False")
+        elif (owner, node.func.attr) in (("torch", "load"), ("np", "load"), ("numpy", "load"), ("hub", "load")):
+            wrong.append(f"line {node.lineno}: {owner}.load reads pickles")
+    assert not wrong, f"{file.relative_to(ROOT)}: {'; '.join(wrong)}"
+
+
+@pytest.mark.parametrize("file", each_file())
+def test_python_is_started_without_the_working_folder(file: Path):
+    wrong = [
+        f"line {node.lineno}"
+        for node in ast.walk(tree_of(file))
+        if isinstance(node, ast.Attribute) and node.attr == "executable" and package_of(file) != "processes"
+    ]
+    assert not wrong, f"{file.relative_to(ROOT)}: {wrong}: start Python by tether.processes.python"
 
 
 @pytest.mark.parametrize("file", each_file())

@@ -7,7 +7,6 @@ give it one line in `VERBS`. Errors are raised, never printed: `main` turns them
 from __future__ import annotations
 
 import argparse
-import errno
 import json
 import os
 import sys
@@ -15,11 +14,19 @@ import traceback
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from importlib import import_module
-from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 from tether import __version__
-from tether.errors import Stopped, StorageError, TetherError, UsageError
+from tether.ending import flush_output, judge, prepare_streams, silence
+from tether.errors import DataError, StorageError, TetherError, UsageError
+from tether.processes import leave_working_folder
+from tether.redact import redact
+from tether.rewards import consent
+
+EXPOSED_WORDS = (
+    "tether: the command line holds a password or token, which everyone on this machine can read in the list of "
+    "processes: put the address into TETHER_STORE, or the password into PGPASSWORD or ~/.pgpass"
+)
 
 METHODS = {
     "sft": "supervised fine-tuning on demonstrations",
@@ -42,6 +49,7 @@ Methods:
 Options:
   --json         print one JSON line a step, in place of the table
   --resume auto  go on with the run of this name if there is one
+  --allow-code   PACKAGE or FILE.py whose code the recipe may name; see docs/security.md
   --help         with a method: every key, its default and what it means
 
 Try: tether train ppo recipes/tiny-ppo.yaml
@@ -55,15 +63,17 @@ Verbs:
 {verbs}
 
 Options:
-  --version  print the version
-  --help     this text; after a verb, that verb's
+  --version          print the version
+  --allow-code NAME  after any verb: a package or file whose code a recipe may name; repeatable
+  --help             this text; after a verb, that verb's
 
 Exit codes: 0 done, 1 a bug, 2 wrong usage or recipe, 3 stopped and resumable, 4 diverged, 5 data or reward, 6 storage,
 7 stalled.
 TETHER_DEBUG=1 shows where an error was raised.
 """
 
-STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}
+ALLOW = "--allow-code"
+RESERVE = 1 << 24  # bytes that are let go where memory has run out, to have some for saying so
 
 
 class Verb(NamedTuple):
@@ -100,7 +110,9 @@ def _train(words: list[str]) -> int:
     from tether.config.load import load_recipe
 
     recipe = load_recipe(method, path, rest)  # before torch is imported: a wrong key is told at once
-    _find_user_code()
+    from tether.rewards.agree import agree_to_recipe
+
+    agree_to_recipe(recipe, path, rest)
     if resume:
         from tether.loops.resume import start_or_resume
 
@@ -135,7 +147,6 @@ def _conformance(words: list[str]) -> int:
 
     from tether.conformance.runner import main as run_conformance
 
-    _find_user_code()
     return run_conformance(options.target, options.json, options.family)
 
 
@@ -171,7 +182,6 @@ def _serve_reward(words: list[str]) -> int:
 
     from tether.rewards.server import serve
 
-    _find_user_code()
     return serve(options.target, host=options.host, port=options.port, json_output=options.json)
 
 
@@ -189,14 +199,12 @@ def _in_module(verb: str, module: str, *, takes_flags: bool = False) -> Callable
         if flags and not takes_flags:
             parser.error(f"unrecognized arguments: {' '.join(flags)}")
         options.flags = flags
-        _find_user_code()
         return its.run(options)
 
     return run
 
 
 def _demo(words: list[str]) -> int:
-    _find_user_code()
     return import_module("tether.demo.verb").main(words)
 
 
@@ -215,17 +223,28 @@ VERBS: dict[str, Verb] = {
         "say what a run will cost in memory, steps and seconds",
         _in_module("plan", "tether.plan.plan_verb", takes_flags=True),
     ),
+    "data": Verb(
+        "show what is understood of your data: shape, lengths, examples",
+        _in_module("data", "tether.loops.data_verb", takes_flags=True),
+    ),
     "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
     "demo": Verb("the whole of RLHF on a real model, in minutes", _demo),
     "models": Verb("list the models known by name, and fetch one", _models),
     "eval": Verb("measure a model, alone or against another", _in_module("eval", "tether.loops.eval_verb")),
     "chat": Verb("talk to a model, or to two side by side", _in_module("chat", "tether.loops.chat_verb")),
+    "sample": Verb(
+        "write several answers to each prompt, to annotate or train on",
+        _in_module("sample", "tether.loops.sample_command"),
+    ),
     "runs": Verb("list the runs of a workspace", _in_module("runs", "tether.runs.runs_verb")),
     "show": Verb("show a run, a step, or an answer token by token", _in_module("show", "tether.runs.show_verb")),
     "report": Verb("write a run's report", _in_module("report", "tether.runs.report_verb")),
     "export": Verb("take a run's model, rollouts or metrics out", _in_module("export", "tether.loops.export_verb")),
     "doctor": Verb("say what is wrong with a run, and why", _in_module("doctor", "tether.audit.doctor_verb")),
     "studio": Verb("watch runs, judge answers and talk to models", _in_module("studio", "tether.studio.studio_verb")),
+    "serve": Verb(
+        "serve a model to OpenAI clients: chat and completions", _in_module("serve", "tether.server.serve_command")
+    ),
     "serve-reward": Verb("serve a reward model or a rule over HTTP, for other runs", _serve_reward),
 }
 
@@ -235,16 +254,28 @@ VERBS: dict[str, Verb] = {
 
 def main(argv: list[str] | None = None) -> int:
     """Run one command and return its exit code; every expected error becomes one line on stderr."""
+    prepare_streams()
+    reserve: list[bytearray] = []
     words = sys.argv[1:] if argv is None else list(argv)
+    if any("://" in word and redact(word) != word for word in words):
+        print(EXPOSED_WORDS, file=sys.stderr)
+    if argv is None:
+        leave_working_folder()
     try:
+        reserve.append(bytearray(RESERVE))
         code = _dispatch(words)
-        sys.stdout.flush()  # here, where a closed pipe or a full disk can still be told
+        flush_output()  # here, where a closed pipe or a full disk can still be told
         return code
     except BrokenPipeError:  # `tether --help | head`: the reader left, which is no error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        silence(sys.stdout)
         return 0
-    except (Exception, KeyboardInterrupt) as error:
-        return _report(error, json_output="--json" in words)
+    except BaseException as error:  # a reward may raise anything, and exit code 0 is for what was done
+        reserve.clear()
+        try:
+            return _report(error, json_output="--json" in words)
+        except MemoryError:
+            os.write(2, b"tether: out of memory\n")
+            return StorageError.exit_code
 
 
 def _dispatch(words: list[str]) -> int:
@@ -261,46 +292,40 @@ def _dispatch(words: list[str]) -> int:
     if verb not in VERBS:
         kind = "option" if verb.startswith("-") else "verb"
         raise UsageError(f"unknown {kind} {verb}: {_suggestion(verb, [*VERBS, '--help', '--version'])}")
+    before = consent.begin(_take_allowed(rest))
     try:
         return VERBS[verb].run(rest)
-    except SystemExit as stop:  # argparse leaves this way after --help
-        return stop.code if isinstance(stop.code, int) else 0
+    except SystemExit as stop:  # argparse leaves this way after --help; nothing else of ours does
+        if stop.code == 0 and ("--help" in rest or "-h" in rest):
+            return 0
+        if isinstance(stop.__context__, BrokenPipeError):  # rich leaves this way where nobody reads any more
+            raise BrokenPipeError from stop
+        raise DataError(f"code that the recipe names ended the program with sys.exit({stop.code!r})") from stop
+    finally:
+        consent.restore(before)
 
 
 def _report(error: BaseException, *, json_output: bool) -> int:
     """Say what went wrong on stderr, and as the last line of stdout where JSON was asked for."""
     from tether.runs.report_text import clean  # what a reward or a file says may hold anything
 
-    message, code = _judge(error)
-    message = clean(message)
+    message, code = judge(error)
+    message = clean(redact(message))
     expected = code != TetherError.exit_code or isinstance(error, TetherError)
-    if not expected or os.environ.get("TETHER_DEBUG", "") not in ("", "0"):
-        traceback.print_exception(error)
-    print(f"tether: {message}", file=sys.stderr)
     try:
-        sys.stdout.flush()
+        if not expected or os.environ.get("TETHER_DEBUG", "") not in ("", "0"):
+            print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
+        print(f"tether: {message}", file=sys.stderr, flush=True)
+    except (OSError, ValueError):  # standard error is full or closed; the exit code still tells
+        silence(sys.stderr)
+    try:
+        flush_output()
         if json_output:
-            print(json.dumps({"error": message, "exit_code": code}), flush=True)
-    except BrokenPipeError:  # nobody reads any more; the exit code still tells
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            print(json.dumps({"error": message, "exit_code": code}))
+            flush_output()
+    except (OSError, ValueError, StorageError):  # nobody reads any more
+        silence(sys.stdout)
     return code
-
-
-def _judge(error: BaseException) -> tuple[str, int]:
-    """The message and the exit code of an error."""
-    if isinstance(error, TetherError):
-        return str(error), error.exit_code
-    if isinstance(error, KeyboardInterrupt):
-        return "stopped by the keyboard", Stopped.exit_code
-    # torch's own out-of-memory error is told by its name, so that torch need not be imported to ask.
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
-        advice = "lower optimizer.micro_tokens or rollout.max_batch"
-        return f"out of memory: {advice} ({_first_line(error)})", StorageError.exit_code
-    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
-        return f"storage: {error}", StorageError.exit_code
-    if isinstance(error, ValueError):
-        return f"{error} (TETHER_DEBUG=1 shows where)", UsageError.exit_code
-    return f"this is a bug in Tether, or in code that the recipe names: {type(error).__name__}: {error}", 1
 
 
 # -- small parts --------------------------------------------------------------------------------------------------
@@ -317,11 +342,17 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(f"{message}: see `{self.prog} --help`")
 
 
-def _find_user_code() -> None:
-    """Let `package.module:name` find code in the working folder; last, so that a `queue.py` there hides nothing."""
-    here = str(Path.cwd())
-    if here not in sys.path:
-        sys.path.append(here)
+def _take_allowed(words: list[str]) -> list[str]:
+    """The values of `--allow-code`, which is taken out of the words: one name each, or several with commas between."""
+    allowed: list[str] = []
+    while place := next((at for at, word in enumerate(words, 1) if word.partition("=")[0] == ALLOW), 0):
+        _, equals, value = words.pop(place - 1).partition("=")
+        if not equals:
+            if place > len(words) or words[place - 1].startswith("-"):
+                raise UsageError(f"{ALLOW} needs the name of a package, or a file: {ALLOW} my_package")
+            value = words.pop(place - 1)
+        allowed += [name for name in value.split(",") if name]
+    return allowed
 
 
 def _top_help() -> str:
@@ -337,7 +368,3 @@ def _suggestion(word: str, known: Iterable[str]) -> str:
     known = list(known)
     close = get_close_matches(word, known, n=1)
     return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).partition("\n")[0] or type(error).__name__

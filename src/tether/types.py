@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal, Self, TypedDict, TypeVar
+from typing import Any, Literal, NotRequired, Self, TypedDict, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,20 +25,33 @@ Finish = Literal["stop", "length", "error"]
 
 
 class Message(TypedDict):
-    """One turn of a conversation."""
+    """One turn of a conversation. What is not required is for chat templates that read it."""
 
     role: str
     content: str
+    name: NotRequired[str]
+    tool_calls: NotRequired[list[dict[str, Any]]]
+    tool_call_id: NotRequired[str]
+    reasoning_content: NotRequired[str]
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the policy is asked. `answer` is the reference answer where a check needs one."""
+    """What the policy is asked. `answer` is the reference answer where a check needs one.
+
+    `as_messages` says that the record held a list of messages, not a text: reward functions of TRL's shape are called
+    with what the record held.
+    `meta` holds the record's other columns by the record's own names. `tools` and `template_kwargs` are handed to the
+    chat template with the messages.
+    """
 
     id: str
     messages: tuple[Message, ...]
     answer: str | None = None
     meta: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    as_messages: bool = False
+    tools: tuple[dict[str, Any], ...] = ()
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
     @classmethod
     def from_text(cls, id: str, text: str, answer: str | None = None) -> Prompt:
@@ -75,11 +88,15 @@ class Rollout:
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward gave one rollout. An invalid score is masked out of the batch and counted, never read as zero."""
+    """What a reward gave one rollout. An invalid score is masked out of the batch and counted, never read as zero.
+
+    `error` says in one line what went wrong, where there is more to say than the reason in `parts`.
+    """
 
     value: float
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     valid: bool = True
+    error: str = ""
 
     @property
     def usable(self) -> bool:

@@ -118,7 +118,7 @@ def test_a_table_for_people(capsys):
         (["tiny-bytes", "--task-options", "{length: 4}", "--prompts", "prompts.jsonl"], 2, "needs --task"),
         (["tiny-bytes", "--task", "match-case", "--task-options", "[4"], 2, "must be a mapping"),
         (["tiny-bytes", "--task", "match-case", "--task-options", "4"], 2, "must be a mapping"),
-        (["./none", "--task", "match-case"], 2, "does not exist"),
+        (["./none", "--task", "match-case"], 2, "there is no run and no model at ./none"),
         (["tiny-bytes", "--task", "match-case", "--samples", "0"], 2, "at least 1"),
         (["tiny-bytes", "--task", "match-case", "--temperature", "-1"], 2, "temperature"),
         (["tiny-bytes", "--task", "match-case", "--answers", "/nowhere/a.jsonl"], 6, "cannot write"),

@@ -155,7 +155,7 @@ def test_an_unknown_key_is_told_the_nearest(write):
         ("clip_range: 0.1", "unknown key clip_range in x.yaml, line 1: did you mean ppo.clip_range?"),
         ("ppo: {clip: 0.1}", "unknown key ppo.clip in x.yaml, line 1: did you mean ppo.clip_range?"),
         ("rollouts: {temperature: 1}", "unknown key rollouts in x.yaml, line 1: did you mean rollout?"),
-        ("learning_rate: 1", "unknown key learning_rate in x.yaml, line 1: did you mean optimizer.policy_rate?"),
+        ("policy_rat: 1", "unknown key policy_rat in x.yaml, line 1: did you mean optimizer.policy_rate?"),
         ("grpo: {epochs: 1}", "unknown key grpo in x.yaml, line 1: it belongs to another method, and this is ppo"),
         ("zzz: 1", "unknown key zzz in x.yaml, line 1: `tether train ppo --help` lists them all"),
         ("ppo.gamma: 1", "key ppo.gamma in x.yaml, line 1: nest it, as ppo: {gamma: ...}"),

@@ -8,13 +8,13 @@ from itertools import combinations
 
 import pytest
 
-from tether.demo.rule import SHORT_CLOSE, parts_of
+from tether.demo.rule import MAX_CLOSE_WORDS, parts_of
 from tether.demo.task import SYSTEM
 
 DATA = files("tether.demo") / "data"
 FIELDS = {
-    "prompts": {"id", "prompt", "topic", "keywords"},
-    "held_out": {"id", "prompt", "topic", "keywords"},
+    "prompts": {"id", "prompt", "topic", "keywords", "expected"},
+    "held_out": {"id", "prompt", "topic", "keywords", "expected"},
     "demonstrations": {"prompt", "completion", "topic"},  # once taken out of `messages`
 }
 AT_LEAST = {"prompts": 340, "held_out": 96, "demonstrations": 170}
@@ -67,7 +67,7 @@ def test_there_is_enough_on_every_topic(name: str):
 def test_every_row_has_its_fields_and_nothing_else(name: str):
     for row in ROWS[name]:
         assert set(row) == FIELDS[name], row
-        texts = [value for field, value in row.items() if field != "keywords"]
+        texts = [value for field, value in row.items() if field not in ("keywords", "expected")]
         assert all(isinstance(text, str) and text and text == text.strip() for text in texts), row
 
 
@@ -99,6 +99,15 @@ def test_keywords_are_lowercase_stems(name: str):
         assert not [pair for pair in combinations(sorted(words), 2) if pair[1].startswith(pair[0])], row
 
 
+@each_prompt_file
+def test_expected_words_are_what_an_answer_adds_to_the_question(name: str):
+    for row in ROWS[name]:
+        words, asked = row["expected"], tokens(row["prompt"])
+        assert len(words) >= 3 and words == sorted(set(words)), row
+        assert all(re.fullmatch(r"[a-z0-9]+", word) and word not in TOO_COMMON for word in words), row
+        assert not [word for word in words if any(each.startswith(word) for each in asked)], row
+
+
 def test_ids_are_unique():
     ids = [row["id"] for name in ("prompts", "held_out") for row in ROWS[name]]
     assert len(set(ids)) == len(ids)
@@ -126,9 +135,16 @@ def test_completions_are_one_to_three_finished_sentences():
     assert max(lengths) - min(lengths) >= 15, "lengths should vary"
 
 
+def test_the_rule_knows_nearly_every_warm_close():
+    closes = [row["completion"] for row in ROWS["demonstrations"] if row["completion"].endswith("!")]
+    warm = [text for text in closes if parts_of(text, ended=True, keywords=())["warm"]]
+    assert len(warm) >= 0.9 * len(closes), sorted(set(closes) - set(warm))
+
+
 def test_about_half_of_the_completions_are_friendly():
     completions = [row["completion"] for row in ROWS["demonstrations"]]
-    friendly = [text for text in completions if parts_of(text, ended=True, keywords=())["friendly"]]
+    friendly = [text for text in completions if text.endswith("!")]
     assert 0.45 <= len(friendly) / len(completions) <= 0.55
     for text in friendly:  # they close with a short sentence, and only there is an exclamation mark
-        assert text.count("!") == 1 and len(re.split(r"(?<=[.!?]) ", text)[-1].split()) <= SHORT_CLOSE + 3, text
+        assert text.count("!") == 1 and len(re.split(r"(?<=[.!?]) ", text)[-1].split()) <= MAX_CLOSE_WORDS + 2, text
+        assert parts_of(text, ended=True, keywords=())["sound"], text

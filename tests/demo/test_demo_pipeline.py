@@ -1,4 +1,4 @@
-"""The demo's rule and raters by hand, and the whole pipeline on the tiny model."""
+"""The demo's raters by hand, and the whole pipeline on the tiny model."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from tether.config.demo import DemoRecipe, RaterSettings
 from tether.config.load import load_settings
 from tether.demo.pipeline import run_demo
 from tether.demo.rater import PersonRater, StandInRater
-from tether.demo.rule import parts_of, rule_score
 from tether.demo.stages import Places, ppo_stage, reward_stage, sft_stage
 from tether.demo.task import DemoTask
 from tether.errors import ConfigError
@@ -23,39 +22,17 @@ RECIPE = "recipes/demo.yaml"
 
 
 def answer(text: str, finish: str = "stop", sample: int = 0, prompt: str = "p") -> Rollout:
-    asked = Prompt(
-        prompt, ({"role": "user", "content": "How do I peel garlic?"},), meta={"keywords": ["garlic", "peel"]}
-    )
+    meta = {"keywords": ["garlic", "peel"], "expected": ["crush", "skin", "knife", "clove"]}
+    asked = Prompt(prompt, ({"role": "user", "content": "How do I peel garlic?"},), meta=meta)
     empty = torch.zeros(2)
     return Rollout(asked, 0, sample, empty.long(), empty.bool(), empty, empty, text, finish)
-
-
-def test_the_rule_by_hand():
-    good = "Crush the garlic with a knife and peel it. Enjoy!"
-    assert parts_of(good, ended=True, keywords=["garlic"]) == dict.fromkeys(
-        ("finished", "short", "friendly", "on_topic"), 1.0
-    )
-    assert parts_of(good, ended=False, keywords=["garlic"])["finished"] == 0
-    assert parts_of("Crush it with a knife and then peel", ended=True, keywords=["x"]) == {
-        "finished": 0.0,
-        "short": 1.0,
-        "friendly": 0.0,
-        "on_topic": 0.0,
-    }
-    assert parts_of("Happy to help!", ended=True, keywords=["garlic"])["short"] == 0  # three words answer nothing
-    assert parts_of("Yes! Do it! It is fun!", ended=True, keywords=[])["friendly"] == 0  # gushing
-    assert parts_of("Yes! It is fun to do this.", ended=True, keywords=[])["friendly"] == 0  # no warm close
-    # A stock close does not make an answer topical; a sentence that ends warmly may.
-    assert parts_of("Cut it up. Enjoy your garlic!", ended=True, keywords=["garlic"])["on_topic"] == 0
-    assert parts_of("You can peel garlic with a knife!", ended=True, keywords=["garlic"])["on_topic"] == 1
-    assert rule_score(answer(good)).value == pytest.approx(1.0)
 
 
 def test_the_stand_in_prefers_by_the_stated_odds():
     settings = RaterSettings(noise=0.1)
     better, worse = (
-        answer("Crush the garlic and peel it. Enjoy!"),
-        answer("Crush the garlic well and peel it.", sample=1),
+        answer("Crush it, and the skin comes off. Enjoy!"),
+        answer("Crush it, and the skin comes right off.", sample=1),
     )
     wins = 0
     for index in range(2000):
@@ -66,15 +43,15 @@ def test_the_stand_in_prefers_by_the_stated_odds():
         ranks = StandInRater(settings, seed=0)(pair)
         assert ranks in ([0, 1], [1, 0])
         wins += ranks == [0, 1]
-    # The rule's difference is 0.35: sigmoid(3.5) = 0.9707; three standard errors of 2000 choices are 0.0113.
-    assert wins / 2000 == pytest.approx(0.9707, abs=0.0113)
+    # The rule's difference is 0.2: sigmoid(2) = 0.8808; three standard errors of 2000 choices are 0.0217.
+    assert wins / 2000 == pytest.approx(0.8808, abs=0.0217)
 
 
 def test_the_stand_in_repeats_itself_and_lets_equals_tie():
     rater = StandInRater(RaterSettings(), seed=3)
-    same = [answer("Crush the garlic well and peel it.", sample=index) for index in range(3)]
+    same = [answer("Crush it, and the skin comes right off.", sample=index) for index in range(3)]
     assert rater(same) is None
-    mixed = [same[0], answer("Crush the garlic and peel it. Enjoy!", sample=1), same[2]]
+    mixed = [same[0], answer("Crush it, and the skin comes off. Enjoy!", sample=1), same[2]]
     assert rater(mixed) == rater(mixed)
     assert rater(mixed)[0] == rater(mixed)[2] or rater(mixed)[1] not in (0, 2)
 

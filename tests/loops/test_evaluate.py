@@ -159,8 +159,10 @@ def test_the_kl_needs_samples_and_one_vocabulary(models):
     with pytest.raises(ConfigError, match="temperature above 0"):
         with_kl(greedy, *models)
     sampled = evaluate_model(models[0], PROMPTS[:1], sampling=Sampling(2))
+    other = copy.deepcopy(models[1].tokenizer)
+    other.add_tokens(["<another>"])
     with pytest.raises(ConfigError, match="vocabulary"):
-        with_kl(sampled, models[0], dataclasses.replace(models[1], end_id=3))
+        with_kl(sampled, models[0], dataclasses.replace(models[1], tokenizer=other))
 
 
 def test_layers_that_two_models_share_are_run_once_and_the_kl_is_the_same(models, monkeypatch):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,15 +18,24 @@ from tether.loops import session
 from tether.loops.eval_run import held_here
 from tether.loops.resume import fork_run, resume_run, start_or_resume, stored_recipe
 from tether.runs.folder import run_path
+from tether.runs.header import read_header
 
 STEPS = ("--run.steps", "2", "--checkpoint.every", "1")
 LENGTH = "{kind: length, min: 1}"
 
 
 def rewrite(folder, dtype: str) -> None:
-    """Have the run's record say another precision."""
+    """Have the run be one that was begun in another precision."""
     record = json.loads((folder / "recipe.json").read_text())
     record["model"]["dtype"] = dtype
+    begun_with(folder, record)
+
+
+def begun_with(folder, record) -> None:
+    """Have the run be one that was begun with another recipe: `run.json` says so too."""
+    header = read_header(folder)
+    assert header is not None
+    replace(header, recipe=record).write(folder)
     (folder / "recipe.json").write_text(json.dumps(record))
 
 
@@ -93,7 +103,7 @@ def test_a_run_whose_reward_model_was_in_bfloat16_is_not_gone_on_with_on_a_cpu(t
     folder = run_path(recipe)
     record = json.loads((folder / "recipe.json").read_text())
     record["reward"]["parts"] = [{"kind": "ended"}, {"kind": "model", "path": "a", "dtype": "bfloat16"}]
-    (folder / "recipe.json").write_text(json.dumps(record))
+    begun_with(folder, record)
     with pytest.raises(ConfigError, match=r"reward model \(reward\.parts\.1\) in bfloat16.* CUDA device"):
         resume_run(str(folder), "runs", json_output=True)
 

@@ -11,6 +11,7 @@ from in_process import Broken, broken_in_every_step, sitting, step_by_step, whol
 from same_runs import differences, metrics_table
 from tiny_recipes import TOP, prompts, tiny
 
+from tether import cli
 from tether.config.load import load_recipe
 from tether.errors import ConfigError
 from tether.loops.resume import resume_run, start_or_resume, stored_recipe
@@ -32,7 +33,9 @@ def three_epochs(method: str, workspace, *flags: str):
     if method in RECORDS:
         return tiny(method, workspace, "--run.steps", "8", *flags)
     workspace.mkdir(parents=True, exist_ok=True)
-    return tiny(method, workspace, "--run.steps", "5", "--task.prompts", str(prompts(workspace.parent)), *flags)
+    file = str(prompts(workspace.parent))
+    asked = ("--task.prompts", file, "--task.held_out", file)
+    return tiny(method, workspace, "--run.steps", "5", *asked, "--task.reward", "case_reward:reward", *flags)
 
 
 @pytest.mark.parametrize(
@@ -165,8 +168,12 @@ def test_resuming_with_other_weights_or_records_is_refused_by_name(tmp_path):
     records = tmp_path / "demonstrations.jsonl"
     content = records.read_text()
     records.write_text(content.replace("red", "rot"))
-    with pytest.raises(ConfigError, match=r"data.*changed since the run"):
+    with pytest.raises(ConfigError, match=r"data.*changed since the run") as refused:
         sitting(recipe)
+    command = str(refused.value).rpartition(": tether ")[2].split()
+    assert command == ["fork", str(tmp_path / "runs" / "run")]
+    assert cli.main([*command, "--json"]) == 0, "the command that is offered works"
+    assert RunFolder(tmp_path / "runs" / "run-fork-3").is_finished
     records.write_text(content)
     assert sitting(recipe).steps == 8
 

@@ -9,13 +9,14 @@ import pytest
 import torch
 
 from tether.config.load import load_recipe
-from tether.errors import DataError
+from tether.errors import ConfigError, DataError, TetherError
 from tether.loops.build import build_rl, load_policy
-from tether.loops.rl import train_rl
+from tether.loops.rl import evaluate_held_out, train_rl
 from tether.loops.run import run_recipe
 from tether.runs.read import open_workspace, read_run
 from tether.types import Score
 
+BY_LENGTH = ["--reward.parts", "[{kind: length, target: 3}]"]
 SMALL = [
     *("--run.steps", "2", "--rollout.prompts_per_step", "8", "--rollout.max_new_tokens", "4"),
     *("--optimizer.policy_rate", "3e-3", "--optimizer.critic_rate", "3e-3"),
@@ -90,6 +91,17 @@ def test_scores_that_are_not_numbers_are_left_out_and_counted():
         assert len(result.experience) == 7
 
 
+@pytest.mark.parametrize(("bad", "expected"), [(1, {"held_out/score": 1.0}), (100, {})], ids=["one", "all"])
+def test_held_out_scores_that_are_not_numbers_are_left_out(bad: int, expected: dict[str, float]):
+    import dataclasses
+
+    reward = WithScores(lambda index: float("nan") if index < bad else 1.0)
+    parts = dataclasses.replace(build("ppo"), reward=reward, max_failure_rate=1.0)
+    found = evaluate_held_out(parts)
+    assert {name: value for name, value in found.items() if name == "held_out/score"} == expected
+    assert found["held_out/length"] > 0
+
+
 def test_too_many_bad_scores_end_the_run():
     import dataclasses
 
@@ -144,10 +156,10 @@ def test_run_recipe_leaves_config_metrics_and_a_model_that_loads(tmp_path, capsy
 def test_prompts_from_a_file(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"prompt": "lower:", "answer": "lower", "id": "a"}\n{"prompt": "UPPER:", "answer": "UPPER"}\n')
-    results = list(train_rl(build("ppo", "--task.prompts", str(path))))
+    results = list(train_rl(build("ppo", "--task.prompts", str(path), *BY_LENGTH)))
     assert len(results[0].experience) == 8
     with pytest.raises(DataError, match="no such file"):
-        build("ppo", "--task.prompts", str(tmp_path / "missing.jsonl"))
+        build("ppo", "--task.prompts", str(tmp_path / "missing.jsonl"), *BY_LENGTH)
     assert Path("recipes").is_dir()
 
 
@@ -200,8 +212,25 @@ def test_a_score_beyond_single_precision_is_left_out():
 def test_a_failed_start_leaves_the_name_free(tmp_path):
     where = ["--run.directory", str(tmp_path), "--run.name", "once"]
     with pytest.raises(DataError, match="no such file"):
-        run_recipe(load_recipe("ppo", None, [*SMALL, *where, "--task.prompts", "missing.jsonl"]), json_output=True)
+        asked = ["--task.prompts", "missing.jsonl", *BY_LENGTH]
+        run_recipe(load_recipe("ppo", None, [*SMALL, *where, *asked]), json_output=True)
     assert run_recipe(load_recipe("ppo", None, [*SMALL, *where]), json_output=True) == 0
+
+
+def test_a_run_that_dies_before_its_first_step_does_not_keep_its_name(tmp_path, monkeypatch):
+    """Its reward is wrong, which shows in the first step, after the folder was made."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "wrong_reward.py").write_text("def reward(prompt, completion, answer):\n    raise KeyError(answer)\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    where = ["--run.directory", "runs", "--run.name", "once"]
+    wrong = [*SMALL, *where, "--task.reward", "wrong_reward:reward"]
+    for _ in range(2):
+        with pytest.raises(TetherError) as died:
+            run_recipe(load_recipe("ppo", None, wrong), json_output=True)
+        assert "already holds a run" not in str(died.value)
+    assert run_recipe(load_recipe("ppo", None, [*SMALL, *where]), json_output=True) == 0
+    with pytest.raises(ConfigError, match="already holds a run"):
+        run_recipe(load_recipe("ppo", None, [*SMALL, *where]), json_output=True)
 
 
 @pytest.mark.parametrize(

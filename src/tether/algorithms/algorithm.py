@@ -81,6 +81,15 @@ class Crediting:
 
 
 @dataclass(frozen=True)
+class CriticWarmup:
+    """The first iterations, in which the critic learns alone: the policy and the KL controllers stay as they are."""
+
+    steps: int
+    objective: TokenObjective
+    update: UpdateRule
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """Everything the loop needs to know of an algorithm."""
 
@@ -91,16 +100,23 @@ class Algorithm:
     minibatch_size: int
     crediting: Crediting
     controllers: Controllers = Controllers(FixedKL(0.0), FixedKL(0.0))
-    warmup_steps: int = 0
-    warmup_objective: TokenObjective | None = None
+    critic_warmup: CriticWarmup | None = None
     needs_critic: bool = False
     needs_groups: bool = False
 
+    def warmup_at(self, step: int) -> CriticWarmup | None:
+        """The critic's warm-up, where iteration `step` belongs to it."""
+        return self.critic_warmup if self.critic_warmup is not None and step < self.critic_warmup.steps else None
+
     def objective_at(self, step: int, coefficients: Coefficients) -> TokenObjective:
         """What iteration `step` minimises: at first perhaps the critic's loss alone."""
-        if step < self.warmup_steps and self.warmup_objective is not None:
-            return self.warmup_objective
-        return self.objective(coefficients)
+        warmup = self.warmup_at(step)
+        return self.objective(coefficients) if warmup is None else warmup.objective
+
+    def update_at(self, step: int) -> UpdateRule:
+        """How iteration `step` learns."""
+        warmup = self.warmup_at(step)
+        return self.update if warmup is None else warmup.update
 
     @property
     def needs_reference(self) -> bool:

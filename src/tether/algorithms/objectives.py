@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tether.ops.aggregation import Aggregation
-from tether.ops.kl import Estimator, kl_estimate
+from tether.ops.kl import Estimator, kl_estimate, ratio_clamped
 from tether.ops.objectives import clip_cases, clip_loss, kl_penalty_loss, reinforce_loss, unclipped_loss, value_loss
 from tether.ops.preferences import count_ranked_prompts, dpo_losses, dpo_margins, kwise_total, ranked_pairs
 from tether.ops.statistics import masked_sum
@@ -135,8 +135,16 @@ class PolicyObjective:
         measures.add("policy_loss", self.aggregation.total(policy, mask), self.aggregation.size(mask))
         measures.add("entropy", masked_sum(outputs.entropy, mask), tokens)
         measures.add("kl_old", masked_sum(kl_old, mask), tokens)
+        measures.add("ratio_clamped", (self._clamped(outputs, batch) & mask).sum(), tokens)
         self.surrogate.measure(outputs.logprobs, batch, measures)
         return measures
+
+    def _clamped(self, outputs: TokenOutputs, batch: Experience) -> Tensor:
+        """(B, T) tokens where a ratio in the loss was clamped: new / old, or ref / new in the estimator k3."""
+        clamped = ratio_clamped(outputs.logprobs, batch.old_logprobs)
+        if self.kl_coef != 0.0 and self.kl_estimator == "k3" and batch.ref_logprobs is not None:
+            clamped = clamped | ratio_clamped(batch.ref_logprobs, outputs.logprobs)
+        return clamped
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tether.algorithms.algorithm import Algorithm, Coefficients, Controllers
+from tether.algorithms.algorithm import Algorithm, Coefficients, Controllers, CriticWarmup
 from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped, ValueObjective
 from tether.algorithms.shared import aggregation, crediting, kl_in_loss, penalty_controller, reference_controller
@@ -51,7 +51,10 @@ def ppo(settings: PPOSettings, kl: KLSettings, reward: RewardSettings) -> Algori
         controllers=Controllers(
             reference_controller(kl), penalty_controller(settings.penalty) if penalised else FixedKL(0.0)
         ),
-        warmup_steps=settings.critic_warmup,
-        warmup_objective=ValueObjective(settings.value_coef, settings.value_clip),
+        critic_warmup=CriticWarmup(
+            settings.critic_warmup,
+            ValueObjective(settings.value_coef, settings.value_clip),
+            MinibatchEpochs(settings.epochs, settings.minibatch_size),  # no KL(old || new): the policy stands still
+        ),
         needs_critic=True,
     )

@@ -18,7 +18,7 @@ from tether.config.methods import TRPOSettings
 from tether.config.parts import KLSettings, RewardSettings
 from tether.learner.learner import Learner
 from tether.learner.memory import within_memory
-from tether.ops.kl import FixedKL, exact_kl
+from tether.ops.kl import FixedKL, exact_kl, log_ratio
 from tether.ops.trust_region import LineSearch, conjugate_gradient, fisher_vector_product, line_search, step_scale
 from tether.protocols import PolicyModel
 from tether.types import Experience, Measures
@@ -80,7 +80,8 @@ class TrustRegionStep:
             measures.add("step_fraction", search.fraction)
         skipped = learner.skipped_in_a_row if search is None else 0
         critic = MinibatchEpochs(self.settings.critic_epochs, self.settings.minibatch_size)
-        taught = critic(learner, experience, ValueObjective(), generator)
+        with learner.training_only("critic"):
+            taught = critic(learner, experience, ValueObjective(), generator)
         # The critic's good steps do not excuse the policy's bad ones.
         learner.skipped_in_a_row = max(skipped, learner.skipped_in_a_row)
         for name in {"skipped_steps", "out_of_memory"} & taught.counts.keys():
@@ -169,7 +170,7 @@ class TrustRegion:
         for micro, old in zip(self.micro_batches, self.old, strict=True):
             new = self.model.distributions(micro)
             sampled = micro.tokens[micro.response_mask][:, None]
-            ratio = torch.exp(new.gather(1, sampled) - old.gather(1, sampled))[:, 0]
+            ratio = torch.exp(log_ratio(new.gather(1, sampled), old.gather(1, sampled)))[:, 0]
             surrogate += float((ratio * micro.advantages[micro.response_mask]).double().sum())
             kl += float(exact_kl(old, new).double().sum())
         return surrogate / self.tokens, kl / self.tokens

@@ -89,8 +89,9 @@ def critic_rate(run: RecordedRun) -> Verdict:
 
 
 def _overshoots(run: RecordedRun) -> list[int]:
-    """The steps whose value loss is far above the variance of the scores, which the mean alone would reach."""
-    loss, spread = curve(run, "value_loss"), curve(run, "score_std")
+    """The steps after warm-up whose value loss is far above the variance of the scores, which the mean would reach."""
+    warmup = _warmup(run)
+    loss, spread = curve(run, "value_loss").since(warmup), curve(run, "score_std").since(warmup)
     if not len(loss) or len(spread) != len(loss):
         return []
     usual = float(np.quantile(spread.values, 0.75))
@@ -98,12 +99,17 @@ def _overshoots(run: RecordedRun) -> list[int]:
     return [int(step) for step in loss.steps[loss.values > OVERSHOT * np.maximum(variance, NO_SPREAD)]]
 
 
+def _warmup(run: RecordedRun) -> int:
+    """Iterations in which the critic learns alone: it starts from nothing there, and no policy follows it."""
+    return int(setting(run, "ppo.critic_warmup", 0))
+
+
 def _where_scores_vary(run: RecordedRun) -> Curve:
     """Explained variance after the critic's warm-up, at the steps whose scores leave something to explain.
 
     Where all answers score alike, returns differ by rounding alone and the measure means nothing.
     """
-    explained = curve(run, "explained_variance").since(int(setting(run, "ppo.critic_warmup", 0)))
+    explained = curve(run, "explained_variance").since(_warmup(run))
     spread, score = curve(run, "score_std"), curve(run, "score")
     if not len(spread) or len(score) != len(spread):
         return explained

@@ -17,6 +17,11 @@ END_PART = 0.2  # the first and the last fifth of a run stand for its start and 
 ERRORS = 3.0  # a change counts when it is this many standard errors of the difference of two such means
 
 
+NEAR_CEILING = 0.95  # of the most that a reward gives, over the last fifth of a run: the task is solved
+SOLVED_SPREAD = 0.1  # scores that spread less than this part of what they did are all alike
+UNBOUNDED = ("model", "remote", "function", "task")  # parts of a reward that may give any number
+
+
 @dataclass(frozen=True)
 class Curve:
     """The finite values of one metric, in order of their steps."""
@@ -100,6 +105,38 @@ def setting(run: RecordedRun, key: str, default: Any) -> Any:
             return default
         found = found[part]
     return default if found is None else found
+
+
+def ceiling(run: RecordedRun) -> float | None:
+    """The most that the run's reward can give, where its recipe says so: rules and built-in tasks score 0 to 1."""
+    parts = setting(run, "reward.parts", ())
+    if parts:
+        counted = [part for part in parts if isinstance(part, Mapping) and part.get("weight", 1.0)]
+        if any(part.get("kind") in UNBOUNDED for part in counted) or len(counted) < 1:
+            return None
+        top = sum(max(float(part.get("weight", 1.0)), 0.0) for part in counted)
+    else:
+        own = setting(run, "task.name", None) if setting(run, "task.reward", None) is None else None
+        if not isinstance(own, str) or (own != "match-case" and not own.startswith("reasoning-gym:")):
+            return None
+        top = 1.0
+    bound = setting(run, "reward.clip", None)
+    return min(top, float(bound)) if bound is not None else top
+
+
+def solved(run: RecordedRun) -> bool:
+    """Whether there is nothing left to learn: scores end at what they can be at the most, or all alike after a rise.
+
+    A reward that is always the same, and one that fell to one value, are not solved: they are at no known ceiling, and
+    did not rise to where they are.
+    """
+    score, spread, top = curve(run, "score"), curve(run, "score_std"), ceiling(run)
+    if len(score) < 3:
+        return False
+    if top is not None and top > 0.0 and score.end >= NEAR_CEILING * top:
+        return True
+    alike = len(spread) > 0 and spread.end < SOLVED_SPREAD * float(spread.values.max())
+    return alike and score.rose()
 
 
 def rows_per_step(run: RecordedRun) -> int:

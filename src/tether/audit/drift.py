@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tether.audit.curves import Curve, curve, percent, setting
+from tether.audit.curves import Curve, curve, percent, setting, solved
 from tether.audit.findings import Finding, Healthy, TooLittle, Verdict
 from tether.audit.measures import most_common_answer, repetition
 from tether.runs.chart_scale import short
@@ -22,7 +22,6 @@ OFF_TARGET = 3.0  # times kl.target that no controller should leave standing
 
 FLAT_ENTROPY = 0.1  # nats a token: the likeliest token has about 98 %
 LOST = 0.15  # part of the entropy at the start that is left
-SOLVED_SPREAD = 0.1  # scores that spread less than this part of what they did are all alike: the task is solved
 
 LOOPING = 0.5  # of the runs of four tokens in an answer have been in it before
 MORE_LOOPING = 0.2  # more than at the start: some tasks repeat by nature
@@ -100,13 +99,12 @@ def kl_runaway(run: RecordedRun) -> Verdict:
 
 def entropy_collapse(run: RecordedRun) -> Verdict:
     """Is the policy still unsure of anything?"""
-    entropy, score, spread = curve(run, "entropy"), curve(run, "score"), curve(run, "score_std")
+    entropy, score = curve(run, "entropy"), curve(run, "score")
     if len(entropy) < FEWEST or not len(score):
         return TooLittle(f"entropy of {FEWEST} iterations")
     if entropy.end > FLAT_ENTROPY or entropy.end > LOST * entropy.start:
         return Healthy(f"{short(entropy.start)} nats a token at the start, {short(entropy.end)} at the end")
-    solved = len(spread) > 0 and spread.end < SOLVED_SPREAD * float(spread.values.max())
-    if score.rose() and (solved or score.half().rose()):
+    if solved(run) or (score.rose() and score.half().rose()):
         return Healthy(f"down to {short(entropy.end)} nats a token, but the score has risen with it")
     where = int(entropy.steps[np.argmax(entropy.values < max(FLAT_ENTROPY, LOST * entropy.start))])
     grew = "and the score stands still since" if score.rose() else "and the score never rose"
@@ -223,7 +221,7 @@ def never_ends(run: RecordedRun) -> Verdict:
         return TooLittle(f"truncated of {FEWEST} iterations")
     limit = int(setting(run, "rollout.max_new_tokens", 64))
     ended = 1.0 - float(cut.half().values.mean())
-    if 1.0 - ended < UNENDED or (limit <= FIXED_LENGTH and score.rose()):
+    if 1.0 - ended < UNENDED or (limit <= FIXED_LENGTH and (score.rose() or solved(run))):
         return Healthy(f"{percent(ended)} of the answers end by themselves, within {limit} tokens")
     return Finding(
         "never-ends",

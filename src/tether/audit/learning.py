@@ -7,7 +7,7 @@ import math
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
 
-from tether.audit.curves import Curve, curve, percent, rows_per_step, setting
+from tether.audit.curves import Curve, curve, percent, rows_per_step, setting, solved
 from tether.audit.findings import Finding, Healthy, TooLittle, Verdict
 from tether.runs.chart_scale import short
 from tether.runs.recorded import RecordedRun
@@ -48,6 +48,8 @@ def dominated_advantages(run: RecordedRun) -> Verdict:
     middle = float(np.median(late.values))
     if middle < FEW_HOLD:
         return Healthy(f"a twentieth of the answers holds {percent(middle)} of all |advantage|")
+    if solved(run):
+        return Healthy(f"{percent(middle)} in a twentieth of the answers: the few that are not solved yet")
     return Finding(
         "dominated-advantages",
         "warning",
@@ -91,7 +93,7 @@ def clip(run: RecordedRun) -> Verdict:
             late.last_step,
         )
     idle = float(clipped.values.max()) < NEVER_CLIPPED and len(moved) and 0.0 < moved.values.max() < HARDLY_MOVED
-    if several and idle and not curve(run, "score").rose():
+    if several and idle and not curve(run, "score").rose() and not solved(run):
         return Finding(
             "clip",
             "note",
@@ -219,9 +221,12 @@ def not_training(run: RecordedRun) -> Verdict:
     warming = run.method == "ppo" and int(setting(run, "ppo.critic_warmup", 0)) >= length
     if warming:
         return TooLittle("an iteration after ppo.critic_warmup")
+    still = len(norm) >= FEWEST and not np.any(norm.values)
+    if still and solved(run):
+        return Healthy("no gradient is left, for every answer scores the most there is: the task is solved")
     if float(setting(run, f"optimizer.{key}", 1e-5)) == 0.0 and run.method != "trpo":
         saw, cure = f"optimizer.{key} is 0 in all {length} steps.", f"optimizer.{key}: above 0"
-    elif len(norm) >= FEWEST and not np.any(norm.values):
+    elif still:
         what = "the adapters" if adapters else "the weights"
         saw, cure = (
             f"grad_norm/{group} is exactly 0 at all {len(norm)} steps: no gradient reaches {what}.",

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from tether.audit.curves import Curve, curve, percent, rows_per_step
+from tether.audit.curves import Curve, curve, percent, rows_per_step, solved
 from tether.audit.findings import Finding, Healthy, TooLittle, Verdict
 from tether.runs.chart_scale import short
 from tether.runs.overoptimisation import FEWEST, judge_overoptimisation
@@ -174,8 +174,8 @@ def flat_scores(run: RecordedRun) -> Verdict:
     no_groups = len(groups) >= 2 and float(np.median(groups.half().values)) > FLAT_GROUPS
     if flat < FLAT_PART and not no_groups:
         return Healthy(f"scores spread by {short(spread.end)} around {short(score.end)}")
-    if score.rose():
-        return Healthy("scores are all alike by now, at the end of a rise: the task is solved")
+    if score.rose() or solved(run):
+        return Healthy(f"scores are all alike by now, at {short(score.end)}: the task is solved")
     if flat >= FLAT_PART:
         saw = (
             f"In {percent(flat)} of the last {len(spread) - late} steps all scores were as good as equal: they spread "

@@ -24,7 +24,9 @@ class RaterSettings(Settings):
     noise: PositiveFloat = Field(
         default=0.1, description="P(prefer A) = sigmoid((rule(A) - rule(B)) / noise): small is sure, large is careless."
     )
-    tie: Fraction = Field(default=0.05, description="Answers whose rule scores are this close count as equal.")
+    tie: Fraction = Field(
+        default=0.05, description="Answers whose rule scores differ by less count as equal; 0: none do."
+    )
     held_out: Fraction = Field(default=0.25, description="Fraction of the prompts that the reward model never sees.")
 
 

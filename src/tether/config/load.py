@@ -7,6 +7,7 @@ update, a section given in part keeps the rest of this recipe's own defaults, an
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from typing import Any, NamedTuple, TypeVar
@@ -16,6 +17,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tether.config.base import Settings
+from tether.config.foreign import answer, leads_to
 from tether.config.items import explain_item
 from tether.config.read_yaml import RecipeLoader, in_one_line, kind_of, line_of, read_mapping, read_value
 from tether.config.recipes import RECIPES, Recipe
@@ -23,6 +25,10 @@ from tether.config.schema import REQUIRED, Leaf, as_yaml, defaults, describe, ki
 from tether.errors import ConfigError
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Settings)
+
+
+FLAGS = "the flags"
+MAX_PROBLEMS, MAX_LINE = 8, 600  # what is told of a recipe that is wrong all over
 
 
 class Given(NamedTuple):
@@ -51,6 +57,15 @@ class Keys:
         described = [leaf.key for leaf in self.leaves.values() if words <= set(leaf.description.lower().split())]
         close, distant = (get_close_matches(key, known, n=1, cutoff=cutoff) for cutoff in (0.75, 0.6))
         return next(iter((*begun, *close, *namesakes, *distant, *described)), None)
+
+    def unknown(self, key: str, where: str, given: str | None, dashes: str = "") -> str:
+        """What to say of a key that is not known: that it has another name here, or which was most likely meant."""
+        section, _, name = key.rpartition(".")
+        place = f"{dashes}{key}{f' in {where}' if where else ''}"
+        ours = leads_to(name, self.method, self.leaves) if self.method in RECIPES else None
+        if ours is not None and (not section or ours.startswith(f"{section}.")):
+            return f"{place}: {answer(name, self.method, self.leaves, given, dashes)}"
+        return f"unknown {'flag' if dashes else 'key'} {place}: {self.advice(key, dashes)}"
 
     def advice(self, key: str, dashes: str = "") -> str:
         """How to repair an unknown key."""
@@ -101,18 +116,48 @@ def _with(
     recipe_class: type[AnyRecipe], plain: dict[str, Any], given: dict[str, Given], keys: Keys, path: str | None
 ) -> AnyRecipe:
     """The recipe of these plain values under the given ones."""
+    _one_length(given, keys)
     for key, (value, _) in given.items():
         *parents, name = key.split(".")
         section = plain
         for parent in parents:
             section = section[parent]
         section[name] = value
+    _no_half_characters(given)
     try:
         # Strict, so that `epochs: true` is not 1; through JSON, where strict still lets a list be a tuple.
         return recipe_class.model_validate_json(json.dumps(plain), strict=True)
     except ValidationError as error:
         problems = [explain(problem, keys, given, path) for problem in error.errors(include_url=False)]
-        raise ConfigError("\n".join(dict.fromkeys(problems))) from error
+        raise ConfigError(_shown(list(dict.fromkeys(problems)))) from error
+
+
+def _no_half_characters(given: dict[str, Given]) -> None:
+    """Refuse text that no file or terminal can hold: a lone half of a character."""
+    for key, (value, where) in given.items():
+        try:
+            json.dumps(value, ensure_ascii=False).encode("utf-8")
+        except UnicodeEncodeError:
+            raise ConfigError(f"{key} in {where}: the text holds half a character (a lone surrogate)") from None
+
+
+def _one_length(given: dict[str, Given], keys: Keys) -> None:
+    """A run's length is given as steps or as epochs: a flag wins over the file, and both in one place are refused."""
+    for epochs in (key for key in keys.leaves if key == "run.epochs" or key.endswith(".run.epochs")):
+        steps = f"{epochs.removesuffix('epochs')}steps"
+        if steps not in given:
+            continue
+        if epochs in given and given[epochs].value is not None:
+            by_flag = {key: given[key].where == FLAGS for key in (steps, epochs)}
+            if by_flag[steps] == by_flag[epochs]:
+                raise ConfigError(
+                    f"{steps} ({given[steps].where}) and {epochs} ({given[epochs].where}) both say how long the run "
+                    "is: give one of them"
+                )
+            if by_flag[epochs]:
+                del given[steps]
+                continue
+        given[epochs] = Given(None, given[steps].where)
 
 
 # -- YAML ---------------------------------------------------------------------------------------------------------
@@ -175,9 +220,12 @@ class _Reader:
                 expected = _a(self.keys.leaves[key].type)
                 self.problems.append(f"{key} in {where}: expected {expected}, was given a {node.tag}")
             else:
-                self.given[key] = Given(value, where)
+                leaf = self.keys.leaves[key]
+                alone = leaf.is_list and value is not None and not isinstance(value, list)
+                self.given[key] = Given([value] if alone else value, where)
         else:
-            self.problems.append(f"unknown key {key} in {where}: {self.keys.advice(key)}")
+            given = str(node.value) if isinstance(node, yaml.ScalarNode) else None
+            self.problems.append(self.keys.unknown(key, where, given))
 
 
 def _same_method(given: Any, method: str, where: str) -> None:
@@ -191,23 +239,50 @@ def _same_method(given: Any, method: str, where: str) -> None:
 
 
 def read_flags(keys: Keys, flags: Sequence[str]) -> dict[str, Given]:
-    """What the flags give, by dotted key. Of a flag given twice the last counts, so that a script may append."""
+    """What the flags give, by dotted key. Of a flag given twice the last counts, so that a script may append.
+
+    A key that holds a list takes its items as words: one, several with commas between, or the flag once for each. A
+    list in brackets is a whole list, and replaces what was given before it.
+    """
     given: dict[str, Given] = {}
     problems: list[str] = []
     for flag, text in _pairs(flags):
         key = flag.removeprefix("--").replace("-", "_")
         if key in keys.leaves:
             try:
-                given[key] = Given(_flag_value(keys.leaves[key], text), "the flags")
+                leaf = keys.leaves[key]
+                value = _list_value(leaf, text) if leaf.is_list else _flag_value(leaf, text)
+                adds = leaf.is_list and key in given and not _is_bracketed(text)
+                given[key] = Given([*given[key].value, *value] if adds else value, FLAGS)
             except ValueError as error:
                 problems.append(str(error))
         elif key in keys.sections:
             inside = [f"--{name}" for name in keys.leaves if name.startswith(f"{key}.")]
             problems.append(f"flag --{key} is a section: set one of its keys, such as {inside[0]}")
         else:
-            problems.append(f"unknown flag --{key}: {keys.advice(key, '--')}")
+            problems.append(keys.unknown(key, "", text, "--"))
     _raise_if_any(problems)
     return given
+
+
+def as_flags(settings: Mapping[str, Any]) -> list[str]:
+    """Settings by dotted key as words of the command line, `--key=value` in one word each.
+
+    A value is never a word of its own, so that none can pass for another flag. A text stands as it is, anything else as
+    YAML, of which JSON is a part.
+    """
+    flags: list[str] = []
+    for key, value in settings.items():
+        if not _KEY.fullmatch(key):
+            raise ConfigError(f"{key[:80]!r} is not a setting: use a dotted key, such as run.steps")
+        text = value if isinstance(value, str) else json.dumps(value)
+        if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise ConfigError(f"{key}: the text holds a character that no command line takes")
+        flags.append(f"--{key}={text}")
+    return flags
+
+
+_KEY = re.compile(r"[A-Za-z0-9_]+([.-][A-Za-z0-9_]+)*")
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str | None]]:
@@ -228,14 +303,40 @@ def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str | None]]:
             yield flag, None
 
 
+def _is_bracketed(text: str | None) -> bool:
+    return text is not None and text.strip()[:1] == "["
+
+
+def _list_value(leaf: Leaf, text: str | None) -> list[Any]:
+    """The items in a flag of a list: `a`, `a,b`, `[a, b]`, or one mapping such as `{kind: ended}` or just `ended`."""
+    if text is None:
+        raise ConfigError(f"flag --{leaf.key} needs a value: {leaf.type}")
+    if _is_bracketed(text):
+        value = _flag_value(leaf, text)
+        return value if isinstance(value, list) else [value]
+    kinds = kinds_of(leaf.annotation)
+    if kinds:
+        value = _flag_value(leaf, text)
+        return (
+            [{"kind": value} if isinstance(value, str) and value in kinds else value]
+            if not isinstance(value, dict)
+            else [value]
+        )
+    words = [word.strip() for word in text.split(",")]
+    if leaf.items_are_text:
+        return [word for word in words if word]
+    return [_flag_value(leaf, word) for word in words if word]
+
+
 def _flag_value(leaf: Leaf, text: str | None) -> Any:
     """The value in a flag. Where text is wanted, a word is taken as it stands: a run may be called 7."""
     if text is None:
         if leaf.is_switch:
             return True
         raise ConfigError(f"flag --{leaf.key} needs a value: {leaf.type}")
+    listed = leaf.takes_list and text.startswith("[") and text.endswith("]")
     quoted = len(text) > 1 and text[0] == text[-1] and text[0] in "'\""
-    if leaf.takes_as_it_stands(text) and not quoted and not (leaf.takes_null and text == "null"):
+    if leaf.takes_as_it_stands(text) and not quoted and not listed and not (leaf.takes_null and text == "null"):
         return text
     try:
         value = read_value(text)
@@ -293,5 +394,12 @@ def _a(words: str) -> str:
 
 
 def _raise_if_any(problems: Iterable[str]) -> None:
-    if lines := "\n".join(problems):
-        raise ConfigError(lines)
+    if lines := list(problems):
+        raise ConfigError(_shown(lines))
+
+
+def _shown(problems: Sequence[str]) -> str:
+    """The problems, one a line; of many the first, and of a long one its beginning."""
+    lines = [line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}..." for line in problems[:MAX_PROBLEMS]]
+    more = [f"and {len(problems) - MAX_PROBLEMS} more problems"] if len(problems) > MAX_PROBLEMS else []
+    return "\n".join([*lines, *more])

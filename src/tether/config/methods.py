@@ -8,6 +8,7 @@ from pydantic import Field
 
 from tether.config.base import Count, Fraction, NonNegative, Positive, PositiveFloat, Settings
 from tether.config.parts import AggregationSettings, PenaltySettings
+from tether.config.reading import Paths
 
 
 class UpdateSettings(Settings):
@@ -46,7 +47,7 @@ class PPOSettings(UpdateSettings):
 class PtxSettings(Settings):
     """Pretraining or SFT gradients mixed into every step (PPO-ptx, Ouyang et al. 2022)."""
 
-    data: str | None = Field(default=None, description="Records with text, messages, or prompt and completion.")
+    data: Paths | None = Field(default=None, description="Records with text, messages, or prompt and completion.")
     coef: NonNegative = Field(default=1.0, description="Weight of their log-likelihood loss.")
     batch_size: Positive = Field(default=16, description="Records mixed into one optimiser step.")
     max_length: Positive = Field(default=512, description="Longest row in tokens.")
@@ -138,7 +139,7 @@ class RewardModelSettings(Settings):
     """A reward model from pairs or rankings; all pairs of one prompt are one example."""
 
     batch_size: Positive = Field(default=32, description="Prompts in one optimiser step.")
-    centre_on: str | None = Field(
+    centre_on: Paths | None = Field(
         default=None, description="Demonstrations whose mean score becomes 0 once the model is trained."
     )
 

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from typing import Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from tether.config.base import Count, Fraction, NonNegative, Option, Positive, PositiveFloat, Settings
+from tether.config.notes import MAX_GROUP, MAX_NOTE, MAX_TAGS, Tag
+from tether.config.reading import Paths, ReadSettings
 from tether.config.rewards import RewardPart, check_names
+
+TOY_TASK = "match-case"  # the task of a recipe that names neither a task nor prompts
 
 
 class ModelSettings(Settings):
@@ -21,7 +25,10 @@ class ModelSettings(Settings):
         description="Precision of the weights; auto is bfloat16 on a CUDA device that computes in it, else float32.",
     )
     device: str = Field(default="auto", description="auto picks CUDA, then MPS, then CPU; or name one, such as cuda:1.")
-    attention: Literal["sdpa", "eager"] = Field(default="sdpa", description="Attention kernels.")
+    attention: Literal["auto", "sdpa", "eager"] = Field(
+        default="auto",
+        description="Attention kernels; auto is sdpa where the model's attention can be computed by it, else eager.",
+    )
     gradient_checkpointing: bool = Field(
         default=False, description="Run each layer again in the backward pass: less memory, a third more work."
     )
@@ -33,17 +40,51 @@ class ModelSettings(Settings):
 class TaskSettings(Settings):
     """What the policy is asked and how its answers are scored."""
 
-    name: str = Field(
-        default="match-case",
-        description="A built-in task, reasoning-gym:DATASET, or package.module:factory of a task.",
+    name: str | None = Field(
+        default=None,
+        description="A built-in task, reasoning-gym:DATASET, or package.module:factory of a task; where there are no "
+        "prompts either, match-case.",
     )
     options: dict[str, Option] = Field(
         default_factory=dict, description="What the task is made with, such as {min_digits: 1, max_digits: 1}."
     )
-    prompts: str | None = Field(
-        default=None, description="File of prompts, in place of the task's own; see docs/data.md."
+    prompts: Paths | None = Field(
+        default=None,
+        description="Your own prompts, in place of name: a file, a glob, a saved dataset's folder, a dataset's id, or "
+        "a list of them; see docs/data.md.",
     )
+    held_out: Paths | None = Field(
+        default=None, description="Prompts for evaluation, never trained on; named as prompts are."
+    )
+    held_out_fraction: float = Field(
+        default=0.0, ge=0, lt=1, description="In place of held_out: this fraction of the prompts is held out."
+    )
+    split_seed: Count = Field(default=0, description="Which prompts held_out_fraction holds out follows from it.")
     reward: str | None = Field(default=None, description="package.module:function, in place of the task's own reward.")
+
+    @property
+    def task_name(self) -> str | None:
+        """The named task, or the toy task where nothing is named; None where the prompts are the user's own."""
+        return self.name if self.name is not None or self.prompts is not None else TOY_TASK
+
+    @model_validator(mode="after")
+    def _one_source(self) -> TaskSettings:
+        if self.prompts is None:
+            if self.held_out is not None or self.held_out_fraction:
+                raise ValueError(
+                    "held_out and held_out_fraction go with task.prompts: a named task holds out its own prompts"
+                )
+            return self
+        if self.name is not None:
+            raise ValueError(
+                f"name is {self.name} and prompts is set too, but prompts of your own are a task of their own: remove "
+                "task.name (or set it to null), and name a reward in reward.parts or task.reward"
+            )
+        if self.options:
+            raise ValueError("options are for a task that is named, and task.prompts has none: remove task.options")
+        if self.held_out is not None and self.held_out_fraction:
+            raise ValueError("held_out and held_out_fraction are both set: keep one")
+        return self
 
 
 class RolloutSettings(Settings):
@@ -86,6 +127,11 @@ class RewardSettings(Settings):
     max_failure_rate: Fraction = Field(
         default=0.1,
         description="Stop (exit 5) when more than this fraction of a step's scores is missing or not finite.",
+    )
+    timeout_seconds: NonNegative = Field(
+        default=300.0,
+        description="Time limit for one call of Python code in the training process: a reward function (one answer for "
+        "text, a whole step for trl and rollouts), a task's own reward, a rule. 0: no limit.",
     )
 
     @model_validator(mode="after")
@@ -130,7 +176,7 @@ class RolesSettings(Settings):
     )
     critic_from: str | None = Field(
         default=None,
-        description="Folder of a reward model that the critic starts as; by default it starts as the policy.",
+        description="A reward model (a run, or a folder) that a separate critic starts as; by default, the policy.",
     )
     lora_rank: Positive = Field(default=16, description="Rank of the adapters.")
     lora_alpha: PositiveFloat = Field(default=32.0, description="The adapters are scaled by this over their rank.")
@@ -148,6 +194,15 @@ class RolesSettings(Settings):
     def _a_trunk_to_keep(self) -> RolesSettings:
         if self.trunk_states is not None and self.mode != "top":
             raise ValueError(f"trunk_states is for mode top, where a trunk is shared; mode is {self.mode}")
+        return self
+
+    @model_validator(mode="after")
+    def _a_critic_to_start(self) -> RolesSettings:
+        if self.critic_from is not None and self.critic == "head":
+            raise ValueError(
+                "critic_from is a whole reward model, but critic is head: a head that was trained on the reward "
+                "model's layers means nothing on the policy's; set critic to separate, or leave critic_from out"
+            )
         return self
 
 
@@ -188,7 +243,34 @@ class RunSettings(Settings):
     stall_seconds: NonNegative = Field(
         default=0.0, description="Dump all stacks and end (exit 7) after this long without progress; 0: never."
     )
+    memory_check: Literal["error", "warn", "off"] = Field(
+        default="error",
+        description="Where the plan says that the run does not fit into free memory: refuse, warn, or do not ask.",
+    )
     doctor_every: Count = Field(default=5, description="Look for what goes wrong every so many steps; 0: never.")
+    note: str | None = Field(
+        default=None, max_length=MAX_NOTE, description="A note about the run; Studio can change it later."
+    )
+    tags: tuple[Tag, ...] = Field(default=(), max_length=MAX_TAGS, description="Tags to find the run by.")
+    group: str | None = Field(default=None, max_length=MAX_GROUP, description="The group that the run is listed under.")
+
+    @field_validator("name", "directory", "group")
+    @classmethod
+    def _shown_as_it_is(cls, text: str | None) -> str | None:
+        """Names stand in terminals, logs and pages: none may hold what moves a cursor or hides text."""
+        if text is not None and not text.isprintable():
+            raise ValueError(f"{text!r:.80} holds characters that cannot be printed, such as control codes")
+        return text
+
+
+class RecordsRunSettings(RunSettings):
+    """The run itself."""
+
+    steps: Positive = Field(default=100, description="Optimiser steps; with run.epochs what that comes to.")
+    epochs: PositiveFloat | None = Field(
+        default=None,
+        description="Passes over the training records, in place of run.steps; each record is seen that often.",
+    )
 
 
 class CheckpointSettings(Settings):
@@ -215,26 +297,102 @@ class StoreSettings(Settings):
     )
 
 
-class EvaluationSettings(Settings):
-    """Looking at held-out prompts while training."""
+class EvaluationRules(Settings):
+    """When held-out data is looked at, and what follows from it."""
 
     every: Count = Field(
         default=0, description="Evaluate before the first and after every so many iterations; 0: never."
     )
-    prompts: Positive = Field(default=64, description="Held-out prompts at the most.")
     keep_best: bool = Field(default=True, description="Keep the model with the best held-out score as best/.")
+    patience: Count = Field(
+        default=0, description="End the run after this many evaluations in a row without a better one; 0: never."
+    )
+
+    @model_validator(mode="after")
+    def _something_to_wait_for(self) -> EvaluationRules:
+        if self.patience and not self.every:
+            raise ValueError("patience counts evaluations, and every is 0: set evaluation.every as well")
+        return self
 
 
-class DataSettings(Settings):
+class EvaluationSettings(EvaluationRules):
+    """Looking at held-out prompts while training."""
+
+    prompts: Positive = Field(default=64, description="Held-out prompts at the most.")
+
+
+class RecordsEvaluationSettings(EvaluationRules):
+    """Looking at held-out records while training."""
+
+    every: Count = Field(
+        default=0,
+        description="Evaluate before the first and after every so many steps; 0: after the last, if records are held "
+        "out.",
+    )
+    keep_best: bool = Field(default=True, description="Keep the model with the lowest held-out loss as best/.")
+    records: Positive | None = Field(default=None, description="Held-out records at the most; null: all.")
+
+
+class PreferenceEvaluationSettings(RecordsEvaluationSettings):
+    """Looking at held-out preferences while training."""
+
+    keep_best: bool = Field(default=True, description="Keep the model that is best by evaluation.metric as best/.")
+    metric: Literal["loss", "accuracy"] = Field(
+        default="loss", description="What says which model is best: the lowest loss, or the highest accuracy."
+    )
+
+
+class PromptSettings(ReadSettings):
+    """How the records of task.prompts and task.held_out become prompts."""
+
+    max_prompt_length: Positive | None = Field(
+        default=None,
+        description="Longest prompt in tokens; by default what the model's context leaves beside max_new_tokens.",
+    )
+    truncate: bool = Field(
+        default=False, description="Cut a prompt that is too long at the ends of paragraphs, where that suffices."
+    )
+    overlong: Literal["drop", "error"] = Field(
+        default="drop", description="What happens to a prompt that is too long and is not cut."
+    )
+
+
+class DataSettings(ReadSettings):
     """Training records."""
 
-    train: str = Field(description="File of records: .jsonl, .json, .csv or .parquet; see docs/data.md.")
-    held_out: str | None = Field(default=None, description="File of records for evaluation; never trained on.")
+    train: Paths = Field(
+        description="Records: a file (.jsonl, .json, .csv, .parquet), a glob, a saved dataset's folder, a dataset's "
+        "id, or a list of them; see docs/data.md."
+    )
+    held_out: Paths | None = Field(default=None, description="Records for evaluation, never trained on.")
+    held_out_fraction: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="Hold out this part of data.train, by prompt, in place of a file; run.seed says which.",
+    )
     max_length: Positive = Field(default=1024, description="Longest row in tokens: prompt, answer and end token.")
     truncate: bool = Field(
         default=True,
-        description="Cut a row that is too long at the end of a paragraph; otherwise it is an error.",
+        description="Cut a row that is too long at the end of a paragraph.",
     )
+    overlong: Literal["drop", "error"] = Field(
+        default="error", description="What happens to a row that is too long and is not cut."
+    )
+    assistant_turns: Literal["last", "all"] = Field(
+        default="last", description="In SFT, which of a conversation's assistant turns are trained on."
+    )
+
+    @model_validator(mode="after")
+    def _held_out_once(self) -> DataSettings:
+        if (self.held_out or self.held_out_split) is not None and self.held_out_fraction is not None:
+            raise ValueError("held_out names a file and held_out_fraction splits data.train: give one of them")
+        return self
+
+    @property
+    def holds_out(self) -> bool:
+        """Whether there are records to evaluate on."""
+        return any(each is not None for each in (self.held_out, self.held_out_split, self.held_out_fraction))
 
 
 class PenaltySettings(Settings):

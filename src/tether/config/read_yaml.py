@@ -16,6 +16,12 @@ from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
 from tether.errors import ConfigError
+from tether.plain_file import read_plain_text
+
+MAX_BYTES = 1 << 18  # of a recipe: PyYAML reads some 100 kB a second
+
+
+MAX_DIGITS = 300
 
 
 class RecipeLoader(yaml.SafeLoader):
@@ -64,6 +70,8 @@ for _tag, _pattern, _first in (
 
 def _decimal(loader: yaml.SafeLoader, node: yaml.ScalarNode) -> int:
     """A whole number; a leading 0 does not make it octal."""
+    if len(node.value) > MAX_DIGITS:
+        raise ConstructorError(None, None, f"a number has more than {MAX_DIGITS} digits", node.start_mark)
     return int(str(loader.construct_scalar(node)).replace("_", ""))
 
 
@@ -72,10 +80,14 @@ RecipeLoader.add_constructor("tag:yaml.org,2002:int", _decimal)
 
 def read_value(text: str) -> Any:
     """One value from a flag: `1e-5`, `true`, `null`, `[0.9, 0.95]`."""
+    if len(text) > MAX_BYTES:
+        raise ConfigError(f"a value has {len(text):,} characters, and may have {MAX_BYTES:,}")
     loader = RecipeLoader(text)
     try:
         node = loader.get_single_node()
         return None if node is None else loader.construct_plain(node)
+    except RecursionError:
+        raise ConfigError("a value is nested too deeply to be read") from None
     finally:
         loader.dispose()
 
@@ -84,8 +96,10 @@ def read_mapping(path: str) -> tuple[RecipeLoader, yaml.MappingNode | None]:
     """The file's top-level mapping as nodes, which know their lines; None where the file is empty."""
     loader = None
     try:
-        loader = RecipeLoader(Path(path).read_text(encoding="utf-8"))
+        loader = RecipeLoader(read_plain_text(path, MAX_BYTES))
         node = loader.get_single_node()
+    except RecursionError:
+        raise ConfigError(f"recipe {path} is nested too deeply to be read") from None
     except FileNotFoundError:
         raise ConfigError(f"recipe {path} is not there{_neighbour(path)}") from None
     except (OSError, UnicodeDecodeError) as error:

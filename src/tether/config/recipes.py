@@ -26,6 +26,10 @@ from tether.config.parts import (
     KLSettings,
     ModelSettings,
     OptimizerSettings,
+    PreferenceEvaluationSettings,
+    PromptSettings,
+    RecordsEvaluationSettings,
+    RecordsRunSettings,
     RewardSettings,
     RolesSettings,
     RolloutSettings,
@@ -47,15 +51,53 @@ class Recipe(Settings):
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     store: StoreSettings = Field(default_factory=StoreSettings)
 
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return False
+
+    @model_validator(mode="after")
+    def _critic_from_has_a_critic(self) -> Recipe:
+        if self.roles.critic_from is not None and not self.needs_critic:
+            raise ValueError(
+                f"roles.critic_from is set, but this recipe ({self.method}) trains no critic: leave it out"
+            )
+        return self
+
 
 class RLRecipe(Recipe):
     """What every method that learns from rollouts needs."""
 
     task: TaskSettings = Field(default_factory=TaskSettings)
+    data: PromptSettings = Field(default_factory=PromptSettings)
     rollout: RolloutSettings = Field(default_factory=RolloutSettings)
     reward: RewardSettings = Field(default_factory=RewardSettings)
     kl: KLSettings = Field(default_factory=KLSettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+
+    @model_validator(mode="after")
+    def _own_prompts(self) -> RLRecipe:
+        if self.task.prompts is None:
+            return self
+        if self.task.reward is None:
+            kinds = [part.kind for part in self.reward.parts]
+            if not kinds:
+                raise ValueError(
+                    "task.prompts has no reward: set reward.parts, such as [{kind: function, function: mine:score}] or "
+                    "[{kind: math}], or set task.reward"
+                )
+            if "task" in kinds:
+                raise ValueError(
+                    "reward.parts has a part of kind task, and task.prompts has no reward of its own: set task.reward, "
+                    "or remove the part"
+                )
+        held_out = self.task.held_out is not None or self.task.held_out_fraction or self.data.held_out_split is not None
+        if self.evaluation.every and not held_out:
+            raise ValueError(
+                f"evaluation.every is {self.evaluation.every}, and there are no held-out prompts: set task.held_out to "
+                "a file of them, or task.held_out_fraction to hold out some of task.prompts, or evaluation.every to 0"
+            )
+        return self
 
     @model_validator(mode="after")
     def _kl_that_teaches(self) -> RLRecipe:
@@ -79,12 +121,22 @@ class PPORecipe(RLRecipe):
     ppo: PPOSettings = Field(default_factory=PPOSettings)
     ptx: PtxSettings = Field(default_factory=PtxSettings)
 
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return True
+
 
 class ReinforceRecipe(RLRecipe):
     """REINFORCE with any of four weightings."""
 
     method: ClassVar[str] = "reinforce"
     reinforce: ReinforceSettings = Field(default_factory=ReinforceSettings)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return self.reinforce.needs_critic
 
 
 class RLOORecipe(RLRecipe):
@@ -124,6 +176,11 @@ class TRPORecipe(RLRecipe):
     model: ModelSettings = Field(default_factory=lambda: ModelSettings(dtype="float32"))
     trpo: TRPOSettings = Field(default_factory=TRPOSettings)
 
+    @property
+    def needs_critic(self) -> bool:
+        """Whether a critic is trained."""
+        return True
+
     @model_validator(mode="after")
     def _own_critic(self) -> TRPORecipe:
         if self.roles.critic != "separate":
@@ -133,30 +190,52 @@ class TRPORecipe(RLRecipe):
         return self
 
 
-class DPORecipe(Recipe):
+class RecordsRecipe(Recipe):
+    """What every method that learns from records needs."""
+
+    data: DataSettings
+    run: RecordsRunSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride] (frozen, so covariant)
+        default_factory=RecordsRunSettings
+    )
+    evaluation: RecordsEvaluationSettings = Field(default_factory=RecordsEvaluationSettings)
+
+    @model_validator(mode="after")
+    def _held_out_to_look_at(self) -> RecordsRecipe:
+        if self.evaluation.every and not self.data.holds_out:
+            raise ValueError(
+                f"evaluation.every is {self.evaluation.every}, and no records are held out: name a file with "
+                "data.held_out, or a part of data.train with data.held_out_fraction"
+            )
+        return self
+
+
+class DPORecipe(RecordsRecipe):
     """Preferences without a reward model."""
 
     method: ClassVar[str] = "dpo"
-    data: DataSettings
     dpo: DPOSettings = Field(default_factory=DPOSettings)
+    evaluation: PreferenceEvaluationSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default_factory=PreferenceEvaluationSettings
+    )
 
 
-class SFTRecipe(Recipe):
+class SFTRecipe(RecordsRecipe):
     """Supervised fine-tuning."""
 
     method: ClassVar[str] = "sft"
-    data: DataSettings
     sft: SFTSettings = Field(default_factory=SFTSettings)
 
 
-class RewardRecipe(Recipe):
+class RewardRecipe(RecordsRecipe):
     """A reward model."""
 
     method: ClassVar[str] = "reward"
     # Preferences are few and its rate is small: the figures in docs/results.md are float32's.
     model: ModelSettings = Field(default_factory=lambda: ModelSettings(dtype="float32"))
-    data: DataSettings
     reward: RewardModelSettings = Field(default_factory=RewardModelSettings)
+    evaluation: PreferenceEvaluationSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
+        default_factory=PreferenceEvaluationSettings
+    )
 
 
 RECIPES: dict[str, type[Recipe]] = {

@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 from pydantic import Field, field_validator, model_validator
 
 from tether.config.base import Count, NonNegative, Positive, PositiveFloat, Settings
+from tether.redact import redact_url
 
 Extract = Literal["auto", "whole", "last_line", "marker", "last_number", "boxed"]
 
@@ -34,10 +35,13 @@ class TaskPart(Part):
 
 
 class ModelPart(Part):
-    """The score of a reward model that shares the policy's tokenizer."""
+    """The score of a reward model, whose tokenizer may be another than the policy's."""
 
     kind: Literal["model"]
-    path: str = Field(description="The folder of a saved reward model, such as runs/reward/model.")
+    path: str = Field(
+        description="The folder of a saved reward model, such as runs/reward/model, or a Hugging Face id: any "
+        "classifier with one label and safetensors."
+    )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="Precision of its weights; auto as for model.dtype, on its own device."
     )
@@ -54,11 +58,25 @@ class FunctionPart(Part):
     """A Python function of yours."""
 
     kind: Literal["function"]
-    function: str = Field(pattern=r"^[^:\s]+:[^:\s]+$", description="package.module:name.")
-    takes: Literal["rollouts", "text"] = Field(
-        default="rollouts",
-        description="rollouts: f(rollouts) gives a number or Score for each; text: f(prompt, completion, answer) "
-        "gives one number.",
+    function: str = Field(
+        pattern=r"^[^:\s]+:[^:\s]+$", description="package.module:name, or file.py:name in the working folder."
+    )
+    takes: Literal["auto", "text", "trl", "rollouts"] = Field(
+        default="auto",
+        description="text: f(prompt, completion, **columns) gives one number; trl: f(completions, **columns) gives a "
+        "list of numbers, as in TRL; rollouts: f(rollouts) gives a number or Score for each; auto: told by the names "
+        "of its parameters.",
+    )
+    timeout_seconds: PositiveFloat | None = Field(
+        default=None,
+        description="Time limit for one call. The function then runs in a process of its own, which is killed at the "
+        "limit. None: it runs in the training process, under reward.timeout_seconds.",
+    )
+    workers: Count = Field(
+        default=0, description="Processes that run the function. 0: it runs in the training process."
+    )
+    batch_size: Positive | None = Field(
+        default=None, description="trl and rollouts: answers in one call. None: all answers of a step."
     )
 
 
@@ -122,7 +140,8 @@ class NumericPart(Part):
 
     kind: Literal["numeric"]
     tolerance: NonNegative = Field(
-        default=1e-6, description="Numbers are equal within this times the larger of 1 and |answer|."
+        default=1e-8,
+        description="Numbers are equal within this times |answer|; whole numbers only where they are equal.",
     )
 
 
@@ -131,8 +150,19 @@ class MathPart(Part):
 
     kind: Literal["math"]
     tolerance: NonNegative = Field(
-        default=1e-6, description="Numbers are equal within this times the larger of 1 and |answer|."
+        default=1e-8,
+        description="Numbers are equal within this times |answer|; whole numbers only where they are equal.",
     )
+
+
+class MathVerifyPart(Part):
+    """1 where the package math-verify finds the final answer equal to the prompt's, else 0."""
+
+    kind: Literal["math_verify"]
+    timeout_seconds: PositiveFloat = Field(
+        default=10.0, description="Time limit for one answer; beyond it the answer is not scored."
+    )
+    workers: Positive = Field(default=1, description="Processes that compare answers.")
 
 
 class EndedPart(Part):
@@ -150,6 +180,7 @@ class RemotePart(Part):
     retries: Count = Field(default=2, description="Further tries after a timeout, a lost connection or a 5xx.")
     backoff_seconds: NonNegative = Field(default=0.5, description="Wait before the first retry; doubled for each next.")
     batch_size: Positive = Field(default=32, description="Answers in one request.")
+    concurrency: Positive = Field(default=4, description="Requests under way at the same time.")
     token_env: str | None = Field(default=None, description="The environment variable that holds the bearer token.")
     max_response_bytes: Positive = Field(default=1_000_000, description="A longer response is refused.")
 
@@ -167,6 +198,8 @@ class RemotePart(Part):
             raise ValueError(f"url {url!r} has a port that is not between 1 and 65535")
         if parts.username is not None or parts.password is not None:
             raise ValueError("url must hold no user or password, for recipes are saved: use token_env")
+        if redact_url(url) != url:
+            raise ValueError("url must hold no token or key among its parameters, for recipes are saved: use token_env")
         return url
 
 
@@ -180,6 +213,7 @@ RewardPart = Annotated[
     | ExactPart
     | NumericPart
     | MathPart
+    | MathVerifyPart
     | EndedPart
     | RemotePart,
     Field(discriminator="kind"),

@@ -43,6 +43,23 @@ class Leaf:
         return self.takes_text and (str in kinds or len(choices) == len(kinds) or chosen)
 
     @property
+    def takes_list(self) -> bool:
+        """Whether a list is a value."""
+        return any(get_origin(kind) is tuple for kind in alternatives(self.annotation))
+
+    @property
+    def is_list(self) -> bool:
+        """Whether it holds a list and nothing else, null aside."""
+        kinds = [kind for kind in alternatives(self.annotation) if kind is not type(None)]
+        return bool(kinds) and all(get_origin(kind) is tuple for kind in kinds)
+
+    @property
+    def items_are_text(self) -> bool:
+        """Whether an item of its list is a word as it stands."""
+        items = [item for kind in alternatives(self.annotation) if get_origin(kind) is tuple for item in get_args(kind)]
+        return any(item is str or get_origin(item) is Literal for item in items)
+
+    @property
     def takes_null(self) -> bool:
         """Whether null is a value."""
         return type(None) in alternatives(self.annotation)
@@ -137,6 +154,8 @@ def in_words(annotation: Any, bounds: list[Any] | tuple[Any, ...] = ()) -> str:
         return f"list of {len(parts)} {in_words(parts[0], bounds)}s"
     if origin is tuple and (kinds := kinds_of(annotation)):
         return f"list of mappings, each with a kind: {', '.join(kinds)}"
+    if origin is tuple and get_origin(parts[0]) is Literal:
+        return f"list of words, each {in_words(parts[0])}"
     if origin is tuple:
         return f"list of {in_words(parts[0], bounds)}s"
     if origin is dict:

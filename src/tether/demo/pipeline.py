@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from tether.config.code_names import SEAL, CodeName, code_names, seal_record
 from tether.config.demo import DemoRecipe
 from tether.config.recipes import Recipe
 from tether.demo.rater import PersonRater, StandInRater
@@ -24,6 +25,9 @@ from tether.demo.task import DemoTask
 from tether.errors import ConfigError, Stopped
 from tether.loops.eval_report import visible
 from tether.loops.run import interruptions, train_recipe
+from tether.progress import PlainProgress, working
+from tether.rewards import consent
+from tether.rewards.agree import agree_to_names
 from tether.runs.folder import DEMO, is_run, write_whole
 from tether.runs.read import open_workspace, read_run
 from tether.types import Rollout
@@ -109,6 +113,8 @@ def resume_demo(root: Path, *, json_output: bool) -> int:
     human = record.pop("human", False)
     recipe = DemoRecipe.model_validate_json(json.dumps(record), strict=True)
     recipe = recipe.model_copy(update={"directory": str(root.parent), "name": root.name})
+    names = demo_names(recipe)
+    agree_to_names(names, names, root)
     return run_demo(recipe, human=human, json_output=json_output, resume=True)
 
 
@@ -134,8 +140,15 @@ def prepare_folder(recipe: DemoRecipe, *, human: bool) -> Path:
             raise ConfigError(f"{root} is not an earlier demo's folder: choose another with --name, or remove it")
         shutil.rmtree(root)
     root.mkdir(parents=True, exist_ok=True)
+    if seal := seal_record(demo_names(recipe), consent.current().root):
+        write_whole(root / SEAL, seal)
     write_whole(root / DEMO, {"human": human, **recipe.model_dump(mode="json")})
     return root
+
+
+def demo_names(recipe: DemoRecipe) -> tuple[CodeName, ...]:
+    """What the stages name that lies outside their recipes."""
+    return tuple(name for stage in (recipe.sft, recipe.reward, recipe.ppo) for name in code_names(stage))
 
 
 Show = Callable[[str, str, int], "Advance"]
@@ -146,8 +159,12 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
     """The stages in order; one that is done is passed over, one that was begun goes on."""
     recipe, places = run.recipe, run.places
 
+    told: set[str] = set()
+
     def notify(text: str) -> None:
-        console.print(text, style="dim", markup=False)
+        if text not in told:  # every stage loads the same tokenizer, and would say the same of it
+            told.add(text)
+            console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     def train(stage: str, title: str, settings: Recipe) -> None:
         advance = show(stage, title, settings.run.steps)
@@ -169,14 +186,14 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
                 look_at=look_at,
                 resume=is_run(places.root / stage),
             )
-        if trained.steps < settings.run.steps:
+        if not trained.finished:
             raise Stopped(f"stopped in stage {stage}; go on with: tether resume {places.root}")
         advance(settings.run.steps, "")
 
     def rank() -> None:
         advance = show("preferences", "2 Rank answers", recipe.rater.prompts)
         if not run.preferences:
-            with timed(run, "preferences"):
+            with timed(run, "preferences"), working("2 Rank answers", announce=False, spinner=False):
                 rater = StandInRater(recipe.rater, recipe.seed)
                 chooser = PersonRater(console, rater) if human else rater
                 run.preferences = collect_preferences(recipe, places, chooser, load(places.model("sft"), recipe.seed))
@@ -190,7 +207,7 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
     shutil.rmtree(places.states, ignore_errors=True)  # large, and no later stage reads these texts
     train("ppo", "4 PPO against it", ppo_stage(recipe, places))
     advance = show("judging", "5 Compare on unseen prompts", recipe.judging.prompts)
-    with timed(run, "judging"):
+    with timed(run, "judging"), working("5 Compare on unseen prompts", announce=False, spinner=False):
         models = [load(places.model(stage), recipe.seed) for stage in ("sft", "ppo")]
         judged = judge(recipe, *models)
         advance(recipe.judging.prompts, f"win rate {judged.win_rate.rate.value:.0%}")
@@ -203,7 +220,8 @@ def show_sample(console: Console, step: int, sample: Rollout) -> None:
     console.print(
         f"[dim]step {step}, true score {rule_score(sample).value:.2f}[/dim]  "
         f"{escape(visible(sample.prompt.messages[-1]['content']))}\n"
-        f"    [italic]{escape(visible(sample.completion.strip()))}{cut}[/italic]"
+        f"    [italic]{escape(visible(sample.completion.strip()))}{cut}[/italic]",
+        soft_wrap=True,
     )
 
 
@@ -220,7 +238,10 @@ def timed(run: DemoRun, stage: str) -> Iterator[None]:
 
 @contextmanager
 def stages(console: Console) -> Iterator[Show]:
-    """One bar a stage, with the few numbers that matter."""
+    """One bar a stage, with the few numbers that matter; plain lines where the output goes to a file."""
+    if not console.is_terminal or console.is_dumb_terminal:
+        yield lambda stage, title, total: PlainProgress(title, total).advance  # noqa: ARG005
+        return
     columns = (
         TextColumn("{task.description:<30}"),
         BarColumn(bar_width=24),

@@ -32,7 +32,7 @@ class StandInRater:
     """Ranks by rule(answer) / noise + Gumbel noise, so that any two answers are chosen between as a person would.
 
     P(prefers A to B) = sigmoid((rule(A) - rule(B)) / noise) (Plackett 1975, Luce 1959). Neighbours in the ranking whose
-    rule scores are within `tie` of each other share a rank.
+    rule scores differ by less than `tie` share a rank; with a `tie` of 0 the noise decides between equals.
     """
 
     settings: RaterSettings
@@ -46,7 +46,7 @@ class StandInRater:
         order = sorted(range(len(answers)), key=lambda index: -liking[index])
         ranks = [0] * len(answers)
         for better, worse in itertools.pairwise(order):
-            tied = abs(scores[better] - scores[worse]) <= self.settings.tie
+            tied = abs(scores[better] - scores[worse]) < self.settings.tie
             ranks[worse] = ranks[better] + (not tied)
         return ranks if max(ranks) > 0 else None
 

@@ -12,7 +12,7 @@ import torch
 import yaml
 
 from tether import __version__
-from tether.demo.rule import WEIGHTS, rule_score
+from tether.demo.rule import PARTS, rule_score
 from tether.demo.stages import Judged
 from tether.runs.charts import Chart, ChartGroup, Series, group_charts
 from tether.runs.overoptimisation import judge_overoptimisation
@@ -34,7 +34,7 @@ def write_demo_report(run: DemoRun, judged: Judged) -> tuple[Path, dict[str, Any
     summary = summarise(run, judged)
     steps = run.metrics("ppo")
     content = ReportContent(
-        title="A small model learns to be brief, kind and to the point",
+        title="A small model learns to answer briefly and to the point",
         subtitle=f"{run.recipe.sft.model.path} went through supervised fine-tuning, a reward model and PPO. The "
         f"answers below are to {run.recipe.judging.prompts} prompts that no stage has seen.",
         headline=headline(run, judged, summary),
@@ -95,16 +95,16 @@ def headline(run: DemoRun, judged: Judged, summary: dict[str, Any]) -> tuple[Fig
 def findings(run: DemoRun, judged: Judged, steps: list[dict[str, Any]]) -> tuple[Finding, ...]:
     """What happened, in words: over-optimisation first."""
     found = [judge_overoptimisation(points(steps, "reward/proxy"), points(steps, "reward/true"))]
-    for name in WEIGHTS:
+    for name in PARTS:
         before, after = (side.metrics[f"true/{name}"].value for side in (judged.before, judged.after))
         level = "good" if after > before + 0.02 else "warning" if after < before - 0.1 else "note"
         word = name.replace("_", " ")
-        found.append(Finding(level, f"{word.capitalize()}: {before:.0%} → {after:.0%} of the answers."))
+        found.append(Finding(level, f"{word.capitalize()}: {before:.0%} → {after:.0%}, a mean over the answers."))
     agreement = run.preferences["agrees_with_rule"]
     found.append(
         Finding(
             "note",
-            f"The rater was human enough: {1 - agreement:.0%} of its choices went against its own rule. The reward "
+            f"The rater makes mistakes: {1 - agreement:.0%} of its choices went against its own rule. The reward "
             "model learned from them as they were.",
         )
     )
@@ -178,9 +178,7 @@ def samples(run: DemoRun, judged: Judged) -> tuple[Sample, ...]:
                 after=after.completion.strip(),
                 before_score=first.value,
                 after_score=second.value,
-                parts=tuple(
-                    ScorePart(name.replace("_", " "), first.parts[name], second.parts[name]) for name in WEIGHTS
-                ),
+                parts=tuple(ScorePart(name.replace("_", " "), first.parts[name], second.parts[name]) for name in PARTS),
             )
         )
     return tuple(shown)

@@ -1,54 +1,174 @@
-"""The demo's true rule: what a good answer is. Everything else in the demo only ever sees it through choices.
+"""The demo's true rule: how good an answer is, from 0 to 1. Training sees it only through the choices of the rater.
 
-Four things, each worth a part of 1: the answer is finished, short, on topic, and ends on a warm note.
+    score = on_point * sound * direct * (0.6 + 0.2 brief + 0.2 warm    where it is finished, else 0.1)
+
+The first three factors ask whether the text answers the question at all. A text that does not gains nothing by style.
+An answer that breaks off in the middle is worth little, however well it begins.
 """
 
 from __future__ import annotations
 
+import itertools
 import re
+from collections import Counter
 from collections.abc import Sequence
 
 from tether.types import Rollout, Score
 
-WEIGHTS = {"finished": 0.25, "short": 0.2, "friendly": 0.35, "on_topic": 0.2}
-FEWEST_WORDS, MOST_WORDS = 5, 30
-MOST_EXCLAMATIONS = 2
-SHORT_CLOSE = 5  # words: "Good luck with your studies!"
+
+def words_of(text: str) -> list[str]:
+    """The words of a text in lowercase, without the signs between them."""
+    return re.findall(r"[a-z0-9]+(?:'[a-z]+)?", text.lower().replace("\u2019", "'"))
 
 
-def parts_of(completion: str, *, ended: bool, keywords: Sequence[str]) -> dict[str, float]:
-    """Each part of the rule, 0 or 1.
+FINISHED, CUT_OFF, STYLE = 0.6, 0.1, {"brief": 0.2, "warm": 0.2}
+PARTS = ("on_point", "sound", "direct", "finished", *STYLE)
+"""In the order in which reports show them."""
 
-    finished   the model stopped by itself, on a full stop, exclamation or question mark
-    short      between 5 and 30 words
-    friendly   it closes with an exclamation, as in "Enjoy your meal!", and has no more than two
-    on_topic   some word begins with one of the prompt's keywords; a short close such as that one does not count
+ONE_EXPECTED_WORD = 0.8
+"""For an answer with one of the words that are expected; two or more are worth 1."""
+FEW_EXPECTED = 3
+"""Where no more words than these are expected ("What is it called?"), one of them is all it takes."""
+ON_TOPIC = 0.3
+"""For an answer that only says the question's own words again."""
+MIN_WORDS, MAX_WORDS = 5, 30
+MAX_CLOSE_WORDS = 6  # "Good luck with all your studies!"
+MAX_REPEATS = 3  # of one content word
+FEWEST_FUNCTION_WORDS = 0.15  # of all words: a list of keywords has none
+
+FUNCTION_WORDS = frozenset(
+    words_of(
+        """a about after all also always an and any are as at be because been before both but by can could do does each
+        enough every few first for from get has have how if in into is it its keep let like make many may more most much
+        must need never no not of off often on once one only or other out over should so some such than that the their
+        them then there these they this those through to too try turn two until up use very was way well what when where
+        which while who will with without would yes you your"""
+    )
+)
+WARM_WORDS = frozenset(
+    words_of(
+        """amazing best bravo care cheers congratulations cozy delicious dreams easy enjoy fantastic fun glad good great
+        happy have hope job luck love lovely new nice perfect pleasant proud relax safe safely smile soon stay success
+        sweet tasty thank thanks travels warm welcome well wonderful work you yours yum"""
+    )
+)
+DANGLING = frozenset(
+    words_of("a an and as at because but by for from if in into is of or so than that the to with your")
+)
+EVASIONS = re.compile(
+    r"\b(as an ai|i (do not|don't|can't|cannot|can not) (know|help|answer|say|tell)|i('m| am) (not sure|unable|sorry)"
+    r"|(good|great|excellent|interesting) question|feel free to ask|happy to help|let me know|look it up|google it"
+    r"|(do|some) (your own )?research|it (all )?depends\.|(far )?too many to|no idea|who knows|hard to say"
+    r"|there are (many|several|various|a lot of|lots of) (ways|things|options|answers|reasons)\b[^.!?]*[.!?]?$)",
+    re.IGNORECASE,
+)
+MARKUP = re.compile(r"[<>\[\]{}|\\#*_=~^`]|https?:|\b(user|assistant|system|question|answer):", re.IGNORECASE)
+
+
+def parts_of(
+    completion: str, *, ended: bool, question: str = "", keywords: Sequence[str], expected: Sequence[str] = ()
+) -> dict[str, float]:
+    """Each part of the rule, 0 to 1.
+
+    on_point   how much it says that answers the question: words that begin with a stem of `expected`, in the sentences
+               before the close. Words of the question itself, or of its topic (`keywords`), are worth little
+    sound      it reads as language: no word or phrase again and again, no half sentence, no keyword list, no markup
+    direct     it answers, where evasions say "it depends" or ask back
+    finished   the model stopped by itself, at the end of a sentence
+    brief      5 to 30 words
+    warm       after the answer comes one short, kind sentence with an exclamation mark, as in "Enjoy your meal!"
     """
     text = completion.strip()
-    topical = _words(_without_close(text))
+    answer, close = split_close(text)
+    words = words_of(text)
+    is_finished = ended and text.endswith((".", "!", "?"))
     return {
-        "finished": float(ended and text.endswith((".", "!", "?"))),
-        "short": float(FEWEST_WORDS <= len(_words(text)) <= MOST_WORDS),
-        "friendly": float(text.endswith("!") and text.count("!") <= MOST_EXCLAMATIONS),
-        "on_topic": float(any(word.startswith(keyword) for word in topical for keyword in keywords)),
+        "on_point": _on_point(words_of(answer), words_of(question), keywords, expected),
+        "sound": float(_is_sound(text, words, is_finished=is_finished)),
+        "direct": float(not EVASIONS.search(answer) and not answer.endswith("?")),
+        "finished": float(is_finished),
+        "brief": float(MIN_WORDS <= len(words) <= MAX_WORDS),
+        "warm": float(_is_warm(close)),
     }
 
 
-def _without_close(text: str) -> str:
-    """The text without a last sentence of few words that ends in an exclamation mark."""
+def rule_value(parts: dict[str, float]) -> float:
+    """The score of an answer with these parts."""
+    whole = FINISHED + sum(weight * parts[name] for name, weight in STYLE.items())
+    style = whole if parts["finished"] else CUT_OFF
+    return parts["on_point"] * parts["sound"] * parts["direct"] * style
+
+
+def split_close(text: str) -> tuple[str, str]:
+    """(answer, close): the close is a last sentence of few words that ends in an exclamation mark, or empty."""
     *before, last = re.split(r"(?<=[.!?])\s+", text)
-    return " ".join(before) if last.endswith("!") and len(_words(last)) <= SHORT_CLOSE else text
+    is_close = bool(before) and last.endswith("!") and len(words_of(last)) <= MAX_CLOSE_WORDS
+    return (" ".join(before), last) if is_close else (text, "")
 
 
-def _words(text: str) -> list[str]:
-    return re.findall(r"[a-z0-9']+", text.lower())
+def _on_point(words: list[str], asked: list[str], keywords: Sequence[str], expected: Sequence[str]) -> float:
+    """What an answer brings is counted by stem, so that saying one thing twice counts once."""
+    brought = sum(any(_begins(word, stem) for word in words) for stem in expected)
+    if brought:
+        return ONE_EXPECTED_WORD if brought == 1 and len(expected) > FEW_EXPECTED else 1.0
+    topic = [*keywords, *(word for word in asked if word not in FUNCTION_WORDS and len(word) > 3)]
+    return ON_TOPIC if any(_begins(word, stem) for word in words for stem in topic) else 0.0
+
+
+def _begins(word: str, stem: str) -> bool:
+    """Stems of one or two letters, and numbers, are whole words."""
+    return word == stem if len(stem) < 3 or stem.isdigit() else word.startswith(stem)
+
+
+def _is_sound(text: str, words: list[str], *, is_finished: bool) -> bool:
+    content = [word for word in words if word not in FUNCTION_WORDS]
+    phrases = list(zip(words, words[1:], words[2:], words[3:], strict=False))
+    sentences = [tuple(words_of(part)) for part in re.split(r"[.!?]\s+", text)]
+    return (
+        len(content) >= 1
+        and not MARKUP.search(text)
+        and " ".join(text.split()).isprintable()
+        and (text[0].isupper() or text[0].isdigit())
+        and not any(one == other for part in sentences for one, other in itertools.pairwise(part))
+        and len(set(phrases)) == len(phrases)
+        and len(set(sentences)) == len(sentences)
+        and max(Counter(content).values()) <= MAX_REPEATS
+        and (len(words) < 2 * MIN_WORDS or _function_share(words) >= FEWEST_FUNCTION_WORDS)
+        and all(_is_a_word(word) for word in words)
+        and not (is_finished and words[-1] in DANGLING)
+        and text.count("!") <= 2
+    )
+
+
+def _function_share(words: list[str]) -> float:
+    return sum(word in FUNCTION_WORDS for word in words) / len(words)
+
+
+def _is_a_word(word: str) -> bool:
+    """No letters among digits, none thrice in a row, and a vowel in all but the shortest."""
+    letters = word.replace("'", "")
+    if letters.isdigit():
+        return True
+    mixed = any(letter.isdigit() for letter in letters) and not re.fullmatch(r"\d+(s|st|nd|rd|th|am|pm)", letters)
+    no_vowel = len(letters) > 4 and not re.search(r"[aeiouy]", letters)
+    return not mixed and not no_vowel and not re.search(r"(.)\1\1", letters) and len(letters) <= 20
+
+
+def _is_warm(close: str) -> bool:
+    return bool(close) and not WARM_WORDS.isdisjoint(words_of(close))
 
 
 def rule_score(rollout: Rollout) -> Score:
-    """The weighted sum of the parts."""
-    keywords = rollout.prompt.meta.get("keywords", ())
-    parts = parts_of(rollout.completion, ended=rollout.finish == "stop", keywords=keywords)
-    return Score(sum(WEIGHTS[name] * value for name, value in parts.items()), parts)
+    """The score of one answer, with its parts."""
+    meta = rollout.prompt.meta
+    parts = parts_of(
+        rollout.completion,
+        ended=rollout.finish == "stop",
+        question=rollout.prompt.messages[-1]["content"],
+        keywords=meta.get("keywords", ()),
+        expected=meta.get("expected", ()),
+    )
+    return Score(rule_value(parts), parts)
 
 
 def rule_reward(rollouts: Sequence[Rollout]) -> list[Score]:

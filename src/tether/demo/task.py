@@ -27,7 +27,7 @@ def read_prompts(name: str) -> list[Prompt]:
         Prompt(
             id=record["id"],
             messages=(SYSTEM, Message(role="user", content=record["prompt"])),
-            meta={"keywords": record["keywords"], "topic": record["topic"]},
+            meta={name: record[name] for name in ("keywords", "expected", "topic")},
         )
         for record in records
     ]

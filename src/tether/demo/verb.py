@@ -45,6 +45,11 @@ def main(words: list[str]) -> int:
     path = words.pop(0) if words and not words[0].startswith("--") else str(files("tether.demo") / "demo.yaml")
     recipe = load_settings(DemoRecipe, path, words)
     from tether.demo.pipeline import run_demo
+    from tether.rewards.agree import agree_to_recipe
+
+    for name in ("sft", "reward", "ppo"):
+        flags = [f"--{word.removeprefix(f'--{name}.')}" for word in words if word.startswith(f"--{name}.")]
+        agree_to_recipe(getattr(recipe, name), path, flags)
 
     return run_demo(recipe, human=switches["human"], json_output=switches["json"])
 

@@ -4,10 +4,13 @@ A bf16 number has 8 significant bits: a step below 1/256 of a weight rounds to n
 most of them. So the optimiser keeps each weight in fp32 as well (its master), steps that, and rounds the result into
 the model. Masters start anywhere among the numbers that round to their weight (`drawn_master`), so that the model moves
 with them from the first step on. With 8-bit state the two running means are kept as codes (`quantize.py`) and exist in
-fp32 only while their parameter is stepped.
+fp32 only while their parameter is stepped. How they are rounded is drawn anew at every step, from the optimiser's seed,
+the parameter's place, how often it was stepped and the number's place in it: not from the buckets, and not from a
+generator whose state would have to be kept.
 
 Everything it keeps is a plain tensor by parameter, as in torch's own optimisers, so checkpoints hold it bit for bit:
-`step`, `master` where the weight is in half precision, and `exp_avg`, `exp_avg_sq`, or their codes and scales.
+`step`, `master` where the weight is in half precision, and `exp_avg`, `exp_avg_sq`, or their codes and ranges. With
+codes there is a second count of steps, `rounded`, on the host: reading the first off a device would make the host wait.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.optim.adamw import adamw
 
-from tether.learner.quantize import SIGNED, UNSIGNED, Codes
+from tether.learner.quantize import SIGNED, UNSIGNED, Codes, mixed
 
 HALF = (torch.bfloat16, torch.float16)
 BUCKET = 2**26  # numbers whose fp32 copies exist at a time: 256 MiB each
@@ -44,11 +47,13 @@ class MixedAdamW(torch.optim.Optimizer):
         masters: bool = True,
         eight_bit: bool = False,
         fused: bool = True,
+        seed: int = 0,
     ) -> None:
         defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "masters": masters}
         super().__init__(params, defaults | {"eight_bit": eight_bit, "fused": fused})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
+        self._seed = seed
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -85,8 +90,11 @@ class MixedAdamW(torch.optim.Optimizer):
         for parameter, state, weight, mean, square in zip(parameters, states, weights, means, squares, strict=True):
             if weight.data_ptr() != parameter.data_ptr():
                 parameter.copy_(weight)
-            _close(state, "exp_avg", mean, SIGNED)
-            _close(state, "exp_avg_sq", square, UNSIGNED)
+            if "rounded" in state:
+                state["rounded"] += 1
+                key = self._seed, self._places[parameter], state["rounded"]
+                _close(state, "exp_avg", mean, SIGNED, mixed(*key, 0))
+                _close(state, "exp_avg_sq", square, UNSIGNED, mixed(*key, 1))
 
     def _state(self, parameter: Tensor, group: dict[str, Any]) -> dict[str, Any]:
         """What is kept of a parameter; at its first step, fresh."""
@@ -96,12 +104,13 @@ class MixedAdamW(torch.optim.Optimizer):
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
         if group["masters"] and parameter.dtype in HALF:
             state["master"] = drawn_master(parameter, seed=self._places[parameter])
-        zeros = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
         for name, codes in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED)):
+            zeros = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
             if group["eight_bit"]:
-                state[f"{name}_codes"], state[f"{name}_scales"] = codes.close(zeros)
+                state["rounded"] = 0
+                state[f"{name}_codes"], state[f"{name}_ranges"] = codes.close(zeros, key=0)
             else:
-                state[name] = zeros.clone()
+                state[name] = zeros
         return state
 
 
@@ -127,10 +136,10 @@ def _open(state: dict[str, Any], name: str, like: Tensor) -> Tensor:
     if name in state:
         return state[name]
     codes = SIGNED if name == "exp_avg" else UNSIGNED
-    return codes.open(state[f"{name}_codes"], state[f"{name}_scales"], like.shape)
+    return codes.open(state[f"{name}_codes"], state[f"{name}_ranges"], like.shape)
 
 
-def _close(state: dict[str, Any], name: str, mean: Tensor, codes: Codes) -> None:
-    """Put a running mean back, where it is kept as codes."""
-    if name not in state:
-        state[f"{name}_codes"], state[f"{name}_scales"] = codes.close(mean)
+def _close(state: dict[str, Any], name: str, mean: Tensor, codes: Codes, key: int) -> None:
+    """Put a running mean back as codes."""
+    before = state[f"{name}_ranges"]
+    state[f"{name}_codes"], state[f"{name}_ranges"] = codes.close(mean, key, before)

@@ -11,8 +11,13 @@ from torch import Tensor, nn
 HALF = (torch.bfloat16, torch.float16)
 
 
-def total_norm(gradients: Sequence[Tensor]) -> Tensor:
-    """The norm of all gradients together, on their device; of half-precision ones it is summed in float32."""
+def total_norm(gradients: Sequence[Tensor], device: torch.device | str) -> Tensor:
+    """The norm of all gradients together, on `device`, where they are; half-precision ones are summed in float32.
+
+    Without any it is 0 there as well: torch's own would be 0 on the CPU, which stacks with nothing on another device.
+    """
+    if not gradients:
+        return torch.zeros((), device=device)
     half = [gradient for gradient in gradients if gradient.dtype in HALF]
     if not half:
         return nn.utils.get_total_norm(gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,6 +53,7 @@ class Learner:
         ]
         self.optimizer = make_optimizer(parameter_groups) if make_optimizer else settings.adamw(parameter_groups)
         self.named = parameter_names(model, self.groups)
+        self._trained = tuple(self.groups)  # the groups that learn now
         self.micro_tokens = settings.micro_tokens
         self._parts = Parts(self.device)
         self.skipped_in_a_row = 0
@@ -63,6 +65,23 @@ class Learner:
         self._added = 0  # of these, how many are in the gradient
         self._findings: list[Finding] = []
         self._unread: list[Unread] = []  # micro-batches of which it is not known yet whether they are finite
+
+    @contextmanager
+    def training_only(self, *names: str) -> Iterator[None]:
+        """While entered, gather and step these groups alone; the others keep their weights and optimiser state.
+
+        A model with a method `train_only` is told, so that it can leave out what only the other groups' gradients need.
+        """
+        unknown = [name for name in names if name not in self.groups]
+        assert not unknown and not self._gathered, f"no groups {unknown}, or a gradient was gathered before"
+        before, self._trained = self._trained, names
+        tell = getattr(self.model, "train_only", lambda groups: None)  # noqa: ARG005 (a model need not know)
+        tell(names)
+        try:
+            yield
+        finally:
+            self._trained = before
+            tell(before)
 
     # -- gathering a gradient -----------------------------------------------------------------------------------------
 
@@ -103,6 +122,9 @@ class Learner:
         measures = Measures()
         for batch, objective in self._gathered[self._added :]:
             measures = self._sum(batch, objective, self._add_gradient)
+            for name in self.groups.keys() - set(self._trained):
+                for parameter in self.groups[name]:
+                    parameter.grad = None
             self._added += 1
         return measures
 
@@ -173,8 +195,8 @@ class Learner:
 
     def _norms(self) -> dict[str, Tensor]:
         return {
-            name: total_norm([p.grad for p in parameters if p.grad is not None])
-            for name, parameters in self.groups.items()
+            name: total_norm([p.grad for p in self.groups[name] if p.grad is not None], self.device)
+            for name in self._trained
         }
 
     def _apply(self, sizes: dict[str, float]) -> bool:

@@ -25,6 +25,7 @@ class LearnerSettings:
     weight_decay: float = 0.0
     masters: Literal["auto", "fp32", "none"] = "auto"  # fp32 copies of weights in half precision; auto keeps them
     state: Literal["full", "8bit"] = "full"  # of the optimiser
+    seed: int = 0  # of how 8-bit state is rounded
 
     def adamw(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The optimiser, unless the learner is given another; one pass over each parameter where the device can."""
@@ -38,4 +39,4 @@ class LearnerSettings:
         masters = self.masters != "none" and any(parameter.dtype in HALF for parameter in parameters)
         if not masters and self.state == "full":
             return torch.optim.AdamW(parameter_groups, **options)
-        return MixedAdamW(parameter_groups, masters=masters, eight_bit=self.state == "8bit", **options)
+        return MixedAdamW(parameter_groups, masters=masters, eight_bit=self.state == "8bit", seed=self.seed, **options)

@@ -147,6 +147,11 @@ def check(state: LearnerState, parameters: Parameters, optimizer: torch.optim.Op
     theirs = {name: text for name, text in saved.items() if name in ours or name.rsplit("/", 1)[0] not in saved}
     repair = "resume with the model, roles and precision that the run was started with"
     _compare("the checkpoint is of another model", ours, theirs, repair)
+    if any(name.endswith("/exp_avg_scales") for name in saved):
+        raise StorageError(
+            "the checkpoint's 8-bit optimiser state was written by an earlier version, which rounded it otherwise: "
+            "resume with that version, or start a new run from the model (`tether export`)"
+        )
     optimizer_name = type(optimizer).__name__
     if state.numbers["optimizer"] != optimizer_name:
         raise StorageError(

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,23 +15,27 @@ from tether.algorithms.build import build_algorithm
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
 from tether.config.methods import DPOSettings
 from tether.config.parts import DataSettings, OptimizerSettings
-from tether.config.recipes import DPORecipe, PPORecipe, Recipe, RewardRecipe, RLRecipe, SFTRecipe
+from tether.config.recipes import DPORecipe, PPORecipe, Recipe, RecordsRecipe, RewardRecipe, RLRecipe, SFTRecipe
 from tether.data.cursor import DataOrder
 from tether.data.examples import (
     Ranking,
-    RowEncoder,
     collate_pairs,
     collate_rankings,
     collate_rows,
-    read_demonstrations,
-    read_rankings,
+    encode_demonstrations,
+    encode_rankings,
 )
+from tether.data.rows import RowEncoder
+from tether.data.split import Example, split_by_prompt
 from tether.data.texts import read_texts
+from tether.data.tokenizer import TextModel
 from tether.errors import ConfigError
 from tether.learner.batching import micro_batches
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.memory import within_memory
-from tether.loops.reward_model import finish_reward_model
+from tether.loops.critic_start import check_critic_start, load_critic
+from tether.loops.inputs import Inputs, checked, read_inputs
+from tether.loops.reward_model import centred, finish_reward_model
 from tether.loops.rl import RLParts
 from tether.loops.supervised import SupervisedParts
 from tether.models.heads import ScalarHead, ScalarModel
@@ -41,7 +45,7 @@ from tether.models.sharing import Sharing, build_sharing
 from tether.models.trunks import recompute_layers
 from tether.protocols import Sampling
 from tether.rewards.build import build_reward
-from tether.rewards.tasks import build_task
+from tether.rewards.combine import check_reward
 from tether.rollout.native import NativeEngine
 from tether.runs.find import find_model
 from tether.runs.keep import KeepRollouts
@@ -49,9 +53,10 @@ from tether.seeds import derive_seed
 from tether.types import Measures, PairBatch
 
 
-def load_policy(recipe: Recipe) -> LoadedModel:
-    """The recipe's model on its device."""
+def load_policy(recipe: Recipe, *, verify: bool = True) -> LoadedModel:
+    """The recipe's model on its device; without `verify` the caller compares it with what it was."""
     settings = recipe.model
+    check_critic_start(recipe)
     if settings.quantize != "none" and recipe.roles.mode != "adapters":
         raise ConfigError(
             f"model.quantize is {settings.quantize}, whose weights cannot be trained: use roles.mode adapters, or set "
@@ -64,11 +69,12 @@ def load_policy(recipe: Recipe) -> LoadedModel:
         seed=derive_seed(recipe.run.seed, "model"),
         attention=settings.attention,
         quantize=settings.quantize,
+        verify=verify,
     )
 
 
-def learner_settings(optimizer: OptimizerSettings) -> LearnerSettings:
-    """The recipe's optimiser; a reward model learns at the critic's rate."""
+def learner_settings(optimizer: OptimizerSettings, seed: int = 0) -> LearnerSettings:
+    """The recipe's optimiser; a reward model learns at the critic's rate. `seed` is the run's."""
     return LearnerSettings(
         rates={
             "policy": optimizer.policy_rate,
@@ -84,6 +90,7 @@ def learner_settings(optimizer: OptimizerSettings) -> LearnerSettings:
         weight_decay=optimizer.weight_decay,
         masters=optimizer.masters,
         state=optimizer.state,
+        seed=derive_seed(seed, "optimizer"),
     )
 
 
@@ -91,7 +98,7 @@ def make_learner(recipe: Recipe, model: ActorCritic | ScalarModel, policy: Loade
     """The learner of this recipe for a model on the policy's device."""
     if recipe.model.gradient_checkpointing:
         recompute_layers(model)
-    return Learner(model, learner_settings(recipe.optimizer), policy.model.device)
+    return Learner(model, learner_settings(recipe.optimizer, recipe.run.seed), policy.model.device)
 
 
 def sharing_of(recipe: Recipe, policy: LoadedModel) -> Sharing:
@@ -99,22 +106,37 @@ def sharing_of(recipe: Recipe, policy: LoadedModel) -> Sharing:
     return build_sharing(policy.model, recipe.roles, derive_seed(recipe.run.seed, "adapters"))
 
 
-def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
+def build_rl(recipe: RLRecipe, policy: LoadedModel, inputs: Inputs | None = None) -> RLParts:
     """The parts of a run that learns from rollouts."""
     algorithm = build_algorithm(recipe)
-    task = build_task(recipe.task)
+    task = (inputs or read_inputs(recipe, TextModel.of(recipe.model.path, policy))).task
+    assert task is not None
     sharing = sharing_of(recipe, policy)
     policy = dataclasses.replace(policy, model=sharing.policy)
-    start = recipe.roles.critic_from
+    start = None
+    if recipe.roles.critic_from is not None:
+        start, longest = load_critic(recipe.roles.critic_from, sharing, policy)
+        if longest < policy.context_length:  # prompts must fit the critic too
+            policy = dataclasses.replace(policy, context_length=longest)
+            task = checked(recipe, task, TextModel.of(recipe.model.path, policy))
     roles = Roles.build(
         sharing,
         critic=recipe.roles.critic if algorithm.needs_critic else None,
         with_reference=algorithm.needs_reference,
         seed=derive_seed(recipe.run.seed, "critic"),
-        start_critic_from=sharing.load_scalar(Path(start), "critic") if start else None,
+        start_critic_from=start,
         offload_frozen=recipe.roles.offload_frozen,
     )
     rollout, kept = recipe.rollout, KeepRollouts(recipe.store.rollouts_every)
+    reward = build_reward(
+        recipe.reward.parts,
+        own=task.reward(),
+        policy=policy,
+        seed=recipe.run.seed,
+        load_shared=sharing.load_scalar,
+        timeout=recipe.reward.timeout_seconds,
+    )
+    check_reward(reward, task.prompts())
     return RLParts(
         algorithm=algorithm,
         roles=roles,
@@ -125,13 +147,7 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel) -> RLParts:
             states_for=sharing.shared,
             general=rollout.engine == "general",
         ),
-        reward=build_reward(
-            recipe.reward.parts,
-            own=task.reward(),
-            policy=policy,
-            seed=recipe.run.seed,
-            load_shared=sharing.load_scalar,
-        ),
+        reward=reward,
         prompts=DataOrder(task.prompts(), derive_seed(recipe.run.seed, "prompts")),
         sampling=Sampling(
             max_new_tokens=rollout.max_new_tokens,
@@ -178,68 +194,88 @@ def mixed_in(recipe: PPORecipe, policy: LoadedModel) -> Callable[[int], ExtraGra
     return for_iteration
 
 
-def build_supervised(recipe: Recipe, policy: LoadedModel) -> SupervisedParts[Any]:
+def build_supervised(recipe: Recipe, policy: LoadedModel, inputs: Inputs | None = None) -> SupervisedParts[Any]:
     """The parts of a run that learns from records."""
     match recipe:
         case SFTRecipe():
-            return _sft(recipe, policy)
+            return _sft(recipe, policy, inputs or read_inputs(recipe))
         case RewardRecipe():
-            return _reward_model(recipe, policy)
+            return _reward_model(recipe, policy, inputs or read_inputs(recipe))
         case DPORecipe():
-            return _dpo(recipe, policy)
+            return _dpo(recipe, policy, inputs or read_inputs(recipe))
         case _:
             raise ValueError(f"{recipe.method} does not learn from records")
 
 
-def _sft(recipe: SFTRecipe, policy: LoadedModel) -> SupervisedParts[Any]:
+def length_of(recipe: RecordsRecipe, records: int, batch_size: int) -> dict[str, Any]:
+    """How long the run is: its steps, or its epochs and the steps they come to."""
+    held = {"evaluate_every": recipe.evaluation.every, "max_skipped": recipe.run.max_skipped}
+    if recipe.run.epochs is None:
+        return {"steps": recipe.run.steps, "records": None, **held}
+    seen = max(1, round(recipe.run.epochs * records))
+    return {"steps": math.ceil(seen / batch_size), "records": seen, **held}
+
+
+def _in_order(
+    recipe: RecordsRecipe, train: list[Example], held_out: list[Example]
+) -> tuple[DataOrder[Example], list[Example]]:
+    """The training records in their order, and the held-out ones."""
+    fraction, seed = recipe.data.held_out_fraction, recipe.run.seed
+    if fraction is not None:
+        train, held_out = split_by_prompt(train, fraction, derive_seed(seed, "held-out"), str(recipe.data.train))
+    return DataOrder(train, derive_seed(seed, "data")), held_out[: recipe.evaluation.records]
+
+
+def _sft(recipe: SFTRecipe, policy: LoadedModel, inputs: Inputs) -> SupervisedParts[Any]:
+    assert inputs.train is not None
     encode = _encoder(recipe.data, policy)
+    held = encode_demonstrations(inputs.held_out, encode) if inputs.held_out else []
+    examples, held_out = _in_order(recipe, encode_demonstrations(inputs.train, encode), held)
     sharing = sharing_of(recipe, policy)
     roles = Roles.build(sharing, critic=None, with_reference=False, seed=0)
     return SupervisedParts(
         learner=make_learner(recipe, roles.actor, policy),
         objective=SFTObjective(),
-        examples=DataOrder(read_demonstrations(recipe.data.train, encode), derive_seed(recipe.run.seed, "data")),
-        held_out=read_demonstrations(recipe.data.held_out, encode) if recipe.data.held_out else [],
+        examples=examples,
+        held_out=held_out,
         collate=lambda rows: collate_rows(rows, policy.pad_id),
         batch_size=recipe.sft.batch_size,
-        steps=recipe.run.steps,
-        max_skipped=recipe.run.max_skipped,
+        **length_of(recipe, len(examples.items), recipe.sft.batch_size),
         shared=sharing.shared,
     )
 
 
-def _reward_model(recipe: RewardRecipe, policy: LoadedModel) -> SupervisedParts[Any]:
+def _reward_model(recipe: RewardRecipe, policy: LoadedModel, inputs: Inputs) -> SupervisedParts[Any]:
     width = policy.model.config.get_text_config().hidden_size
     # A fresh head drawn with deviation 1 / sqrt(width + 1), as in Stiennon et al. (2020).
     seed = derive_seed(recipe.run.seed, "reward head")
     head = ScalarHead.like_output(policy.model, deviation=(width + 1) ** -0.5, seed=seed)
     sharing = sharing_of(recipe, policy)
     model = ScalarModel(sharing.scalar_trunk(seed), head, "reward")
-    train, held_out = _rankings(recipe.data, policy)
-    centre_on = recipe.reward.centre_on
-    centre = read_demonstrations(centre_on, _encoder(recipe.data, policy)) if centre_on else []
+    examples, held_out = _in_order(recipe, *_rankings(recipe.data, policy, inputs))
+    centre = encode_demonstrations(inputs.centre, _encoder(recipe.data, policy)) if inputs.centre else []
     return SupervisedParts(
         learner=make_learner(recipe, model, policy),
         objective=RewardModelObjective(),
-        examples=DataOrder(train, derive_seed(recipe.run.seed, "data")),
+        examples=examples,
         held_out=held_out,
         collate=lambda rankings: collate_rankings(rankings, policy.pad_id),
         batch_size=recipe.reward.batch_size,
-        steps=recipe.run.steps,
-        max_skipped=recipe.run.max_skipped,
+        **length_of(recipe, len(examples.items), recipe.reward.batch_size),
         report=lambda parts: finish_reward_model(parts, centre),
+        as_saved=lambda parts: centred(parts, centre),
         shared=sharing.shared,
     )
 
 
-def _dpo(recipe: DPORecipe, policy: LoadedModel) -> SupervisedParts[Any]:
+def _dpo(recipe: DPORecipe, policy: LoadedModel, inputs: Inputs) -> SupervisedParts[Any]:
     sharing = sharing_of(recipe, policy)
     offload = recipe.roles.offload_frozen
     roles = Roles.build(sharing, critic=None, with_reference=True, seed=0, offload_frozen=offload)
     assert roles.reference is not None
     reference, settings = roles.reference, recipe.dpo
     learner = make_learner(recipe, roles.actor, policy)
-    train, held_out = _rankings(recipe.data, policy)
+    examples, held_out = _in_order(recipe, *_rankings(recipe.data, policy, inputs))
 
     def collate(rankings: Sequence[Ranking]) -> PairBatch:
         return with_reference(collate_pairs(rankings, policy.pad_id), reference, learner)
@@ -247,12 +283,11 @@ def _dpo(recipe: DPORecipe, policy: LoadedModel) -> SupervisedParts[Any]:
     return SupervisedParts(
         learner=learner,
         objective=_dpo_objective(settings),
-        examples=DataOrder(train, derive_seed(recipe.run.seed, "data")),
+        examples=examples,
         held_out=held_out,
         collate=collate,
         batch_size=settings.batch_size,
-        steps=recipe.run.steps,
-        max_skipped=recipe.run.max_skipped,
+        **length_of(recipe, len(examples.items), settings.batch_size),
         shared=sharing.shared,
     )
 
@@ -278,9 +313,17 @@ def with_reference(batch: PairBatch, reference: ReferencePolicy, learner: Learne
 
 def _encoder(data: DataSettings, policy: LoadedModel) -> RowEncoder:
     longest = min(data.max_length, policy.context_length)
-    return RowEncoder(policy.tokenizer, policy.end_id, longest, truncate=data.truncate)
+    return RowEncoder(
+        policy.tokenizer,
+        policy.end_id,
+        longest,
+        truncate=data.truncate,
+        overlong=data.overlong,
+        turns=data.assistant_turns,
+    )
 
 
-def _rankings(data: DataSettings, policy: LoadedModel) -> tuple[list[Ranking], list[Ranking]]:
-    encode = _encoder(data, policy)
-    return read_rankings(data.train, encode), read_rankings(data.held_out, encode) if data.held_out else []
+def _rankings(data: DataSettings, policy: LoadedModel, inputs: Inputs) -> tuple[list[Ranking], list[Ranking]]:
+    encode = _encoder(data.model_copy(update={"assistant_turns": "last"}), policy)
+    assert inputs.train is not None
+    return encode_rankings(inputs.train, encode), encode_rankings(inputs.held_out, encode) if inputs.held_out else []

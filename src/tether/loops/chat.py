@@ -7,7 +7,8 @@ import contextlib
 import importlib
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from rich.console import Console
@@ -22,6 +23,7 @@ from tether.loops.eval_run import load
 from tether.models.load import LoadedModel
 from tether.protocols import Sampling
 from tether.rollout.native import NativeEngine
+from tether.runs.find import find_run_or_model, run_config
 from tether.seeds import derive_seed
 from tether.types import Message, Prompt, Rollout
 
@@ -31,21 +33,42 @@ NEW = "/new"
 class Conversation:
     """One model's side of it: what was said so far, and what it says next."""
 
-    def __init__(self, name: str, loaded: LoadedModel, sampling: Sampling, *, system: str | None, seed: int) -> None:
+    def __init__(
+        self,
+        name: str,
+        loaded: LoadedModel,
+        sampling: Sampling,
+        *,
+        system: str | None,
+        seed: int,
+        notify: Callable[[str], None] = lambda text: None,  # noqa: ARG005 (nobody wants to know)
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> None:
         self.name = name
+        self.template_kwargs = dict(template_kwargs or {})
         self.loaded = loaded
         self.sampling = sampling
         self.engine = NativeEngine(loaded)
         self.seed = seed
         self.opening = (Message(role="system", content=system),) if system else ()
         self.turns: list[Message] = []
+        self.forgotten = 0  # of the oldest turns, how many are not read any more
+        self.notify = notify
 
     def answer(self, question: str) -> Rollout:
-        """What the model says to the question, after all that was said before."""
-        prompt = self.prompt(question)
+        """What the model says to the question, after all that was said before and still fits."""
+        prompt, sampling, forgotten = self.fitted(question)
+        if forgotten > self.forgotten:
+            self.notify(self._forgets(forgotten - self.forgotten))
+        self.forgotten = forgotten
         seed = derive_seed(self.seed, "chat", len(self.turns))
-        [rollout] = self.engine.generate([prompt], self.sampling, samples_per_prompt=1, seed=seed)
+        [rollout] = self.engine.generate([prompt], sampling, samples_per_prompt=1, seed=seed)
         return rollout
+
+    def _forgets(self, turns: int) -> str:
+        """That the conversation has become longer than the model's context."""
+        what = "The oldest question and its answer are" if turns == 1 else f"The oldest {turns} questions are"
+        return f"{what} left out from here on: the conversation is longer than the model's context."
 
     def keep(self, question: str, rollout: Rollout) -> None:
         """Make the question and its answer part of the conversation."""
@@ -54,17 +77,32 @@ class Conversation:
 
     def begin_anew(self) -> None:
         """Forget everything but the system message."""
-        self.turns = []
+        self.turns, self.forgotten = [], 0
 
-    def prompt(self, question: str) -> Prompt:
-        """The question with all before it, but for the oldest turns that the model's context has no room for."""
-        room = self.loaded.context_length - self.sampling.max_new_tokens
+    def fitted(self, question: str) -> tuple[Prompt, Sampling, int]:
+        """The question with all before it that fits, how long its answer may be, and how many old turns do not fit.
+
+        The answer gets what was asked for, but at most half of a small context; a question that leaves less gets what
+        it leaves. A question that is longer than the context is refused.
+        """
+        context = self.loaded.context_length
+        wanted = min(self.sampling.max_new_tokens, max(1, context // 2))
         asked = Message(role="user", content=question)
-        for forgotten in range(0, len(self.turns), 2):
-            prompt = Prompt("chat", (*self.opening, *self.turns[forgotten:], asked))
-            if len(prompt_token_ids(self.loaded.tokenizer, prompt)) <= room:
-                return prompt
-        return Prompt("chat", (*self.opening, asked))
+        turns, last = 0, len(self.turns) // 2
+        while True:
+            said = (*self.opening, *self.turns[2 * turns :], asked)
+            prompt = Prompt("chat", said, template_kwargs=self.template_kwargs)
+            left = context - len(prompt_token_ids(self.loaded.tokenizer, prompt))
+            if left >= wanted or turns == last:
+                break
+            turns += 1
+        if left < 1:
+            system = " and the system message" if self.opening else ""
+            raise DataError(
+                f"the question{system} takes {context - left} tokens, which exceeds the model's context of {context}: "
+                "ask in fewer words"
+            )
+        return prompt, replace(self.sampling, max_new_tokens=min(wanted, left)), turns
 
 
 def chat(options: argparse.Namespace) -> int:
@@ -72,10 +110,24 @@ def chat(options: argparse.Namespace) -> int:
     console = Console(stderr=True, quiet=options.json)
     sampling = Sampling(options.max_new_tokens, options.temperature)
     talks: list[Conversation] = []
+    told: list[str] = []
+
+    def tell(text: str) -> None:
+        console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+
     for name in (options.model, options.compare):
         if name is not None:
+            name = find_run_or_model(name)
             loaded = load(name, options, console)
-            talks.append(Conversation(name, loaded, sampling, system=options.system, seed=options.seed))
+            for notice in loaded.notices:
+                if notice not in told:
+                    told.append(notice)
+                    tell(notice)
+            notify = (lambda text, name=name: tell(f"{name}: {text}")) if options.compare else tell
+            data = run_config(name).get("data", {})  # as the run was trained, unless told otherwise
+            system = data.get("system_prompt") if options.system is None else options.system
+            own = {"seed": options.seed, "notify": notify, "template_kwargs": data.get("chat_template_kwargs")}
+            talks.append(Conversation(name, loaded, sampling, system=system, **own))
     once = options.once is not None
     try:
         for question in [options.once] if once else questions():

@@ -25,6 +25,11 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Talk until the person leaves."""
+    from tether.runs.find import find_model, find_run_or_model
+
+    for name in (options.model, options.compare):  # before torch is imported: a path that is not there is told at once
+        if name is not None:
+            find_model(find_run_or_model(name))
     from tether.loops.chat import chat
 
     return chat(options)

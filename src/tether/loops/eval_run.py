@@ -14,23 +14,30 @@ from pydantic import ValidationError
 from rich.console import Console
 from yaml import YAMLError
 
-from tether.config.parts import RewardSettings, TaskSettings
+from tether.config.code_names import names_in, names_of_record
+from tether.config.parts import PromptSettings, RewardSettings, TaskSettings
 from tether.config.read_yaml import read_value
+from tether.config.reading import Paths, read_columns
 from tether.config.rewards import FunctionPart, ModelPart, RemotePart
-from tether.data.records import read_prompts
+from tether.data.prompts import PromptRule, read_prompts
+from tether.data.sources import shown_source
 from tether.errors import ConfigError, DataError, StorageError, UsageError
 from tether.loops.eval_report import Report, as_json, print_report
 from tether.loops.evaluate import Evaluation, WinRate, compare, differences, evaluate_model, with_kl
 from tether.loops.judges import Judge, RemoteJudge, ScoreJudge
 from tether.metrics.intervals import Estimate
-from tether.models.load import LoadedModel, check_same_vocabulary, load_causal_lm
+from tether.models.load import LoadedModel, load_causal_lm
 from tether.models.precision import AUTO, dtype_name
+from tether.models.tokenizers import tokenizer_difference
+from tether.progress import working
 from tether.protocols import RewardFn, Sampling
-from tether.rewards.build import build_reward, function_reward
-from tether.rewards.model import RewardModelReward
+from tether.rewards.agree import agree_to_names
+from tether.rewards.build import build_reward
+from tether.rewards.function import FunctionReward
+from tether.rewards.model import RewardModelReward, reading_text
 from tether.rewards.remote import token_from
 from tether.rewards.tasks import build_task
-from tether.runs.find import find_model, run_config
+from tether.runs.find import find_model, find_run_or_model, run_config, run_of
 from tether.seeds import derive_seed
 from tether.types import Prompt
 
@@ -69,28 +76,34 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
 
 def evaluate(options: argparse.Namespace, console: Console) -> Report:
     """Load, sample, score, compare."""
+    options.model = find_run_or_model(options.model)
+    options.against = find_run_or_model(options.against) if options.against else None
     rollout = run_config(options.model).get("rollout", {})
     temperature = rollout.get("temperature", 1.0) if options.temperature is None else options.temperature
     sampling = Sampling(options.max_new_tokens or rollout.get("max_new_tokens", 128), temperature)
     names = [options.model, *([options.against] if options.against else [])]
     models = [load(name, options, console) for name in names]
-    question = ask(options, models[0])
+    question = fitting(ask(options, models[0]), models, sampling, console)
+    if question.reward is not None:
+        question = Question(question.prompts, for_all(question.reward, models))
     judges = [find_judge(spec, options, question, models) for spec in options.judge or default_judges(question)]
     rewards = {SCORE: question.reward} if question.reward else {}
     rewards |= {judge.name: judge.reward for judge in judges if judge.reward and judge.name != "task"}
     evaluations: list[Evaluation] = []
     for name, model in zip(names, models, strict=True):
-        console.print(f"[dim]{name}: sampling {len(question.prompts)} x {options.samples} answers[/dim]")
         given = {"samples_per_prompt": options.samples, "seed": options.seed, "max_batch": options.max_batch or "auto"}
-        evaluations.append(
-            evaluate_model(model, question.prompts, sampling=sampling, name=name, rewards=rewards, **given)
-        )
+        with working(f"{name}: sampling {len(question.prompts)} x {options.samples} answers", quiet=console.quiet):
+            evaluations.append(
+                evaluate_model(model, question.prompts, sampling=sampling, name=name, rewards=rewards, **given)
+            )
     notices = [notice for model in models for notice in model.notices]
+    notices += [f"{one.name}: not every answer was scored. {error}" for one in evaluations for error in one.errors]
     wins: dict[str, WinRate] = {}
     apart: dict[str, Estimate] = {}
     if len(models) == 2:
         for judge in judges:
-            wins[judge.name] = compare(evaluations[0], evaluations[1], judge.judge, seed=options.seed)
+            with working(f"{judge.name} judges", quiet=console.quiet):
+                wins[judge.name] = compare(evaluations[0], evaluations[1], judge.judge, seed=options.seed)
         apart = differences(evaluations[0], evaluations[1], seed=options.seed)
         try:
             evaluations[0] = with_kl(evaluations[0], models[0], models[1], seed=options.seed)
@@ -109,9 +122,10 @@ def evaluate(options: argparse.Namespace, console: Console) -> Report:
 
 def load(name: str, options: argparse.Namespace, console: Console) -> LoadedModel:
     """A model by the name that the command line gives it."""
-    console.print(f"[dim]loading {name}[/dim]")
     seed = derive_seed(options.seed, "model")  # of tiny-bytes: the model that a run with this seed starts from
-    return load_causal_lm(find_model(name), dtype=options.dtype, device=options.device, seed=seed)
+    path = find_model(name)
+    with working(f"loading {name}", quiet=console.quiet):
+        return load_causal_lm(path, dtype=options.dtype, device=options.device, seed=seed)
 
 
 def ask(options: argparse.Namespace, policy: LoadedModel) -> Question:
@@ -124,15 +138,44 @@ def ask(options: argparse.Namespace, policy: LoadedModel) -> Question:
     elif options.prompts:
         question = Question([], None)
     elif "task" in config:
-        question = _of_run(config, policy, options.seed)
+        question = _of_run(config, policy, options)
     elif config.get("data", {}).get("held_out"):
-        question = Question(read_prompts(config["data"]["held_out"]), None)
+        question = Question(read_prompts(_paths(config["data"]["held_out"]), reading_of(options)), None)
     else:
         raise UsageError("eval needs something to ask: --prompts FILE or --task NAME (a run of RL has its own)")
-    prompts = read_prompts(options.prompts) if options.prompts else question.prompts
+    prompts = read_prompts(options.prompts, reading_of(options)) if options.prompts else question.prompts
     if not prompts:
         raise DataError("the task has no held-out prompts: give some with --prompts")
     return Question(prompts[: options.limit], question.reward)
+
+
+def reading_of(options: argparse.Namespace) -> PromptSettings:
+    """How prompts are read: as the run read its own, but for what the command line says."""
+    known = run_config(options.model).get("data", {})
+    given = {name: value for name, value in known.items() if name in PromptSettings.model_fields and name != "truncate"}
+    if getattr(options, "columns", None):
+        given["columns"] = read_columns(options.columns)
+    given |= {name: getattr(options, name) for name in ("split", "config") if getattr(options, name, None)}
+    try:
+        return PromptSettings.model_validate({**given, "overlong": "drop"})
+    except ValidationError as error:
+        raise UsageError(f"--columns: {error.errors()[0]['msg']}") from error
+
+
+def fitting(question: Question, models: Sequence[LoadedModel], sampling: Sampling, console: Console) -> Question:
+    """Without the prompts that are too long for one of the models."""
+    prompts = question.prompts
+    for model in models:
+        rule = PromptRule.of(PromptSettings(), model.context_length, sampling.max_new_tokens)
+        found = rule.apply(prompts, model.tokenizer, "prompts")
+        prompts = found.prompts
+        for notice in found.notices:
+            console.print(notice, markup=False)
+    return Question(prompts, question.reward)
+
+
+def _paths(value: str | list[str]) -> Paths:
+    return value if isinstance(value, str) else tuple(value)
 
 
 def _task_settings(options: argparse.Namespace) -> TaskSettings:
@@ -143,21 +186,27 @@ def _task_settings(options: argparse.Namespace) -> TaskSettings:
         raise UsageError(f"--task-options must be a mapping such as '{{max_digits: 1}}', not {text!r}") from error
 
 
-def _of_task(settings: TaskSettings) -> Question:
-    task = build_task(settings)
+def _of_task(settings: TaskSettings, data: PromptSettings | None = None) -> Question:
+    task = build_task(settings, data)
     return Question(task.held_out(), task.reward())
 
 
-def _of_run(config: dict[str, Any], policy: LoadedModel, seed: int) -> Question:
+def _of_run(config: dict[str, Any], policy: LoadedModel, options: argparse.Namespace) -> Question:
     """The held-out prompts of the run's task, scored as the run scored."""
+    seed = options.seed
     try:
         settings = TaskSettings.model_validate(config["task"])
+        data = PromptSettings.model_validate(config.get("data", {}))
         parts = RewardSettings.model_validate(config.get("reward", {})).parts
     except ValidationError as error:
         raise ConfigError(f"the run's recipe cannot be read: {error.errors()[0]['msg']}") from error
-    if settings.prompts:
-        raise UsageError(f"the run was trained on {settings.prompts}: name other prompts with --prompts FILE")
-    question = _of_task(settings)
+    agree_to_names(names_in(settings, parts), names_of_record(config), run_of(options.model))
+    question = _of_task(settings, data)
+    if settings.prompts is not None and not question.prompts:
+        raise UsageError(
+            f"the run was trained on {shown_source(settings.prompts)} and held nothing out: name other prompts with "
+            "--prompts FILE"
+        )
     parts = tuple(held_here(part) for part in parts)
     return Question(question.prompts, build_reward(parts, own=question.reward, policy=policy, seed=seed))
 
@@ -187,24 +236,32 @@ def find_judge(spec: str, options: argparse.Namespace, question: Question, model
             part = RemotePart(kind="remote", url=spec, timeout_seconds=options.judge_timeout)
             token = token_from(options.judge_token_env)
             return NamedJudge(spec, RemoteJudge(part, token=token, seed=options.seed), None)
-        if Path(spec).expanduser().is_dir():
+        if Path(spec).expanduser().is_dir() or (spec.count("/") == 1 and ":" not in spec and spec[0] not in "./~"):
             reward = _reward_model(spec, options.dtype, models)
         elif ":" in spec:
-            reward = function_reward(FunctionPart(kind="function", function=spec, takes="text"))
+            part = FunctionPart(kind="function", function=spec)
+            reward = FunctionReward(part, field=f"--judge {spec}", seed=derive_seed(options.seed, "judge"))
         else:
-            raise UsageError(f"--judge {spec}: neither task, nor package.module:function, nor a folder, nor http://...")
+            raise UsageError(
+                f"--judge {spec}: neither task, nor package.module:function, nor the folder or Hugging Face id of a "
+                "reward model, nor http://..."
+            )
     except ValidationError as error:
         raise UsageError(f"--judge {spec}: {error.errors()[0]['msg']}") from error
     return NamedJudge(spec, ScoreJudge(reward), reward)
 
 
-def _reward_model(folder: str, dtype: Any, models: Sequence[LoadedModel]) -> RewardModelReward:
-    """It reads token ids, so every model must share its vocabulary."""
-    part = ModelPart(kind="model", path=find_model(folder), dtype=dtype)
-    reward = RewardModelReward.load(part, models[0])
-    for model in models[1:]:
-        check_same_vocabulary(model, reward.vocabulary, f"reward model {folder}")
-    return reward
+def _reward_model(folder: str, dtype: Any, models: Sequence[LoadedModel]) -> RewardFn:
+    """It reads tokens where every model has its tokenizer, else text."""
+    part = ModelPart(kind="model", path=folder, dtype=dtype)
+    return for_all(RewardModelReward.load(part, models[0]), models)
+
+
+def for_all(reward: RewardFn, models: Sequence[LoadedModel]) -> RewardFn:
+    """The reward, for answers of all models: where their tokenizers differ, token ids mean different texts."""
+    first, *others = models
+    differ = any(tokenizer_difference(first.tokenizer, other.tokenizer) for other in others)
+    return reading_text(reward) if differ else reward
 
 
 def write_answers(path: str, report: Report) -> None:

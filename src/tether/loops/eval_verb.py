@@ -20,7 +20,12 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", metavar="MODEL", help="a run's folder, a model's folder, a name or a Hugging Face id")
     parser.add_argument("--against", metavar="OTHER", help="a second model, on the same prompts and random draws")
     asked = parser.add_argument_group("what is asked")
-    asked.add_argument("--prompts", metavar="FILE", help=".jsonl, .json, .csv or .parquet with `prompt`")
+    asked.add_argument(
+        "--prompts",
+        metavar="FILE",
+        help="records with `prompt`: a file, a glob, a saved dataset's folder, a dataset's id",
+    )
+    add_reading_options(asked)
     asked.add_argument(
         "--task", metavar="NAME", help="a task: its held-out prompts, and its score; by default the run's"
     )
@@ -47,6 +52,18 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
+def add_reading_options(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
+    """How records are read; `tether data` has these too."""
+    parser.add_argument(
+        "--columns",
+        action="append",
+        metavar="FIELD=COLUMN",
+        help="which column is which field, such as prompt=question",
+    )
+    parser.add_argument("--split", metavar="NAME", help="split of a dataset (train)")
+    parser.add_argument("--config", metavar="NAME", help="configuration of a dataset that is named by its id")
+
+
 def add_model_options(parser: argparse.ArgumentParser) -> None:
     """How models are held; `tether chat` has these too."""
     held = parser.add_argument_group("how models are held")
@@ -62,6 +79,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Evaluate and print."""
+    from tether.runs.find import find_model, find_run_or_model
+
+    for name in (options.model, options.against):  # before torch is imported: a path that is not there is told at once
+        if name is not None:
+            find_model(find_run_or_model(name))
     from tether.loops.eval_run import evaluate_and_print
 
     return evaluate_and_print(options)

@@ -32,11 +32,11 @@ from tether.models.roles import ReferencePolicy
 from tether.models.shared_trunk import side_by_side
 from tether.ops.kl import Estimator, kl_estimate
 from tether.protocols import RewardFn, Sampling
-from tether.rewards.combine import FAILED
+from tether.rewards.combine import FAILED, failure_errors
 from tether.rewards.score import score_rollouts
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
-from tether.types import Prompt, Rollout, Sequences
+from tether.types import Prompt, Rollout, Score, Sequences
 
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k3")
 REFERENCES = ("reference", "completion")  # fields of a record that ROUGE compares with; then the prompt's answer
@@ -55,6 +55,7 @@ class Evaluation:
     columns: Mapping[str, tuple[float, ...]]
     metrics: Mapping[str, Estimate]
     unscored: Mapping[str, int]  # by reward: answers that it could not score, which enter nothing
+    errors: tuple[str, ...] = ()  # what rewards said of those
 
 
 @dataclass(frozen=True)
@@ -98,8 +99,11 @@ def evaluate_rollouts(
     """Measure answers that are already there, such as those of a `ScriptedEngine`."""
     answers: dict[str, list[float]] = {}
     unscored: dict[str, int] = {}
+    errors: list[str] = []
     for reward_name, reward in (rewards or {}).items():
-        scored = _scores(reward, rollouts, reward_name)
+        scores = score_rollouts(reward, rollouts, max_failure_rate=1.0)
+        errors += [f"{reward_name}: {error}" for error in failure_errors(scores)]
+        scored = _columns(scores, reward_name)
         answers |= scored
         unscored[reward_name] = sum(map(math.isnan, scored[reward_name]))
     answers |= _rouge(rollouts)
@@ -115,7 +119,7 @@ def evaluate_rollouts(
         if (finite := [value for value in column if not math.isnan(value)])
     }
     metrics |= _diversity([[rollouts[row].completion for row in rows] for rows in groups])
-    return Evaluation(name, tuple(rollouts), sampling, columns, metrics, unscored)
+    return Evaluation(name, tuple(rollouts), sampling, columns, metrics, unscored, tuple(errors))
 
 
 def with_kl(
@@ -192,9 +196,8 @@ def reference_text(prompt: Prompt) -> str | None:
 # -- small parts --------------------------------------------------------------------------------------------------
 
 
-def _scores(reward: RewardFn, rollouts: Sequence[Rollout], name: str) -> dict[str, list[float]]:
+def _columns(scores: Sequence[Score], name: str) -> dict[str, list[float]]:
     """The reward's values under its name and each of its parts under `name/part`; NaN where there is none."""
-    scores = score_rollouts(reward, rollouts, max_failure_rate=1.0)
     parts = dict.fromkeys(part for score in scores for part in score.parts if FAILED not in part.split("/"))
     values = {name: [score.value if score.valid and math.isfinite(score.value) else math.nan for score in scores]}
     return values | {f"{name}/{part}": [score.parts.get(part, math.nan) for score in scores] for part in parts}

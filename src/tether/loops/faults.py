@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tether.errors import StorageError
 from tether.learner.faults import Fault, Finding
+from tether.plain_file import read_plain_json
 from tether.types import (
     EvaluatedBatch,
     Experience,
@@ -117,10 +118,10 @@ def recorded_faults(run_folder: Path) -> list[Path]:
 def read_fault(place: Path) -> RecordedFault:
     """A fault as it was written: batches of the same types with the same bits."""
     try:
-        content: dict[str, Any] = json.loads((place / "fault.json").read_text(encoding="utf-8"))
+        content: dict[str, Any] = read_plain_json(place / "fault.json")
         batches = tuple(
-            _rebuilt(entry["stage"], load_file(place / entry["file"]), entry["temperature"])
-            for entry in content["batches"]
+            _rebuilt(entry["stage"], load_file(place / batch_file(index)), entry["temperature"])
+            for index, entry in enumerate(content["batches"])
         )
         findings = tuple(
             Finding(**{**entry, "places": tuple(tuple(spot) for spot in entry["places"])})

@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from tether.config.rewards import RemotePart
 from tether.protocols import RewardFn
+from tether.rewards.concurrent import in_order
 from tether.rewards.post import PostError, post_json
 from tether.rewards.remote import RemoteReward
 from tether.rewards.score import score_rollouts
@@ -89,11 +90,12 @@ class RemoteJudge:
         return [_both_orders(one, other) for one, other in zip(straight, swapped, strict=True)]
 
     def _ask(self, items: Sequence[dict[str, Any]]) -> list[Verdict]:
-        verdicts: list[Verdict] = []
-        for start in range(0, len(items), self.part.batch_size):
+        def ask(start: int) -> list[Verdict]:
             batch = items[start : start + self.part.batch_size]
-            verdicts += self._batch(start, [{"id": str(start + place)} | item for place, item in enumerate(batch)])
-        return verdicts
+            return self._batch(start, [{"id": str(start + place)} | item for place, item in enumerate(batch)])
+
+        batches = in_order(ask, range(0, len(items), self.part.batch_size), self.part.concurrency)
+        return [verdict for batch in batches for verdict in batch]
 
     def _batch(self, start: int, items: list[dict[str, Any]]) -> list[Verdict]:
         body = json.dumps({"version": VERSION, "items": items}).encode()

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from tether.algorithms.algorithm import TokenObjective
 from tether.algorithms.objectives import Clip, PolicyObjective
+from tether.ops.kl import log_ratio
 from tether.ops.logprobs import places_of
 from tether.ops.objectives import clip_cases
 from tether.travel import brought
@@ -56,8 +57,8 @@ class LastLook:
         return self._logprobs
 
     def ratios(self) -> Tensor:
-        """(B, T) new / old; 1 off the answers."""
-        difference = self.logprobs - self.experience.old_logprobs
+        """(B, T) new / old, bounded as in the loss; 1 off the answers."""
+        difference = log_ratio(self.logprobs, self.experience.old_logprobs)
         return difference.masked_fill(~self.experience.response_mask, 0.0).exp()
 
     def clipped(self, objective: TokenObjective) -> Tensor | None:

@@ -7,19 +7,30 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from tether.config.code_names import code_names
 from tether.config.load import change_settings, recipe_from_record
-from tether.config.recipes import Recipe, RLRecipe
+from tether.config.parts import PromptSettings, TaskSettings
+from tether.config.recipes import Recipe, RecordsRecipe, RLRecipe
 from tether.config.rewards import ModelPart
+from tether.data.sampled import tokenizer_digest
 from tether.errors import ConfigError, UsageError
 from tether.loops.build import load_policy
+from tether.loops.ground import ground_of, other_models
 from tether.loops.run import Forked, run_recipe
+from tether.loops.session import ground_changes
 from tether.loops.training import build_training
 from tether.models.load import resolve_device
 from tether.models.precision import AUTO
 from tether.models.save import save_model
+from tether.progress import say
+from tether.rewards.agree import agree_to_names, agree_to_run
 from tether.runs import checkpoints
+from tether.runs.environment import describe_environment
 from tether.runs.folder import RECIPE, RunFolder, is_run, recipe_record, run_path
-from tether.runs.store.open import FILE
+from tether.runs.header import protected_recipe
+from tether.runs.lineage import models_of
+from tether.runs.own_files import check_own_files
+from tether.runs.store.open import FILE, absolute
 
 
 def run_folder(words: str, directory: str = "runs") -> Path:
@@ -32,35 +43,47 @@ def run_folder(words: str, directory: str = "runs") -> Path:
     )
 
 
-def stored_recipe(folder: Path) -> Recipe:
-    """The recipe that a run was begun with, pointing at the folder where it is now."""
+def stored_recipe(folder: Path, *, original: bool = False) -> Recipe:
+    """The recipe that a run was begun with, pointing at the folder where it is now.
+
+    Raises ConfigError where `recipe.json` is another; with `original` that is told and passed over.
+    """
+    record = protected_recipe(folder, say, original=original)
     try:
-        record = json.loads((folder / RECIPE).read_text(encoding="utf-8"))
         recipe = recipe_from_record(record)
     except ValueError as error:
         raise ConfigError(f"{folder / RECIPE} is damaged, or of another version: {error}") from error
     if recipe.run.name is not None and run_path(recipe).resolve() == folder.resolve():
         return recipe
-    workspace = _workspace_around(folder.resolve(), recipe.run.name)
-    name = folder.resolve().relative_to(workspace).as_posix()
+    place, workspace = _workspace_around(folder, recipe.run.name)
+    name = place.relative_to(workspace).as_posix()
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"directory": str(workspace), "name": name})})
 
 
-def _workspace_around(folder: Path, name: str | None) -> Path:
-    """The workspace of a run whose folder was moved, renamed, or is looked at from elsewhere.
+def _workspace_around(folder: Path, name: str | None) -> tuple[Path, Path]:
+    """The folder, and the workspace of a run whose folder was moved, renamed, or is looked at from elsewhere.
 
     It is as far up as the run's name has parts, if the folder still ends in that name; else where the nearest store is.
+    A folder that a link leads to belongs where the link is, if there is a store.
     """
     parts = Path(name).parts if name else ()
-    if parts and folder.parts[-len(parts) :] == parts:
-        return folder.parents[len(parts) - 1]
-    return next((place for place in folder.parents if (place / FILE).is_file()), folder.parent)
+    for place in (absolute(folder), folder.resolve()):
+        if parts and place.parts[-len(parts) :] == parts:
+            found = place.parents[len(parts) - 1]
+        else:
+            found = next((above for above in place.parents if (above / FILE).is_file()), place.parent)
+        if (found / FILE).is_file():
+            break
+    return place, found
 
 
 def resume_run(words: str, directory: str, *, json_output: bool) -> int:
     """Go on with a run to its last step."""
     folder = run_folder(words, directory)
-    return _go_on(stored_recipe(folder), folder, json_output=json_output)
+    recipe = stored_recipe(folder)
+    if not RunFolder(folder).is_finished:
+        agree_to_run(recipe, folder)
+    return _go_on(recipe, folder, json_output=json_output)
 
 
 def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
@@ -68,10 +91,12 @@ def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
     if recipe.run.name is None:
         raise ConfigError("--resume auto needs run.name: without a name there is no telling which run is meant")
     folder = run_path(recipe)
-    if not is_run(folder):
+    if not is_run(folder) or RunFolder(folder).is_free:
         return run_recipe(recipe, json_output=json_output)
     stored = stored_recipe(folder)
     before, now = _flat(recipe_record(stored)), _flat(recipe_record(recipe))
+    if now.get("run.epochs") is not None and before.get("run.epochs") == now["run.epochs"]:
+        now["run.steps"] = before.get("run.steps")  # follows from the data, which is looked at as the run goes on
     changed = [key for key in {**before, **now} if not _agree(key, before.get(key), now.get(key))]
     if changed:
         raise ConfigError(
@@ -85,6 +110,7 @@ def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
 
 def _go_on(recipe: Recipe, folder: Path, *, json_output: bool) -> int:
     if not RunFolder(folder).is_finished:
+        check_own_files(folder)
         check_precision(recipe, folder)
     return run_recipe(recipe, json_output=json_output, resume=True)
 
@@ -92,13 +118,14 @@ def _go_on(recipe: Recipe, folder: Path, *, json_output: bool) -> int:
 def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str], *, json_output: bool) -> int:
     """Continue from one of a run's checkpoints with changed settings, as a run of its own."""
     folder = run_folder(words, directory)
-    parent = stored_recipe(folder)
+    parent = stored_recipe(folder, original=True)
     path = _checkpoint_at(folder, step)
     checkpoint = checkpoints.read(path)
     parent_name = parent.run.name or folder.name
     named = parent.run.model_copy(update={"name": f"{parent_name}-fork-{checkpoint.step}"})
     child = change_settings(parent.model_copy(update={"run": named}), flags)
-    if checkpoint.step >= child.run.steps:
+    from_epochs = isinstance(child, RecordsRecipe) and child.run.epochs is not None  # known once the data is read
+    if checkpoint.step >= child.run.steps and not from_epochs:
         raise ConfigError(f"run.steps is {child.run.steps}, and step {checkpoint.step} is not before it: set it higher")
     if child.model.dtype not in (parent.model.dtype, AUTO):
         raise ConfigError(
@@ -106,25 +133,59 @@ def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str],
             "precision of its checkpoint: leave it out, or start a new run"
         )
     check_precision(child, folder)
+    agree_to_names(code_names(child), code_names(parent), folder, flags)
     return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, parent_name, str(folder)))
 
 
 def export_checkpoint(options: argparse.Namespace) -> int:
     """Write the model that a checkpoint holds, for a run that was stopped and is good enough as it is."""
     if not options.model or options.to or options.rollouts or options.metrics or options.best:
-        raise UsageError("--checkpoint goes with --model DIR alone")
+        raise UsageError("--checkpoint goes with --model DIR alone, or with --merge, --gguf or --push")
     folder, target = run_folder(options.run, options.workspace or "runs"), Path(options.model).expanduser()
     if target.exists():
         raise UsageError(f"--model: {target} exists already; name a new folder")
-    checkpoint = checkpoints.read(_checkpoint_at(folder, options.checkpoint if options.checkpoint >= 0 else None))
+    step = checkpoint_model(folder, options.checkpoint, target)
+    print(json.dumps({"model": str(target), "step": step}) if options.json else f"model: {target}")
+    return 0
+
+
+def checkpoint_model(folder: Path, step: int, target: Path) -> int:
+    """Write the model after `step` steps of a run (-1: of its newest checkpoint) to a folder; returns the step."""
+    checkpoint = checkpoints.read(_checkpoint_at(folder, step if step >= 0 else None))
     recipe = stored_recipe(folder)
     check_precision(recipe, folder)
+    recipe = without_code(recipe)
     policy = load_policy(recipe)
+    environment = describe_environment(seed=recipe.run.seed, device=str(policy.model.device))
+    environment["tokenizer"] = tokenizer_digest(policy.tokenizer)
+    ground = ground_of(policy) | {"models": other_models(list(models_of(recipe_record(recipe))))}
+    if changed := ground_changes(checkpoint, ground, environment):
+        raise ConfigError(
+            f"{', '.join(changed)} changed since the run {folder} began, so its checkpoint is not the model it was: "
+            "put the old one back"
+        )
     training = build_training(recipe, policy)
     training.restore(checkpoint)
     save_model(training.model, policy.tokenizer, target)
-    print(json.dumps({"model": str(target), "step": checkpoint.step}) if options.json else f"model: {target}")
-    return 0
+    return checkpoint.step
+
+
+def without_code(recipe: Recipe) -> Recipe:
+    """The recipe with the same model and roles, whose task and reward are Tether's own: nothing that it names runs.
+
+    A reward model on the shared trunk stays, for it is part of what the roles share.
+    """
+    if not isinstance(recipe, RLRecipe):
+        return recipe
+    shared = tuple(part for part in recipe.reward.parts if isinstance(part, ModelPart) and part.shared)
+    return recipe.model_copy(
+        update={
+            "task": TaskSettings(),
+            "data": PromptSettings(),
+            "reward": recipe.reward.model_copy(update={"parts": shared}),
+            "evaluation": recipe.evaluation.model_copy(update={"every": 0, "patience": 0}),
+        }
+    )
 
 
 def check_precision(recipe: Recipe, folder: Path) -> None:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -27,6 +28,21 @@ def finish_reward_model(parts: SupervisedParts[Ranking], centre_on: Sequence[Row
     if parts.held_out:
         report |= margins_report(held_out_margins(model, parts))
     return report
+
+
+@contextmanager
+def centred(parts: SupervisedParts[Ranking], centre_on: Sequence[Row]) -> Iterator[None]:
+    """The model centred for as long as it is saved; training goes on with the very bits that it had."""
+    model = parts.learner.model
+    assert isinstance(model, ScalarModel)
+    before = model.head.bias.detach().clone()
+    if centre_on:
+        centre(model, parts, centre_on)
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            model.head.bias.copy_(before)
 
 
 @torch.no_grad()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -18,7 +19,7 @@ from tether.loops.phases import Phases
 from tether.models.roles import Roles
 from tether.models.shared_trunk import SharedTrunk
 from tether.protocols import RewardFn, RolloutEngine, Sampling
-from tether.rewards.combine import part_metrics
+from tether.rewards.combine import failure_errors, part_metrics
 from tether.rewards.score import score_rollouts
 from tether.seeds import derive_seed
 from tether.types import Experience, Measures, Prompt, Rollout, Score
@@ -67,6 +68,7 @@ class StepResult:
     controllers: Controllers
     ratios: Tensor  # (B, T) new / old in the update's last pass over each token
     clipped: Tensor | None  # (B, T) bool
+    reward_errors: tuple[str, ...] = ()  # what the reward said of answers that it could not score
 
 
 def _nothing(_: str) -> None:
@@ -107,16 +109,19 @@ def _evaluates(parts: RLParts, step: int) -> bool:
 
 
 def evaluate_held_out(parts: RLParts) -> dict[str, float]:
-    """Scores and lengths of answers to held-out prompts, always with the same random numbers."""
+    """Scores and lengths of answers to held-out prompts, always with the same random numbers.
+
+    Scores that are missing or not finite are left out; where every one is, there is no mean.
+    """
     if not parts.held_out:
         return {}
     rollouts = parts.engine.generate(
         parts.held_out, parts.sampling, samples_per_prompt=1, seed=derive_seed(parts.seed, "held-out")
     )
     scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)
-    valid = [score.value for score in scores if score.valid]
+    usable = [score.value for score in scores if score.usable]
     return {
-        "held_out/score": sum(valid) / len(valid),
+        **({"held_out/score": sum(usable) / len(usable)} if usable else {}),
         "held_out/length": sum(rollout.response_length for rollout in rollouts) / len(rollouts),
         "held_out/ended": sum(rollout.finish == "stop" for rollout in rollouts) / len(rollouts),
     }
@@ -151,21 +156,23 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
         temperature=parts.sampling.temperature,
         need_groups=algorithm.needs_groups,
     )
-    begin("evaluation")
-    evaluated = evaluate_tokens(
-        made.batch,
-        parts.roles,
-        minibatch_size=algorithm.minibatch_size,
-        micro_tokens=learner.micro_tokens,
-        device=learner.device,
-        halve=learner.halve,
-        likeliest=parts.likeliest_at(step),
-    )
-    begin("update")
-    experience, measures = algorithm.credit(evaluated, coefficients.reference)
-    look = LastLook(experience)
-    objective = algorithm.objective_at(step, coefficients)
-    measures.merge(update(parts, step, look, objective))
+    warming = algorithm.warmup_at(step) is not None
+    with learner.training_only("critic") if warming else nullcontext():
+        begin("evaluation")
+        evaluated = evaluate_tokens(
+            made.batch,
+            parts.roles,
+            minibatch_size=algorithm.minibatch_size,
+            micro_tokens=learner.micro_tokens,
+            device=learner.device,
+            halve=learner.halve,
+            likeliest=parts.likeliest_at(step),
+        )
+        begin("update")
+        experience, measures = algorithm.credit(evaluated, coefficients.reference)
+        look = LastLook(experience)
+        objective = algorithm.objective_at(step, coefficients)
+        measures.merge(update(parts, step, look, objective))
 
     metrics = measures.values() | made.dropped | part_metrics(scores)
     metrics |= {"kl_coef": coefficients.reference} if algorithm.needs_reference else {}
@@ -173,11 +180,22 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
     counted = {"learned": made.batch.attention_mask, "sampled": made.batch.response_mask}
     metrics |= {f"tokens/{name}": float(mask.sum()) for name, mask in counted.items()}
     metrics |= phases.metrics()
-    controllers = controllers.after(
-        kl_reference=metrics.get("kl_ref_k3"), kl_old=metrics.get("kl_old_after"), samples=len(made.batch)
-    )
+    if warming:  # the policy has not moved, so there is nothing for a controller to answer
+        metrics["critic_warmup"] = 1.0
+    else:
+        controllers = controllers.after(
+            kl_reference=metrics.get("kl_ref_k3"), kl_old=metrics.get("kl_old_after"), samples=len(made.batch)
+        )
     return StepResult(
-        step, metrics, experience, made.rollouts, made.scores, controllers, look.ratios(), look.clipped(objective)
+        step,
+        metrics,
+        experience,
+        made.rollouts,
+        made.scores,
+        controllers,
+        look.ratios(),
+        look.clipped(objective),
+        tuple(failure_errors(scores)),
     )
 
 
@@ -189,7 +207,9 @@ def release_memory(engine: RolloutEngine) -> None:
 
 
 def update(parts: RLParts, step: int, look: LastLook, objective: TokenObjective) -> Measures:
-    """Learn from one iteration's experience, watched by `look`."""
+    """Learn from one iteration's experience, watched by `look`; nothing is mixed in while only the critic learns."""
     generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
-    extra = parts.mix_in(step) if parts.mix_in is not None else None
-    return parts.algorithm.update(parts.learner, look.experience, look.watching(objective), generator, extra)
+    warming = parts.algorithm.warmup_at(step) is not None
+    extra = parts.mix_in(step) if parts.mix_in is not None and not warming else None
+    update_rule = parts.algorithm.update_at(step)
+    return update_rule(parts.learner, look.experience, look.watching(objective), generator, extra)

@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
-import math
+import secrets
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
+from shlex import quote
 from types import TracebackType
+from typing import Any
 
 from safetensors import SafetensorError
 
 from tether.audit.doctor import LiveDoctor
 from tether.audit.measures import step_measures
-from tether.config.recipes import Recipe, RLRecipe
+from tether.config.recipes import Recipe
+from tether.data.sampled import tokenizer_digest
 from tether.errors import ConfigError, StorageError, TetherError
 from tether.loops.agreement import Agreement
+from tether.loops.best import BestSoFar
 from tether.loops.faults import FaultRecorder
+from tether.loops.ground import changes, other_models
 from tether.loops.planned import FILE as PLAN
 from tether.loops.planned import RunPlan
 from tether.loops.rl import StepResult
@@ -26,8 +31,10 @@ from tether.runs.checkpoint_writer import CheckpointWriter
 from tether.runs.checkpoints import Checkpoint, listed, read_newest
 from tether.runs.environment import describe_environment
 from tether.runs.folder import RunFolder, recipe_record
+from tether.runs.header import RunHeader, origin_trouble, read_header
+from tether.runs.history import Identity, runs_by_id, settle_history, take_over
 from tether.runs.keep import KeepRollouts
-from tether.runs.lineage import sources_of
+from tether.runs.lineage import models_of, sources_of
 from tether.runs.pieces import token_pieces
 from tether.runs.read import open_workspace, read_run
 from tether.runs.recorded import StoredRollout
@@ -36,7 +43,9 @@ from tether.runs.store.open import workspace_at
 from tether.runs.store.records import Source
 from tether.runs.tokens import StepRollouts
 from tether.runs.writer import RunRecorder, RunStart
+from tether.seal import files_damage, recover
 
+MAX_REWARD_ERRORS = 20  # different errors of rewards that a sitting tells and keeps
 BITS_DEPEND_ON = ("torch", "threads", "processor", "device")  # of what the environment is described by
 
 
@@ -51,7 +60,7 @@ class Session:
         policy: LoadedModel,
         *,
         planned: RunPlan,
-        loaded: str,
+        loaded: dict[str, Any],
         resumes: bool,
         notify: Callable[[str], None],
     ) -> None:
@@ -60,16 +69,22 @@ class Session:
         self.resumes = resumes
         self.done = 0  # steps taken
         self.taken = 0  # of them, in this sitting
-        self.best = -math.inf
+        self.best = BestSoFar.of(recipe)
         self.agreement = Agreement()
         self._saved_at: int | None = None
-        workspace = workspace_at(recipe.run.directory, recipe.store.url)
+        self._reward_errors: set[str] = set()  # told in this sitting
+        self.workspace = workspace = workspace_at(recipe.run.directory, recipe.store.url)
         config = recipe_record(recipe)
+        for place in (folder.best_path, folder.model_path):
+            recover(place)
+        identity = self._identify(config)
         sources = [*origin_of(folder), *sources_of(config, workspace)]
         device = str(policy.model.device)
         self._environment = describe_environment(seed=recipe.run.seed, device=device)
+        self._environment["tokenizer"] = tokenizer_digest(policy.tokenizer)
+        self._ground = loaded | {"models": other_models(list(models_of(config)))}
         self._stands_on = {
-            "model": loaded,
+            "model": loaded["weights"],
             **{f"{source.role} {source.source}": source.sha256 for source in sources if source.sha256 is not None},
         }
         self._pieces = token_pieces(policy.tokenizer)
@@ -83,7 +98,11 @@ class Session:
             pieces=self._pieces,
             keep=keep,
             notify=notify,
+            uid=identity.header.uid,
+            moved=identity.moved,
         )
+        for text in identity.told:
+            self._trouble(text)
         self.sinks = open_sinks(recipe.store.sinks, SinkPlace(self.recorder.name, folder.path, config), notify)
         rules = recipe.checkpoint
         self.checkpoints = CheckpointWriter(
@@ -93,6 +112,24 @@ class Session:
         self.doctor = LiveDoctor(recipe.method, config, every=max(recipe.run.doctor_every, 1))
         self._watchdog = Watchdog(recipe.run.stall_seconds, folder.path)
         self._open = ExitStack()
+
+    def _identify(self, config: dict[str, Any]) -> Identity:
+        """The run by its own id; one that goes on brings its records along, and may find that it is a copy."""
+        path, told = self.folder.path, list[str]()
+        found = read_header(path, told.append)
+        origin = self.folder.origin or {}
+        header = found or RunHeader(secrets.token_hex(8), config, origin)
+        if not self.resumes:
+            self.header = header
+            return Identity(header, runs_by_id(self.workspace.directory, path))
+        identity = take_over(self.workspace, path, header, is_new=found is None)
+        if found is not None and (trouble := origin_trouble(path, found)):
+            told.append(trouble)
+        self.header = identity.header
+        if told or self.header != found:  # damaged, a copy, or of a Tether that wrote none
+            with self._storing("run.json"):
+                self.header.write(path)
+        return Identity(identity.header, identity.moved, (*told, *identity.told))
 
     def __enter__(self) -> Session:
         self._open.enter_context(self._watchdog)
@@ -119,6 +156,7 @@ class Session:
             self._check_ground(checkpoint)
             self.training.restore(checkpoint)
             self._start_from(checkpoint)
+            self._check_best(checkpoint)
         elif damaged := listed(self.folder.checkpoints):
             raise StorageError(
                 f"none of the {len(damaged)} checkpoints in {self.folder.checkpoints} is whole, so {self.folder.path} "
@@ -132,6 +170,7 @@ class Session:
             )
         self.recorder.rewind(self.done)
         if self.recorder.flush():
+            self._settle_history()
             self._tell_doctor()
         self.recorder.event("resumed", f"goes on after {self.done} steps")
         return self.done
@@ -145,18 +184,30 @@ class Session:
 
     def _start_from(self, checkpoint: Checkpoint) -> None:
         self.done = self._saved_at = checkpoint.step
-        self.best = float(checkpoint.values["best"])
+        self.best.restore(checkpoint.values)
         self.agreement = Agreement(float(checkpoint.values.get("worst_gap", 0.0)))
 
     def _check_ground(self, checkpoint: Checkpoint) -> None:
         """The model and the data that a run goes on with must be those that it began with."""
-        for role, digest in checkpoint.values["stands_on"].items():
-            if self._stands_on.get(role) != digest:
-                what = "the model's weights" if role == "model" else f"what the recipe names as {role}"
-                raise ConfigError(
-                    f"{what} changed since the run {self.folder.path} began, so it cannot go on as it was: put the "
-                    "old one back, or start a new run"
+        if changed := self.ground_changes(checkpoint):
+            raise ConfigError(
+                f"{', '.join(changed)} changed since the run {self.folder.path} began, so it cannot go on as it was: "
+                "put the old one back, or start a new run"
+            )
+        before = checkpoint.values["stands_on"]
+        changed = [role for role, digest in before.items() if self._stands_on.get(role) != digest]
+        if changed:
+            models = [role for role in changed if role.partition(" ")[0] in ("critic", "reward")]
+            repair = "or start a new run"
+            if not models:  # records and prompts: where they were repaired, what was learned so far is still good
+                more = f" --run.steps {2 * checkpoint.step}" if checkpoint.step >= self.training.total else ""
+                repair = (
+                    f"or go on with the new one as a run of its own: tether fork {quote(str(self.folder.path))}{more}"
                 )
+            raise ConfigError(
+                f"what the recipe names as {changed[0]} changed since the run {self.folder.path} began, so it cannot "
+                f"go on as it was: put the old one back, {repair}"
+            )
         before = checkpoint.values["environment"]
         changed = [name for name in BITS_DEPEND_ON if before.get(name) != self._environment.get(name)]
         if changed:
@@ -164,6 +215,36 @@ class Session:
             self._trouble(f"Since the run was stopped its ground has changed ({words}): the last bits may differ.")
         if "device" in changed:
             self._trouble(f"The run was begun in {self.recipe.model.dtype} and goes on in it.")
+
+    def ground_changes(self, checkpoint: Checkpoint) -> list[str]:
+        """What of the models changed since a checkpoint, in words."""
+        return ground_changes(checkpoint, self._ground, self._environment)
+
+    def _check_best(self, checkpoint: Checkpoint) -> None:
+        """The best model so far must be what was saved; where the run stands at its very step, it is saved again."""
+        path, kept = self.folder.best_path, self.best.keeps and self.best.step is not None
+        damage = (
+            files_damage(path) if path.is_dir() else f"{path} is missing" if kept and not self.header.forked else None
+        )
+        if damage is None:
+            return
+        if kept and self.best.step == checkpoint.step:
+            with self._storing("the best model so far"), self.training.as_saved():
+                save_model(self.training.model, self.policy.tokenizer, path)
+            self._trouble(f"{damage}: the best model is saved again, from the checkpoint of step {checkpoint.step}.")
+            return
+        self._trouble(
+            f"{damage}: put {path} back from a copy. The run goes on; a better model replaces it, and until then the "
+            "best model is not to be trusted."
+        )
+
+    def _settle_history(self) -> None:
+        """Have the store hold every step that was taken; tell what was missing or damaged."""
+        if self.recorder.waits:
+            return  # the store is away, and that was told
+        first = int((self.header.forked or {}).get("step", 0))
+        for text in settle_history(self.workspace, self.folder.path, first, self.done).told:
+            self._trouble(text)
 
     # -- step by step -------------------------------------------------------------------------------------------------
 
@@ -182,15 +263,23 @@ class Session:
         self.planned.measured.see(taken.metrics)
         self.done = taken.step + 1
         self.taken += 1
+        if self.taken == 1:
+            self.folder.note_first_step()
         self._examine(taken, stored)
         if taken.result is not None:
+            self._tell_reward_errors(taken)
             self.agreement.see(taken.step, taken.result.experience, self._pieces, self.recorder.event)
-        if isinstance(self.recipe, RLRecipe) and self.recipe.evaluation.keep_best and self._is_best(taken.metrics):
-            with self._storing("the best model so far"):
+        if self.best.see(self.done, taken.metrics) and self.best.keeps:
+            with self._storing("the best model so far"), self.training.as_saved():
                 save_model(self.training.model, self.policy.tokenizer, self.folder.best_path)
         every = self.recipe.checkpoint.every
-        if (every and self.done % every == 0) or self.done == self.recipe.run.steps:
+        if (every and self.done % every == 0) or self.is_over:
             self.save_checkpoint()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further step is taken: the last one was, or nothing better has come for long enough."""
+        return self.done >= self.training.total or self.best.is_over
 
     def _examine(self, taken: Taken, rollouts: list[StoredRollout]) -> None:
         every = self.recipe.run.doctor_every
@@ -202,26 +291,29 @@ class Session:
             self.notify(f"Doctor: {text} ({finding.link})")
             self.recorder.event("finding", text, step=taken.step, data=finding.as_json())
 
+    def _tell_reward_errors(self, taken: Taken) -> None:
+        """Say once what a reward said of answers that it could not score, and keep it with the run."""
+        assert taken.result is not None
+        for text in taken.result.reward_errors:
+            error = text.rpartition(" (")[0]  # without how many there were
+            if error in self._reward_errors or len(self._reward_errors) >= MAX_REWARD_ERRORS:
+                continue
+            self._reward_errors.add(error)
+            self.notify(f"step {taken.step}: the reward could not score every answer. {text}")
+            self.recorder.event("reward", text, step=taken.step)
+
     def _tell_doctor(self) -> None:
         """What was recorded before this sitting; what it finds in that, it has said."""
         with suppress(TetherError), open_workspace(self.recipe.run.directory, self.recipe.store.url) as opened:
             for row in read_run(opened, self.recorder.name).metrics:
                 self.doctor.see(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
-    def _is_best(self, metrics: dict[str, float]) -> bool:
-        """Whether this step's held-out score is above all before it, the start's included."""
-        self.best = max(self.best, metrics.get("start/held_out/score", -math.inf))
-        score = metrics.get("held_out/score", -math.inf)
-        if score <= self.best:
-            return False
-        self.best = score
-        return True
-
     def save_checkpoint(self) -> None:
         """Begin to write a checkpoint of now; it gets its name once all that was recorded is on disk."""
         self.checkpoints.wait()  # before there is a second copy in memory
-        values = {"best": self.best, "worst_gap": self.agreement.worst}
+        values = self.best.values() | {"worst_gap": self.agreement.worst}
         values |= {"stands_on": self._stands_on, "environment": self._environment}
+        values |= {"ground": self._ground, "run": self.header.record()}
         self.checkpoints.save(self.training.capture(self.done, values), self._settle)
         self._saved_at = self.done
 
@@ -255,10 +347,12 @@ class Session:
             self.folder.write(PLAN, self.planned.as_json())
             if self.recipe.run.save:
                 save_model(self.training.model, self.policy.tokenizer, self.folder.model_path)
-        self.recorder.event("done", f"all {self.done} steps are taken", step=self.done)
+        early = self.done < self.training.total
+        taken = f"ended after {self.done} of {self.training.total} steps: {self.best.words}" if early else ""
+        self.recorder.event("done", taken or f"all {self.done} steps are taken", step=self.done)
         if not self.recorder.flush():
             raise StorageError(
-                f"all {self.done} steps are taken, but not all of them could be recorded in {self.folder.path}: make "
+                f"the {self.done} steps are taken, but not all of them could be recorded in {self.folder.path}: make "
                 f"room, and let `tether resume {self.folder.path}` end the run"
             )
         with self._storing("the note that all is done"):
@@ -279,6 +373,20 @@ class Session:
         """Something that the person should hear of and find again."""
         self.notify(text)
         self.recorder.event("trouble", text, step=self.done)
+
+
+def ground_changes(checkpoint: Checkpoint, ground: dict[str, Any], environment: dict[str, Any]) -> list[str]:
+    """What of the models that a run stands on changed since a checkpoint, in words."""
+    then, now = checkpoint.values["environment"], environment
+    if (before := checkpoint.values.get("ground")) is not None:
+        same = all(then.get(name) == now.get(name) for name in ("transformers", "tokenizers"))
+        return changes(before, ground, same_version=same)
+    weights = checkpoint.values["stands_on"]["model"] != ground["weights"]  # of a Tether that kept these alone
+    tokens = "tokenizer" in then and then["tokenizer"] != now["tokenizer"]
+    return [
+        *(["the model's weights"] if weights else []),
+        *(["the tokenizer's vocabulary or chat template"] if tokens else []),
+    ]
 
 
 def step_rollouts(result: StepResult) -> StepRollouts:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -11,6 +12,7 @@ from transformers import PreTrainedModel
 from tether.config.recipes import Recipe, RLRecipe
 from tether.learner.learner import Learner
 from tether.loops.build import build_rl, build_supervised
+from tether.loops.inputs import Inputs
 from tether.loops.rl import StepResult, train_rl
 from tether.loops.state import capture, restore
 from tether.loops.supervised import train_supervised
@@ -51,6 +53,15 @@ class Training(Protocol):
         """What the person should know before it starts."""
         ...
 
+    @property
+    def total(self) -> int:
+        """How many steps there are in all."""
+        ...
+
+    def as_saved(self) -> AbstractContextManager[None]:
+        """Around saving the model before the last step: what is done to it at the end, for as long as that takes."""
+        ...
+
     def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
         """Take the steps from `start` on, until the last or until `stop()`."""
         ...
@@ -71,13 +82,18 @@ class Training(Protocol):
 class FromRollouts:
     """Reinforcement learning."""
 
-    def __init__(self, recipe: RLRecipe, policy: LoadedModel) -> None:
-        self.parts = build_rl(recipe, policy)
-        self.learner = self.parts.learner
+    def __init__(self, recipe: RLRecipe, policy: LoadedModel, inputs: Inputs | None = None) -> None:
+        self.parts = build_rl(recipe, policy, inputs)
+        self.learner, self.total = self.parts.learner, self.parts.steps
         self.model = self.parts.roles.actor.policy
         self.notices: tuple[str, ...] = getattr(self.parts.engine, "notices", ())
         self.notices += trunk_notices(self.parts.roles.actor)
+        self.notices += getattr(self.parts.reward, "notices", ())
         self.controllers = self.parts.algorithm.controllers
+
+    def as_saved(self) -> AbstractContextManager[None]:
+        """As it is."""
+        return nullcontext()
 
     def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
         """Iterations; what the shared trunk remembers is of one iteration, so it is no part of the state."""
@@ -103,13 +119,17 @@ class FromRollouts:
 class FromRecords:
     """Supervised fine-tuning, reward models, DPO."""
 
-    def __init__(self, recipe: Recipe, policy: LoadedModel) -> None:
-        self.parts = build_supervised(recipe, policy)
-        self.learner = self.parts.learner
+    def __init__(self, recipe: Recipe, policy: LoadedModel, inputs: Inputs | None = None) -> None:
+        self.parts = build_supervised(recipe, policy, inputs)
+        self.learner, self.total = self.parts.learner, self.parts.steps
         learned = self.learner.model
         assert isinstance(learned, ScalarModel | ActorCritic)
         self.notices = trunk_notices(learned)
         self.model = learned if isinstance(learned, ScalarModel) else learned.policy
+
+    def as_saved(self) -> AbstractContextManager[None]:
+        """A reward model is centred."""
+        return self.parts.as_saved(self.parts)
 
     def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
         """One optimiser step a batch."""
@@ -132,6 +152,7 @@ class FromRecords:
         return report
 
 
-def build_training(recipe: Recipe, policy: LoadedModel) -> Training:
-    """The training that a recipe asks for."""
-    return FromRollouts(recipe, policy) if isinstance(recipe, RLRecipe) else FromRecords(recipe, policy)
+def build_training(recipe: Recipe, policy: LoadedModel, inputs: Inputs | None = None) -> Training:
+    """The training that a recipe asks for; its `inputs` are read here where they were not read before."""
+    kind = FromRollouts if isinstance(recipe, RLRecipe) else FromRecords
+    return kind(recipe, policy, inputs)  # pyright: ignore[reportArgumentType]

@@ -13,6 +13,7 @@ from types import TracebackType
 from typing import TextIO
 
 from tether.errors import Stalled
+from tether.user_code import end_process
 
 GRACE = 5.0  # seconds that writing the traces may take: a disk that hangs is one more way to stall
 
@@ -66,12 +67,12 @@ class Watchdog:
                 break
             if self._over.wait(left):
                 return
-        timer = threading.Timer(self.grace, os._exit, (Stalled.exit_code,))
+        timer = threading.Timer(self.grace, end_process, (Stalled.exit_code,))
         timer.daemon = True
         timer.start()
         with suppress(Exception):  # nothing may keep a process alive that is known to be stuck
             self._tell()
-        os._exit(Stalled.exit_code)
+        end_process(Stalled.exit_code)
 
     def _tell(self) -> None:
         words = (

@@ -14,6 +14,22 @@ import torch
 from torch import Tensor
 
 Estimator = Literal["k1", "k2", "k3"]
+MAX_LOG_RATIO = 20.0
+"""Where the exponent of a probability ratio is clamped: exp(20) is 4.9e8, and float32 overflows at exp(88.8)."""
+
+
+def log_ratio(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """min(log p - log q, MAX_LOG_RATIO): the exponent of a ratio p / q that stays finite; any shape.
+
+    Beyond the bound the ratio is a constant, so its gradient is 0 and not infinity. Up to the bound, and for every
+    negative exponent (which cannot overflow), values and gradients are those of the plain difference, to the bit.
+    """
+    return (logprobs - other_logprobs).clamp(max=MAX_LOG_RATIO)
+
+
+def ratio_clamped(logprobs: Tensor, other_logprobs: Tensor) -> Tensor:
+    """Where `log_ratio` clamps; bool of any shape."""
+    return logprobs - other_logprobs > MAX_LOG_RATIO
 
 
 def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) -> Tensor:
@@ -24,13 +40,17 @@ def kl_estimate(logprobs: Tensor, other_logprobs: Tensor, estimator: Estimator) 
         k1 = d                  unbiased, may be negative
         k2 = d^2 / 2            biased, never negative
         k3 = exp(-d) - 1 + d    unbiased, never negative
+
+    k3 takes d no lower than -MAX_LOG_RATIO, where exp(-d) would leave the range of float32. It is then a large
+    constant without a gradient. A large positive d needs no bound: k3 grows like d, and goes on pulling q towards p.
     """
     difference = logprobs - other_logprobs
     if estimator == "k1":
         return difference
     if estimator == "k2":
         return difference**2 / 2
-    return torch.expm1(-difference) + difference
+    exponent = log_ratio(other_logprobs, logprobs)
+    return torch.expm1(exponent) - exponent
 
 
 def exact_kl(log_p: Tensor, log_q: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """Per-token policy losses (to be minimised), all (B, T), with r = exp(new - old) the ratio of probabilities.
 
+The exponent is clamped from above (`ops.kl.log_ratio`). Without that, r overflows, and even where the clip takes the
+other branch of the minimum the backward pass multiplies 0 by infinity, which is NaN.
+
 Clipping only ever removes an *incentive*: where A < 0 and r > 1 + eps the loss is not bounded, on purpose.
 """
 
@@ -10,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tether.ops.kl import Estimator, kl_estimate
+from tether.ops.kl import Estimator, kl_estimate, log_ratio
 
 
 def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
@@ -20,7 +23,7 @@ def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
 
 def unclipped_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
     """-r A: the surrogate L^CPI (Kakade and Langford 2002; PPO paper, equation 6)."""
-    return -torch.exp(logprobs - old_logprobs) * advantages
+    return -torch.exp(log_ratio(logprobs, old_logprobs)) * advantages
 
 
 def clip_loss(
@@ -36,7 +39,7 @@ def clip_loss(
 
     With `dual_clip` c > 1, where A < 0: -max(min(...), c A) (Ye et al. 2020).
     """
-    ratio = torch.exp(logprobs - old_logprobs)
+    ratio = torch.exp(log_ratio(logprobs, old_logprobs))
     clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
     loss = torch.maximum(-ratio * advantages, -clipped * advantages)
     if dual_clip is not None:
@@ -65,7 +68,7 @@ def clip_cases(
     dual_clip: float | None = None,
 ) -> ClipCases:
     """Which of the four cases each token is in; a token with A = 0 is in none."""
-    ratio = torch.exp(logprobs - old_logprobs)
+    ratio = torch.exp(log_ratio(logprobs, old_logprobs))
     high, low = ratio > 1.0 + clip_high, ratio < 1.0 - clip_low
     positive, negative = advantages > 0, advantages < 0
     clipped = (positive & high) | (negative & low)
@@ -80,7 +83,7 @@ def truncated_importance(old_logprobs: Tensor, behavior_logprobs: Tensor, *, cap
     Without a cap the weight is unbiased and its variance unbounded (Ionides 2008; for engines that round otherwise than
     the trainer, Yao et al. 2025). Exactly 1 where the two agree to the bit and the cap is at least 1.
     """
-    return torch.exp(old_logprobs - behavior_logprobs).clamp(max=cap)
+    return torch.exp(log_ratio(old_logprobs, behavior_logprobs)).clamp(max=cap)
 
 
 def kl_penalty_loss(

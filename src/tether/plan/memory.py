@@ -119,15 +119,20 @@ class Held:
         return 4 * (bucket * (copies + 2) + min(count, PART) * CLOSING)
 
 
-def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str) -> Memory:
-    """What the recipe holds, role by role and phase by phase."""
+def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None) -> Memory:
+    """What the recipe holds, role by role and phase by phase; `critic` is the shape of one that is not the policy's."""
     held = Held.of(recipe, shape, device)
     micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_tokens // max(1, work.longest_row)))
     micro_batches = math.ceil(work.minibatch / micro_rows)
     one = micro_pass(recipe, shape, work, held, micro_rows)
+    own = critic or shape
+    other = replace(one, layers=own.layers) if critic else one  # the critic's pass
     roles = _roles(recipe, shape, work, held, one)
+    if critic is not None:
+        roles = tuple(_critic_of(critic, held, other) if role.role == "critic" else role for role in roles)
+    kept = {role.role: other.kept(own) if role.role == "critic" else one.kept(shape) for role in roles}
     always = sum(role.held for role in roles) + (CUDA_LIBRARIES if device == "cuda" else 0)
-    graphs = sum(role.gradients + one.kept(shape) for role in roles if role.activations) if one.captured else 0
+    graphs = sum(role.gradients + kept[role.role] for role in roles if role.activations) if one.captured else 0
     always += GRAPHS_OWN if one.captured else 0
     phases: dict[str, int] = {}
     if isinstance(recipe, RLRecipe):
@@ -135,8 +140,13 @@ def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str) -> Memory:
         phases["rollout"] = always + graphs + sum(role.cache for role in roles)
         always += room + _remembered(recipe, shape, work, held)
     streamed = shape.parameters * held.width if held.offload and work.reference else 0
-    phases["evaluation"] = always + graphs + streamed + max(one.forward(shape), one.chunk(shape) if work.policy else 0)
-    phases["update"] = always + _update(shape, work, held, one, roles, several=micro_batches > 1 or one.captured)
+    passing = max(one.forward(shape), other.forward(own), one.chunk(shape) if work.policy else 0)
+    phases["evaluation"] = always + graphs + streamed + passing
+    passing = max(one.passing(shape) + one.rerun(shape), other.passing(own) + other.rerun(own))
+    stays = sum(kept[role.role] for role in roles if role.activations) if one.captured else 0  # between passes, too
+    largest = max(shape.embedding, own.embedding)
+    several = micro_batches > 1 or one.captured
+    phases["update"] = always + _update(shape, work, held, one, roles, (passing, stays, largest), several=several)
     return Memory(roles, phases, micro_rows, micro_batches)
 
 
@@ -159,19 +169,29 @@ def micro_pass(recipe: Recipe, shape: Shape, work: Work, held: Held, micro_rows:
     )
 
 
-def _update(shape: Shape, work: Work, held: Held, one: Pass, roles: Sequence[RoleCost], *, several: bool) -> int:
+def _update(
+    shape: Shape,
+    work: Work,
+    held: Held,
+    one: Pass,
+    roles: Sequence[RoleCost],
+    of_all: tuple[int, int, int],
+    *,
+    several: bool,
+) -> int:
     """The most that comes on top of weights and optimiser: activations, gradients, and what passes by.
 
+    `of_all` roles: what passes by at the most, what captured passes keep, and numbers in the largest weight.
     The critic's pass is made last, so its backward pass comes first, and the policy's head waits for it. The first
     micro-batch of a step makes gradients where activations were; from the second on all gradients are there.
     """
+    passing, stays, largest = of_all
     trained = [role for role in roles if role.gradients]
     gradients = sum(role.gradients for role in trained)
     kept = sum(role.activations for role in trained)
     critic = next((role for role in trained if role.role == "critic"), None)
     own = kept - (critic.activations if critic is not None else 0)
     before = gradients if several else 0
-    passing = one.passing(shape) + one.rerun(shape)
     moments = [before + kept + passing]
     if work.policy:
         made = before or (critic.gradients if critic is not None else 0)
@@ -181,8 +201,7 @@ def _update(shape: Shape, work: Work, held: Held, one: Pass, roles: Sequence[Rol
         moments.append(made + own + waits + passing)
         moments.append(gradients + (waits if one.way == "fused" else 2 * waits))  # fused, it has no copy of its own
     count = max((role.gradients // held.width for role in trained), default=0)
-    stays = sum(one.kept(shape) for role in trained if role.activations) if one.captured else 0  # between passes, too
-    moments.append(gradients + stays + held.stepping(count, shape.embedding if one.trains_head else 0))
+    moments.append(gradients + stays + held.stepping(count, largest if one.trains_head else 0))
     return max(moments)
 
 
@@ -220,6 +239,14 @@ def _separate(_: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> lis
         words = "a frozen copy" + (", in host memory until its pass" if held.offload else "")
         found.append(RoleCost("reference", words, where))
     return found
+
+
+def _critic_of(shape: Shape, held: Held, one: Pass) -> RoleCost:
+    """A separate critic that is a model of its own shape."""
+    count, head = shape.trunk, 4 * 4 * (shape.hidden + 1)
+    kept = one.kept(shape) + one.ends(shape) + one.values(shape)
+    words = f"a model of its own size ({count / 1e6:,.0f}M), trained"
+    return RoleCost("critic", words, count * held.width + head, **held.trained(count), activations=kept)
 
 
 def _adapters(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> list[RoleCost]:

@@ -9,7 +9,7 @@ from tether.config.recipes import Recipe
 from tether.plan.machine import Machine
 from tether.plan.memory import Memory, memory_of
 from tether.plan.seconds import seconds_of
-from tether.plan.shape import Shape
+from tether.plan.shape import Shape, critic_shape_of
 from tether.plan.work import Lengths, Work, work_of
 
 GIB = 2**30
@@ -67,8 +67,8 @@ class Plan:
 
 def make_plan(recipe: Recipe, shape: Shape, lengths: Lengths, machine: Machine) -> Plan:
     """What the recipe will cost there. Its precisions are said aloud: see tether.models.precision.with_precision."""
-    work = work_of(recipe, lengths)
-    memory = memory_of(recipe, shape, work, machine.kind)
-    seconds = seconds_of(recipe, shape, work, memory, machine)
+    work, critic = work_of(recipe, lengths), critic_shape_of(recipe)
+    memory = memory_of(recipe, shape, work, machine.kind, critic)
+    seconds = seconds_of(recipe, shape, work, memory, machine, critic)
     named = (recipe.method, recipe.model.path, recipe.model.dtype)
     return Plan(*named, shape, lengths, work, memory, seconds, machine)

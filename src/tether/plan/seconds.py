@@ -34,17 +34,21 @@ PACES = {
 }
 
 
-def seconds_of(recipe: Recipe, shape: Shape, work: Work, memory: Memory, machine: Machine) -> dict[str, float]:
-    """Predicted seconds of each phase of an iteration."""
+def seconds_of(
+    recipe: Recipe, shape: Shape, work: Work, memory: Memory, machine: Machine, critic: Shape | None = None
+) -> dict[str, float]:
+    """Predicted seconds of each phase of an iteration; `critic` is the shape of one that is not the policy's."""
     pace, held = PACES[machine.kind], Held.of(recipe, shape, machine.kind)
     fast = pace.share * machine.rate
     frozen_below = recipe.roles.mode == "top"
     layers = min(recipe.roles.top_layers, shape.layers) if frozen_below else shape.layers
     part = layers / shape.layers
-    trunk = part * (2.0 * shape.products + 2.0 * shape.layers * shape.queries * work.row_tokens)
+    trunk = part * _pass_of(shape, work)
+    like_policy = 1.0 if critic is None else _pass_of(critic, work) / _pass_of(shape, work)  # the critic's work
     head = 2.0 * shape.vocabulary * shape.hidden
     tokens, answers = float(work.tokens), float(work.rows * work.answer_tokens)
-    trunks = int(work.policy) + int(work.critic == "separate")
+    critics = like_policy if work.critic == "separate" else 0.0
+    trunks = int(work.policy) + critics
     passes = work.rows / max(1, memory.micro_rows)
     found: dict[str, float] = {}
     if isinstance(recipe, RLRecipe):
@@ -56,12 +60,19 @@ def seconds_of(recipe: Recipe, shape: Shape, work: Work, memory: Memory, machine
     trains_all = recipe.roles.mode != "adapters"
     times = (3 if trains_all else 2) + int(held.checkpointing)
     heads = (4 if recipe.roles.mode == "separate" else 2) * head * answers if work.policy else 0.0
-    operations = work.epochs * (trunks * times * trunk * tokens + heads) + work.critic_alone * times * trunk * tokens
+    operations = (
+        work.epochs * (trunks * times * trunk * tokens + heads) + work.critic_alone * times * critics * trunk * tokens
+    )
     waits = (work.epochs + work.critic_alone) * passes * layers * trunks * times * pace.layer
     trained = sum(role.gradients for role in memory.roles) / held.width
     stepping = work.steps * trained * (2 * held.width + 2 * held.moments + 8) / machine.bandwidth
     found["update"] = operations / fast + waits + stepping
     return found
+
+
+def _pass_of(shape: Shape, work: Work) -> float:
+    """Operations of a whole trunk's pass over one token of a row."""
+    return 2.0 * shape.products + 2.0 * shape.layers * shape.queries * work.row_tokens
 
 
 def _rollout(recipe: RLRecipe, shape: Shape, work: Work, machine: Machine, held: Held) -> float:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +10,19 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+from tether.config.recipes import Recipe
 from tether.errors import ConfigError
 from tether.models.families import departure
+from tether.models.folder_check import check_model_path
+from tether.models.load import ask_hub
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
-from tether.models.store import EMBEDDED, cached_model
+from tether.models.lora import saved_config
+from tether.models.safe_files import check_folder
+from tether.models.store import EMBEDDED, cached_model, looks_like_path
 from tether.models.tiny import tiny_model
 from tether.models.trunks import PROBE_LENGTH, layer_list
+from tether.models.verify import check_digests
+from tether.runs.find import find_model
 
 TINY = "tiny-bytes"
 
@@ -76,10 +81,12 @@ class Shape:
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
         """Read off a model, be it on the meta device."""
+        if getattr(model, "is_quantized", False):  # its weights are packed: their shapes are in the config
+            return replace(shape_of_config(model.config), packed=False)
         config: Any = model.config.get_text_config()
         trunk: Any = model.base_model
         layers = _layers(trunk)
-        heads = config.num_attention_heads
+        heads = getattr(config, "num_attention_heads", None) or 1  # a model without attention has none
         embedding = model.get_input_embeddings().weight.numel()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
         whole = sum(parameter.numel() for parameter in trunk.parameters())
         layer = sum(parameter.numel() for each in layers for parameter in each.parameters()) // len(layers)
@@ -132,11 +139,28 @@ def shape_of(path: str) -> Shape:
     return shape_of_config(read_config(path))
 
 
+def critic_shape_of(recipe: Recipe) -> Shape | None:
+    """The shape of a separate critic that starts as another model; None where it has the policy's."""
+    start = recipe.roles.critic_from
+    if start is None or recipe.roles.mode != "separate":
+        return None
+    try:
+        return shape_of_config(read_config(find_model(start)))
+    except ConfigError as error:
+        raise ConfigError(f"roles.critic_from {start!r} has no config that can be read: {error}") from error
+
+
 def shape_of_config(config: PretrainedConfig) -> Shape:
     """The shape that a config describes."""
-    with torch.device("meta"):
-        model: Any = AutoModelForCausalLM.from_config(config)
-    return Shape.of(model)
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return Shape.of(model)
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:300]
+        raise ConfigError(f"the model's config describes no model ({type(error).__name__}: {reason})") from error
 
 
 def read_config(path: str) -> PretrainedConfig:
@@ -145,20 +169,25 @@ def read_config(path: str) -> PretrainedConfig:
         found = cached_model(path)
         if found is None:
             raise ConfigError(f"model.path {path!r} is not in the cache yet: fetch it with `tether models pull {path}`")
+        check_digests(found.path, path)
         path = str(found.path)
+    check_model_path(path)
     folder = Path(path).expanduser()
     if (folder / ADAPTER_CONFIG).is_file():
-        saved: Mapping[str, Any] = json.loads((folder / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-        return read_config(str(saved.get("base_model_name_or_path") or ""))
+        return read_config(str(saved_config(folder).get("base_model_name_or_path") or ""))
+    if folder.is_dir():
+        check_folder(folder)
     reason = ""
-    local = folder.is_dir() or path.startswith((".", "/", "~")) or path.count("/") > 1
+    local = folder.is_dir() or looks_like_path(path)
     for only_local in (True,) if local else (True, False):
+        if not only_local:
+            ask_hub(path)
         try:
             return AutoConfig.from_pretrained(
                 str(folder) if folder.is_dir() else path, local_files_only=only_local, trust_remote_code=False
             )
-        except (OSError, ValueError) as error:
-            reason = str(error).strip().partition("\n")[0]
+        except Exception as error:  # a file that somebody made can bring any of a library's errors
+            reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
     raise ConfigError(
         f"model.path {path!r} has no config that can be read, and a plan needs no more than that: name the folder with "
         f"its config.json, {TINY!r}, or a model's name ({reason})"

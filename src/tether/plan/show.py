@@ -8,22 +8,22 @@ from dataclasses import asdict
 from pathlib import Path
 
 import yaml
-from transformers import AutoTokenizer
 
 from tether.config.load import load_recipe
 from tether.config.read_yaml import read_mapping
 from tether.config.recipes import RECIPES, Recipe, RLRecipe
+from tether.data.prompts import PromptRule
+from tether.data.tokenizer import read_tokenizer
 from tether.errors import ConfigError, TetherError
 from tether.models.precision import resolve_dtype, with_precision
 from tether.models.store import EMBEDDED, cached_model
-from tether.models.tiny import tiny_tokenizer
 from tether.plan.advice import advice
 from tether.plan.machine import machine_for, planned_device
 from tether.plan.plan import make_plan
-from tether.plan.shape import TINY, shape_of
+from tether.plan.shape import shape_of
 from tether.plan.table import plan_text
-from tether.plan.work import ASSUMED_PROMPT, Lengths
-from tether.rewards.tasks import build_task
+from tether.plan.work import ASSUMED_PROMPT, PROMPTS_LOOKED_AT, Lengths
+from tether.rewards.tasks import prompts_without_code
 from tether.runs.find import find_model
 from tether.runs.verb_options import printing
 
@@ -83,13 +83,12 @@ def lengths_of(recipe: Recipe, path: str, given: int | None) -> Lengths:
     if not isinstance(recipe, RLRecipe):
         return Lengths.of_records(recipe)
     try:
-        tokenizer = tiny_tokenizer() if path == TINY else AutoTokenizer.from_pretrained(_folder(path))
-        return Lengths.of(build_task(recipe.task).prompts(), tokenizer)
+        if path in EMBEDDED and cached_model(path) is None:
+            raise ConfigError(f"{path} is not in the cache yet")  # a plan downloads nothing
+        model = read_tokenizer(path)
+        rule = PromptRule.of(recipe.data, model.context_length, recipe.rollout.max_new_tokens)
+        asked = prompts_without_code(recipe.task, recipe.data)[:PROMPTS_LOOKED_AT]
+        return Lengths.of(rule.apply(asked, model.tokenizer, "prompts").prompts, model.tokenizer)
     except (TetherError, OSError, ValueError, ImportError) as error:
         reason = str(error).partition("\n")[0][:80]
         return Lengths.assumed(ASSUMED_PROMPT, f"assumed, for the prompts cannot be read here ({reason})")
-
-
-def _folder(path: str) -> str:
-    found = cached_model(path) if path in EMBEDDED else None
-    return str(found.path) if found else path

@@ -49,6 +49,11 @@ class Lengths:
         return cls.assumed(longest, "data.max_length: every record as long as it may be")
 
     @classmethod
+    def of_rows(cls, lengths: Sequence[int]) -> Lengths:
+        """Of records that were read, each as a row of so many tokens."""
+        return cls(sum(lengths) / len(lengths), max(lengths), f"the recipe's records, {len(lengths)} rows")
+
+    @classmethod
     def assumed(cls, tokens: int, why: str) -> Lengths:
         """As nobody can say."""
         return cls(tokens, tokens, why)
@@ -113,7 +118,7 @@ def _from_rollouts(recipe: RLRecipe, lengths: Lengths) -> Work:
         minibatch=min(minibatch, rows),
         steps=steps,
         why=why,
-        critic=recipe.roles.critic if _needs_critic(recipe) else None,
+        critic=recipe.roles.critic if recipe.needs_critic else None,
         critic_alone=critic_alone,
         reference=recipe.kl.place != "none",
         rewards=len(models),
@@ -141,12 +146,6 @@ def _updates(recipe: RLRecipe) -> tuple[int, int, int]:
             return 1, recipe.trpo.minibatch_size, recipe.trpo.critic_epochs
         case _:
             raise ValueError(f"{recipe.method} does not learn from rollouts")
-
-
-def _needs_critic(recipe: RLRecipe) -> bool:
-    return isinstance(recipe, PPORecipe | TRPORecipe) or (
-        isinstance(recipe, ReinforceRecipe) and recipe.reinforce.needs_critic
-    )
 
 
 def _from_records(recipe: Recipe, lengths: Lengths) -> Work:
