@@ -157,7 +157,10 @@ def margins(options: argparse.Namespace, model: Path, rankings: list[Ranked]) ->
         row.tokens
         for place, ranked in enumerate(rankings)
         for row in encode.rows(
-            tuple(Message(**each) for each in ranked.messages), ranked.answers, str(place), "answers"
+            tuple(Message(role=each["role"], content=each["content"]) for each in ranked.messages),
+            ranked.answers,
+            str(place),
+            "answers",
         )
     ]
     values = iter(score.values(rows))

@@ -17,9 +17,9 @@ TOKEN = "benchmark-token-of-studio"
 def serving(folder: Path, url: str | None, token: str = TOKEN) -> Iterator[str]:
     """The address of a server over a workspace, which is made where there is none."""
     environment = {name: value for name, value in os.environ.items() if name != "TETHER_STORE"}
-    words = ["studio", "--workspace", str(folder), "--port", "0", "--token", token, "--json"]
+    words = ["studio", "--workspace", str(folder), "--port", "0", "--json"]
     command = [sys.executable, "-m", "tether", *words]
-    environment |= {"TETHER_STORE": url} if url else {}
+    environment |= {"TETHER_STUDIO_TOKEN": token} | ({"TETHER_STORE": url} if url else {})
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environment) as process:
         assert process.stdout is not None
         address = json.loads(process.stdout.readline())["address"]
