@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -121,10 +120,17 @@ def test_an_id_is_read_from_the_cache_where_the_hub_is_away(tmp_path: Path, monk
     assert (prompt.messages[0]["content"], prompt.answer) == ("2 + 2?", "4")
     digest = source_digest("acme/maths", "train", "main")
     assert digest is not None and digest != source_digest("acme/maths", "test", "main")
-    begun = time.monotonic()
+    offline: list[bool] = []
+    load = datasets.load_dataset
+
+    def watched(*args, **settings):
+        offline.append(datasets.config.HF_HUB_OFFLINE)  # without it `datasets` tries for 23 s
+        return load(*args, **settings)
+
+    monkeypatch.setattr(datasets, "load_dataset", watched)
     with pytest.raises(DataError, match="no such file or folder, the hub cannot be reached, and the local cache"):
         read_records("acme/nothing")
-    assert time.monotonic() - begun < 10  # `datasets` by itself tries for 23 s
+    assert offline == [True]
     assert datasets.config.HF_HUB_OFFLINE is False  # and is left as it was
 
 

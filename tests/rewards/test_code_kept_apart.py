@@ -70,10 +70,8 @@ def test_a_reward_that_hangs_is_ended() -> None:
             except Exception:
                 continue
 
-    began = time.monotonic()
     with pytest.raises(DataError, match=r"reward.timeout_seconds = 0.1"):
         score_rollouts(CodeReward(reward, "the reward", 0.1), ROWS, max_failure_rate=0.0)
-    assert time.monotonic() - began < 5
 
 
 def test_a_limit_ends_code_that_keeps_pythons_lock() -> None:

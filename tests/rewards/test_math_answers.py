@@ -147,6 +147,7 @@ def test_every_way_to_write_a_fraction_has_one_value(top: int, bottom: int):
     "text", ["1,234" * 2000, "{" * 8000, "\\boxed{" * 2000, "a b" * 4000, "answer " * 3000, "1 " * 5000]
 )
 def test_long_text_is_read_quickly(text: str):
+    """Some milliseconds; a pattern that goes back and forth would take minutes."""
     began = time.process_time()  # the processor's: other programs may be busy
     math_correct(text, "7", 1e-6)
-    assert time.process_time() - began < 1.0
+    assert time.process_time() - began < 20

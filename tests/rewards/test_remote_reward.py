@@ -60,17 +60,15 @@ def outcome(behave, **settings) -> tuple[list[str], int]:
 )
 def test_what_fails_is_masked_with_its_reason(behave, said, requests):
     cut_off = said[0] == "timeout"
-    began = time.monotonic()
     assert outcome(behave, retries=1, timeout_seconds=TIMEOUT if cut_off else PATIENT) == (said, requests)
-    assert time.monotonic() - began < faults.LONGEST, "the deadline holds for the whole exchange"
 
 
 def test_requests_are_under_way_at_the_same_time_and_scores_keep_their_order():
-    most = threading.Semaphore(3)
+    most, meeting = threading.Semaphore(3), threading.Barrier(3)  # passed by three at a time only
 
     def behave(request):
         assert most.acquire(blocking=False), "more requests at once than concurrency allows"
-        time.sleep(0.2)
+        meeting.wait(30)
         most.release()
         if request.items[0]["id"] == "6":
             faults.answer_400(request)
@@ -79,12 +77,9 @@ def test_requests_are_under_way_at_the_same_time_and_scores_keep_their_order():
 
     rollouts = [rollout_of(str(n)) for n in range(12)]
     with FaultServer(behave) as server:
-        began = time.monotonic()
         scores = remote(server.url, batch_size=1, concurrency=3)(rollouts)
-        took = time.monotonic() - began
     assert [score.value for score in scores if score.valid] == [n for n in range(12) if n != 6]
     assert scores[6].parts == {"failed/status_400": 1.0}
-    assert took < 1.8, "12 x 0.2 seconds, one after another, would be 2.4"
 
 
 def test_no_server_at_all():

@@ -2,7 +2,6 @@
 
 import dataclasses
 import json
-import time
 from pathlib import Path
 
 import pytest
@@ -174,9 +173,7 @@ def test_what_a_function_prints_goes_to_standard_error(capsys):
 
 
 def test_an_async_function_is_awaited_for_many_answers_at_once():
-    began = time.monotonic()
-    assert given("awaited", *["a"] * 20) == [1.0] * 20
-    assert time.monotonic() - began < 2.0, "20 x 0.2 seconds, one after another, would be 4"
+    assert given("meets_others", *["a"] * 20) == [1.0] * 20
 
 
 def test_a_function_in_a_file_of_the_working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -9,6 +9,7 @@ import random
 import re
 import sys
 import time
+from pathlib import Path
 
 
 def by_column(prompt, completion, difficulty, *, bonus=0.5, **rest):
@@ -56,8 +57,21 @@ async def trl_awaited(completions, **kwargs):
 
 
 async def awaited(prompt, completion):
-    await asyncio.sleep(0.2)
+    await asyncio.sleep(0.01)
     return float(len(completion))
+
+
+_under_way = 0
+
+
+async def meets_others(prompt, completion):
+    """1 once twenty calls are under way, which calls one after another never are."""
+    global _under_way
+    _under_way += 1
+    deadline = time.monotonic() + 10
+    while _under_way < 20 and time.monotonic() < deadline:
+        await asyncio.sleep(0.01)
+    return float(_under_way >= 20)
 
 
 async def awaited_for_ever(prompt, completion):
@@ -142,9 +156,12 @@ def prints(prompt, completion):
     return 1.0
 
 
-def slow(prompt, completion):
-    time.sleep(0.3)
-    return float(len(completion))
+def meets_another_worker(prompt, completion):
+    """Returns once two processes have called it; the completion is the folder where they meet."""
+    (Path(completion) / str(os.getpid())).touch()
+    while len(list(Path(completion).iterdir())) < 2:
+        time.sleep(0.01)
+    return 1.0
 
 
 def draws(prompt, completion):

@@ -60,7 +60,7 @@ def test_one_looks_and_the_others_do_not_wait(monkeypatch):
 
     def slow(*_):
         looking.set()
-        go.wait(5)
+        go.wait(60)
         raise OperationalError("no answer")
 
     def look():
@@ -71,10 +71,9 @@ def test_one_looks_and_the_others_do_not_wait(monkeypatch):
     first = threading.Thread(target=look)
     first.start()
     assert looking.wait(5)
-    started = time.monotonic()
     with pytest.raises(StoreAway):
         pool.connect()
-    assert time.monotonic() - started < 1
+    assert first.is_alive(), "the first still looks"
     go.set()
     first.join()
 
@@ -86,10 +85,9 @@ def test_a_server_that_never_answers_is_given_up(tmp_path, postgres_server):
         connection.exec_driver_sql("SELECT 1")
         raw = connection.connection.dbapi_connection
         raw.patience = 0.3
-        started = time.monotonic()
         with pytest.raises(Exception, match="does not answer"):
-            connection.exec_driver_sql("SELECT pg_sleep(5)")
-        assert time.monotonic() - started < 2 and raw.closed
+            connection.exec_driver_sql("SELECT pg_sleep(30)")
+        assert raw.closed
     time.sleep(patience.AWAY_SECONDS)
     with engine.connect() as connection:
         assert connection.exec_driver_sql("SELECT 2").scalar() == 2, "the next one is a new one"
@@ -102,10 +100,11 @@ def test_votes_that_wait_together_fail_together(tmp_path, monkeypatch):
     labels = Labels(OpenWorkspace(workspace, open_engine(workspace, wait=0.1, kept=2)))
     other = open_engine(workspace)
     sent = [(Person(1, "a", "owner"), Ballot(f"u{n}", 1, [0, 1], "left")) for n in range(64)]
+    monkeypatch.setattr(labels, "vote", lambda *_: pytest.fail("one was tried by itself"))
     with other.begin():
-        started = time.monotonic()
         results = labels.vote_together(sent)
-    assert time.monotonic() - started < 1.0 and all(isinstance(one, StorageError) for one in results)
+    assert all(isinstance(one, StorageError) for one in results)
+    monkeypatch.undo()
     monkeypatch.setattr("tether.studio.label_queues.TURN_SECONDS", 0.05)
     with labels._lock, pytest.raises(StorageError, match="busy"):
         labels.vote(*sent[0])

@@ -5,6 +5,7 @@ import threading
 import time
 
 import pytest
+from fastapi.exceptions import RequestValidationError
 from studio_clients import ADDRESS, Clients, pairs
 
 from tether.studio.exchange import imported
@@ -66,16 +67,23 @@ LONG_BODIES = {
 
 
 @pytest.mark.parametrize("name", LONG_BODIES)
-def test_a_long_body_that_is_wrong_is_refused_at_once(plain: Clients, name: str):
+def test_a_long_body_that_is_wrong_is_refused_at_once(plain: Clients, name: str, monkeypatch):
     """Each wrong element used to be told of by itself, while no one else was answered."""
+    told: list[int] = []
+    errors = RequestValidationError.errors
+
+    def watched(fault: RequestValidationError):
+        told.append(len(errors(fault)))
+        return errors(fault)
+
+    monkeypatch.setattr(RequestValidationError, "errors", watched)
     ann = plain.annotator(plain.queue(records=pairs(1)))
     body = {"client_uid": "a", "item_id": 1, "order": [0, 1]} | LONG_BODIES[name]
     content = json.dumps(body)
     assert len(content) < 1 << 20
-    began = time.process_time()
     reply = ann.post("/api/label/votes", content=content, headers=JSON)
     assert reply.status_code == 422
-    assert time.process_time() - began < 0.5
+    assert len(told) == 1 and told[0] < 10, "how many faults the validation went on to find"
 
 
 def test_a_vote_with_ties_is_taken_as_before(plain: Clients):
@@ -106,11 +114,12 @@ def test_undoing_at_once_takes_as_many_votes_back_as_it_says(clients: Clients):
 
 
 def test_many_votes_on_one_item_are_read_in_good_time():
+    """A tenth of a second; comparing each with each would take a hundred."""
     record = {"prompt": "q", "answers": ["a", "b"], "ranks": [0, 1], "item": 1}
     began = time.process_time()
-    [one] = imported("pair", [record | {"rater": f"r{n % 15_000}"} for n in range(20_000)])
-    assert len(one.votes) == 15_000
-    assert time.process_time() - began < 3.0
+    [one] = imported("pair", [record | {"rater": f"r{n % 45_000}"} for n in range(60_000)])
+    assert len(one.votes) == 45_000
+    assert time.process_time() - began < 30
 
 
 def test_a_link_makes_no_one_another_person_unasked(plain: Clients):

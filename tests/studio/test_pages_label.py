@@ -221,4 +221,4 @@ def test_markdown_is_made_of_text_alone(visitor: Visitor, served: Served):
             f"async (text) => {{ const t = performance.now(); await ({script})(text); return performance.now() - t; }}",
             text,
         )
-        assert seconds < 4000, f"{text[:6]} took {seconds} ms"
+        assert seconds < 30_000, f"{text[:6]} took {seconds} ms"

@@ -144,8 +144,16 @@ def test_pairs_of_a_conversation_become_rows_of_the_sampled_tokens(visitor: Visi
 
 
 def test_the_trainings_keep_the_source_run_s_roles_parts_and_base(served: Served, sampled: Path):
-    reward = json.loads((sampled / "five" / "data" / "reward.yaml").read_text())
-    policy = json.loads((sampled / "five" / "data" / "ppo.yaml").read_text())
+    made = served.api("POST", "label/queues", json={"name": "kept", "kind": "pair"})["id"]
+    body = {"from": "run", "run": served.run_id("policy"), "count": PROMPTS}
+    served.api("POST", f"label/queues/{made}/fill", json=body)
+    for number in range(PROMPTS):
+        item = served.api("GET", f"label/queues/{made}/next")["item"]
+        vote = {"client_uid": f"kept-{number}", "item_id": item["id"], "order": item["order"], "choice": "left"}
+        served.api("POST", "label/votes", json=vote)
+    served.api("POST", "train", json={"queue_id": made, "name": "kept", "held_out": 0.0})
+    reward = json.loads((sampled / "kept" / "data" / "reward.yaml").read_text())
+    policy = json.loads((sampled / "kept" / "data" / "ppo.yaml").read_text())
     for recipe in (reward, policy):
         assert recipe["model"]["path"] == str((sampled / "policy" / "model").resolve())
         assert (recipe["roles"]["mode"], recipe["roles"]["top_layers"]) == ("top", 1)

@@ -141,17 +141,17 @@ def test_a_token_file_that_others_can_read_is_told(tmp_path, capsys):
 
 def test_a_lookup_that_hangs_holds_no_one_up(plain: Clients, monkeypatch):
     released = threading.Event()
-    monkeypatch.setattr("tether.studio.people.LOOKUP_SECONDS", 2.0)
+    monkeypatch.setattr("tether.studio.people.LOOKUP_SECONDS", 60.0)
     door = plain.app.state.studio.door
     door._find_rater_by_hash = lambda _: released.wait(20) and None
     stranger = plain.with_token("w" * 43)
     with TestClient(plain.app, base_url=ADDRESS) as client:
         waiting = threading.Thread(target=lambda: stranger.get("/api/me"))
         waiting.start()
-        started = time.monotonic()
         headers = {"authorization": f"Bearer {TOKEN}"}
         assert client.get("/api/me", headers=headers).status_code == 200 and client.get("/").status_code == 401
-        assert time.monotonic() - started < 1.8
+        assert waiting.is_alive(), "the stranger still waits"
+        monkeypatch.setattr("tether.studio.people.LOOKUP_SECONDS", 0.5)
         late = client.get("/api/me", headers={"authorization": "Bearer " + "v" * 43})
         assert late.status_code == 503 and late.headers["retry-after"] == "2"
         assert client.post("/api/login", json={"token": "u" * 43}).status_code == 503
