@@ -17,8 +17,8 @@ import torch
 
 from tether.config.load import load_recipe
 from tether.config.recipes import RLRecipe
-from tether.loops.build import build_rl, load_policy
-from tether.loops.rl import train_rl
+from tether.train.build import build_rl, load_policy
+from tether.train.rl import train_rl
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET, LIMIT = 0.9, 60.0

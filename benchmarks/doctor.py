@@ -2,7 +2,7 @@
 
     python benchmarks/doctor.py [--json]
 
-It reads the recorded runs of tests/audit/recorded; tests/audit/record_runs.py trains them anew. Healthy runs are
+It reads the recorded runs of tests/doctor/recorded; tests/doctor/record_runs.py trains them anew. Healthy runs are
 counted in three sets: `tuned` (even seeds), on which thresholds were set; `held back` (odd seeds), looked at once after
 that; and `fresh` (seeds 10 and 11), recorded after the last change of a threshold. A false alarm is a warning or an
 alarm on a healthy run, when it is finished or at any look while it trains; notes are counted apart.
@@ -24,9 +24,9 @@ sys.path[:0] = [str(TESTS)]
 from recipes_of_runs import SICK  # noqa: E402  # pyright: ignore[reportMissingImports]
 from stored_runs import RECORDED, read_recorded  # noqa: E402  # pyright: ignore[reportMissingImports]
 
-from tether.audit.doctor import Doctor, LiveDoctor  # noqa: E402
-from tether.audit.findings import Finding  # noqa: E402
-from tether.runs.recorded import RecordedRun  # noqa: E402
+from tether.doctor.doctor import Doctor, LiveDoctor  # noqa: E402
+from tether.doctor.findings import Finding  # noqa: E402
+from tether.store.recorded import RecordedRun  # noqa: E402
 
 EVERY = 5  # steps between two looks while training
 

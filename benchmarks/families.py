@@ -46,11 +46,11 @@ from family_models import FAMILIES, save_family
 
 from tether.config.load import load_recipe
 from tether.errors import TetherError
-from tether.loops import run as run_module
-from tether.loops.build import sharing_of
+from tether.models.backbones import Trunk
 from tether.models.heads import ScalarModel
 from tether.models.load import load_causal_lm
-from tether.models.trunks import Trunk
+from tether.train import run as run_module
+from tether.train.build import sharing_of
 from tether.types import Sequences
 
 METHODS = ("sft", "reward", "dpo", "ppo", "grpo")

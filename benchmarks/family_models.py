@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import transformers
 
-from tether.models.tiny import END_ID, PAD_ID, tiny_tokenizer
+from tether.hub.tiny_model import END_ID, PAD_ID, tiny_tokenizer
 
 VOCABULARY = 264  # a few rows more than the tokenizer has tokens, as most released models have
 CHAT = (

@@ -26,14 +26,14 @@ import torch
 from smollm_shape import matrix_rate, smollm2
 
 from tether.config.load import load_recipe
-from tether.loops.build import build_rl
-from tether.loops.rl import RLParts, rl_step
+from tether.models.backbones import own_top
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel
-from tether.models.shared_trunk import TopTrunk
+from tether.models.shared_backbone import TopTrunk
 from tether.models.sharing import Separate
-from tether.models.trunks import own_top
 from tether.rewards.model import RewardModelReward
+from tether.train.build import build_rl
+from tether.train.rl import RLParts, rl_step
 
 PEER = Path(__file__).with_name("peer_trl_ppo.py")
 TRL = "TRL 1.12"

@@ -30,17 +30,17 @@ from ppo_cpu import reward_model
 from smollm_shape import matrix_rate, smollm2
 
 import tether.models.roles as roles
-from tether.audit.measures import step_measures
 from tether.config.load import load_recipe
-from tether.loops.build import build_rl
-from tether.loops.rl import RLParts, rl_step
+from tether.doctor.answer_metrics import step_measures
 from tether.models.load import load_causal_lm
-from tether.runs.keep import KeepRollouts
-from tether.runs.pieces import token_pieces
-from tether.runs.recorded import Alternatives, StoredRollout
-from tether.runs.store.open import workspace_at
-from tether.runs.tokens import StepRollouts, stored_rollouts
-from tether.runs.writer import Pieces, RunRecorder, RunStart
+from tether.store.database.open import workspace_at
+from tether.store.recorded import Alternatives, StoredRollout
+from tether.store.recorder import Pieces, RunRecorder, RunStart
+from tether.store.retention import KeepRollouts
+from tether.store.token_text import token_pieces
+from tether.store.tokens import StepRollouts, stored_rollouts
+from tether.train.build import build_rl
+from tether.train.rl import RLParts, rl_step
 
 LONG = 512  # tokens of a rollout whose size is measured
 

@@ -26,8 +26,8 @@ from studio_browser import (  # pyright: ignore[reportMissingImports]
 )
 from studio_server import serving
 
-from tether.runs.store.open import Workspace, open_engine, workspace_at
-from tether.runs.store.schema import metrics, runs, steps
+from tether.store.database.open import Workspace, open_engine, workspace_at
+from tether.store.database.schema import metrics, runs, steps
 
 STEPS, CURVES, TOKENS = 50_000, 20, 4_096
 LIVE_STEPS = 20

@@ -17,17 +17,17 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A package may import only packages above it in this list.
 ORDER = [
-    *("config", "types", "protocols", "ops", "models", "data", "runs", "learner"),
-    *("algorithms", "rollout", "rewards", "metrics", "audit", "plan", "loops", "demo", "scale"),
-    *("studio", "server", "cli"),
+    *("config", "types", "protocols", "ops", "accel", "data", "hub", "models", "store", "reports", "learner"),
+    *("algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "demo", "scale"),
+    *("studio", "server", "commands", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
-ABOVE["conformance"] = set(ORDER[: ORDER.index("loops")])  # whatever a loop is made of, and no loop
+ABOVE["conformance"] = set(ORDER[: ORDER.index("train")])  # whatever training is made of, and no training
 ABOVE["cli"] |= {"conformance"}
 ABOVE["__main__"] = {"cli"}
 # These stand on nothing; __init__ holds the version.
 FOR_ALL = {"ending", "errors", "plain_file", "processes", "progress", "rate_limit", "redact", "seal", "seeds"}
-FOR_ALL |= {"time_limit", "travel", "user_code", "__init__"}
+FOR_ALL |= {"device_transfer", "tensor_cache", "time_limit", "user_code", "__init__"}
 ABOVE |= {name: set() for name in FOR_ALL}
 
 # What can run code on being read.
@@ -147,8 +147,8 @@ def test_every_dependency_has_its_reason():
 def test_the_rules_would_catch_a_breach(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(globals(), "SOURCE", tmp_path)
     (tmp_path / "ops").mkdir()
-    (tmp_path / "loops").mkdir()
+    (tmp_path / "train").mkdir()
     file = tmp_path / "ops" / "bad.py"
-    file.write_text("from ..loops import rl\nfrom tether import loops\nimport pickle\n")
-    assert [name for _, name in imported_packages(file)] == ["loops", "loops"]
+    file.write_text("from ..train import rl\nfrom tether import train\nimport pickle\n")
+    assert [name for _, name in imported_packages(file)] == ["train", "train"]
     assert (3, "pickle") in list(imports(file))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from tether.travel import brought, sent
+from tether.device_transfer import brought, sent
 
 
 def test_what_is_sent_and_brought_is_the_same():

@@ -27,10 +27,10 @@ from torch import Tensor
 from tether.config.load import load_recipe
 from tether.data.collate import collate
 from tether.learner.evaluate import evaluate_tokens
-from tether.loops.build import build_rl, load_policy
-from tether.loops.rl import RLParts, release_memory
 from tether.ops.kl import kl_estimate
 from tether.seeds import derive_seed
+from tether.train.build import build_rl, load_policy
+from tether.train.rl import RLParts, release_memory
 from tether.types import EvaluatedBatch, Score
 
 Columns = dict[str, Tensor]  # (N,) each: "sampler" and "trainer", log-probs of a token, and "token", its id

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tether.accel.decode_gpu.gpu_batch import SIZES, GpuBatch
+from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
 from tether.models.lora import inject_lora, lora_config
 from tether.protocols import Sampling
-from tether.rollout.gpu.batch import SIZES, GpuBatch
-from tether.rollout.gpu.decoder import GpuDecoder
 
 SHAPES: dict[str, dict[str, int]] = {
     "135m": {

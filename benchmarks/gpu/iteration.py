@@ -23,13 +23,13 @@ import torch
 from shapes import SHAPES, forward_operations, matrix_rate, random_model
 
 from tether.config.load import load_recipe
-from tether.loops.build import build_rl
-from tether.loops.rl import RLParts, rl_step
+from tether.models.backbones import Trunk, shared_tree, trunk_notices
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel
 from tether.models.sharing import Adapters, Separate
-from tether.models.trunks import Trunk, shared_tree, trunk_notices
 from tether.rewards.model import RewardModelReward
+from tether.train.build import build_rl
+from tether.train.rl import RLParts, rl_step
 
 
 def iteration_parts(options: argparse.Namespace) -> RLParts:

@@ -24,13 +24,13 @@ import torch
 from shapes import SHAPES, Shape, random_model
 
 from tether.config.load import load_recipe
-from tether.loops.build import build_rl
-from tether.loops.rl import train_rl
 from tether.models.load import LoadedModel
 from tether.plan import plan as planning
 from tether.plan.machine import machine_for
-from tether.plan.shape import Shape as PlannedShape
-from tether.plan.work import Lengths
+from tether.plan.model_shape import Shape as PlannedShape
+from tether.plan.workload import Lengths
+from tether.train.build import build_rl
+from tether.train.rl import train_rl
 
 GIB = 2**30
 TINY = Shape(64, 128, 3, 4, 2, 40960, head_dim=16)

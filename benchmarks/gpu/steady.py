@@ -25,8 +25,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from smollm_shape import random_ids
 
 from tether.config.load import load_recipe
-from tether.loops.build import build_rl
-from tether.loops.rl import RLParts, train_rl
+from tether.train.build import build_rl
+from tether.train.rl import RLParts, train_rl
 from tether.types import Prompt, Score
 
 sys.modules.setdefault("steady_benchmark", sys.modules[__name__])  # by this name the recipe finds its task

@@ -100,7 +100,7 @@ def _train(words: list[str]) -> int:
     if method not in METHODS:
         raise UsageError(f"unknown method {method}: {_suggestion(method, METHODS)}")
     if wants_help:
-        from tether.config.show import print_fields
+        from tether.config.help_page import print_fields
 
         print_fields(method, METHODS[method])
         return 0
@@ -114,11 +114,11 @@ def _train(words: list[str]) -> int:
 
     agree_to_recipe(recipe, path, rest)
     if resume:
-        from tether.loops.resume import start_or_resume
+        from tether.train.resume import start_or_resume
 
         return start_or_resume(recipe, json_output=json_output)
 
-    from tether.loops.run import run_recipe
+    from tether.train.run import run_recipe
 
     return run_recipe(recipe, json_output=json_output)
 
@@ -161,7 +161,7 @@ def _models(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print JSON")
     options = parser.parse_args(words[pulling:])
 
-    from tether.models.show import pull_and_show, show_models
+    from tether.commands.models import pull_and_show, show_models
 
     if pulling:
         return pull_and_show(options.name, force=options.force, json_output=options.json)
@@ -205,45 +205,45 @@ def _in_module(verb: str, module: str, *, takes_flags: bool = False) -> Callable
 
 
 def _demo(words: list[str]) -> int:
-    return import_module("tether.demo.verb").main(words)
+    return import_module("tether.commands.demo").main(words)
 
 
 VERBS: dict[str, Verb] = {
     "train": Verb("train a model: PPO and its neighbours, SFT, a reward model", _train),
-    "resume": Verb("go on with a run that was stopped or killed", _in_module("resume", "tether.loops.resume_verb")),
+    "resume": Verb("go on with a run that was stopped or killed", _in_module("resume", "tether.commands.resume")),
     "fork": Verb(
         "continue from a checkpoint with other settings",
-        _in_module("fork", "tether.loops.fork_verb", takes_flags=True),
+        _in_module("fork", "tether.commands.fork", takes_flags=True),
     ),
     "replay": Verb(
         "recompute a step's advantages under other settings",
-        _in_module("replay", "tether.loops.replay_verb", takes_flags=True),
+        _in_module("replay", "tether.commands.replay", takes_flags=True),
     ),
     "plan": Verb(
         "say what a run will cost in memory, steps and seconds",
-        _in_module("plan", "tether.plan.plan_verb", takes_flags=True),
+        _in_module("plan", "tether.commands.plan", takes_flags=True),
     ),
     "data": Verb(
         "show what is understood of your data: shape, lengths, examples",
-        _in_module("data", "tether.loops.data_verb", takes_flags=True),
+        _in_module("data", "tether.commands.data", takes_flags=True),
     ),
     "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
     "demo": Verb("the whole of RLHF on a real model, in minutes", _demo),
     "models": Verb("list the models known by name, and fetch one", _models),
-    "eval": Verb("measure a model, alone or against another", _in_module("eval", "tether.loops.eval_verb")),
-    "chat": Verb("talk to a model, or to two side by side", _in_module("chat", "tether.loops.chat_verb")),
+    "eval": Verb("measure a model, alone or against another", _in_module("eval", "tether.commands.eval")),
+    "chat": Verb("talk to a model, or to two side by side", _in_module("chat", "tether.commands.chat")),
     "sample": Verb(
         "write several answers to each prompt, to annotate or train on",
-        _in_module("sample", "tether.loops.sample_command"),
+        _in_module("sample", "tether.commands.sample"),
     ),
-    "runs": Verb("list the runs of a workspace", _in_module("runs", "tether.runs.runs_verb")),
-    "show": Verb("show a run, a step, or an answer token by token", _in_module("show", "tether.runs.show_verb")),
-    "report": Verb("write a run's report", _in_module("report", "tether.runs.report_verb")),
-    "export": Verb("take a run's model, rollouts or metrics out", _in_module("export", "tether.loops.export_verb")),
-    "doctor": Verb("say what is wrong with a run, and why", _in_module("doctor", "tether.audit.doctor_verb")),
-    "studio": Verb("watch runs, judge answers and talk to models", _in_module("studio", "tether.studio.studio_verb")),
+    "runs": Verb("list the runs of a workspace", _in_module("runs", "tether.commands.runs")),
+    "show": Verb("show a run, a step, or an answer token by token", _in_module("show", "tether.commands.show")),
+    "report": Verb("write a run's report", _in_module("report", "tether.commands.report")),
+    "export": Verb("take a run's model, rollouts or metrics out", _in_module("export", "tether.commands.export")),
+    "doctor": Verb("say what is wrong with a run, and why", _in_module("doctor", "tether.commands.doctor")),
+    "studio": Verb("watch runs, judge answers and talk to models", _in_module("studio", "tether.commands.studio")),
     "serve": Verb(
-        "serve a model to OpenAI clients: chat and completions", _in_module("serve", "tether.server.serve_command")
+        "serve a model to OpenAI clients: chat and completions", _in_module("serve", "tether.commands.serve")
     ),
     "serve-reward": Verb("serve a reward model or a rule over HTTP, for other runs", _serve_reward),
 }
@@ -307,7 +307,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _report(error: BaseException, *, json_output: bool) -> int:
     """Say what went wrong on stderr, and as the last line of stdout where JSON was asked for."""
-    from tether.runs.report_text import clean  # what a reward or a file says may hold anything
+    from tether.reports.safe_text import clean  # what a reward or a file says may hold anything
 
     message, code = judge(error)
     message = clean(redact(message))

@@ -19,7 +19,7 @@ from typing import Any, Literal, NotRequired, Self, TypedDict, TypeVar
 import torch
 from torch import Tensor
 
-from tether.travel import sent
+from tether.device_transfer import sent
 
 Finish = Literal["stop", "length", "error"]
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tether.config.load import load_recipe
-from tether.loops.build import build_rl, load_policy
-from tether.loops.rl import train_rl
+from tether.train.build import build_rl, load_policy
+from tether.train.rl import train_rl
 
 SMALL = [
     *("--run.steps", "2", "--rollout.prompts_per_step", "4", "--rollout.max_new_tokens", "4"),

@@ -5,8 +5,8 @@ from __future__ import annotations
 import dataclasses
 
 from tether.config.load import load_recipe
-from tether.loops.build import build_rl, load_policy
-from tether.loops.rl import train_rl
+from tether.train.build import build_rl, load_policy
+from tether.train.rl import train_rl
 
 FLAGS = [
     *("--run.steps", "50", "--kl.place", "none"),

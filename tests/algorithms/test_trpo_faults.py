@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from tether.config.load import load_recipe
-from tether.loops.build import build_rl, load_policy
-from tether.loops.rl import train_rl
 from tether.models.roles import ActorCritic
+from tether.train.build import build_rl, load_policy
+from tether.train.rl import train_rl
 
 FLAGS = [
     *("--run.steps", "1", "--rollout.prompts_per_step", "8", "--rollout.max_new_tokens", "4"),

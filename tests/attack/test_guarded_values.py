@@ -11,9 +11,9 @@ import pytest
 from tether.config.load import as_flags, load_recipe, read_flags
 from tether.errors import ConfigError, StorageError
 from tether.redact import redact, redact_url
-from tether.runs.export import write_table
-from tether.runs.store.open import is_inside, workspace_at
-from tether.runs.token_codec import decode_rollout, rollout_head_of
+from tether.reports.export_data import write_table
+from tether.store.database.open import is_inside, workspace_at
+from tether.store.token_codec import decode_rollout, rollout_head_of
 
 VALUES = [
     "--run.directory=/x",

@@ -15,16 +15,16 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tether.data.tokenizer import read_tokenizer
 from tether.errors import ConfigError, DataError
+from tether.hub.safe_files import check_folder, check_hub_copy
+from tether.hub.tiny_model import tiny_model, tiny_tokenizer
+from tether.hub.verify_models import DIGESTS, check_digests, note_digests
 from tether.models.classifier import load_reward_model
 from tether.models.load import load_causal_lm
 from tether.models.lora import load_lora
-from tether.models.safe_files import check_folder, check_hub_copy
-from tether.models.tiny import tiny_model, tiny_tokenizer
+from tether.models.tokenizer import read_tokenizer
 from tether.models.tokenizers import load_tokenizer
-from tether.models.verify import DIGESTS, check_digests, note_digests
-from tether.plan.shape import read_config
+from tether.plan.model_shape import read_config
 
 LOADERS: dict[str, Callable[[Path], object]] = {
     "model": lambda folder: load_causal_lm(str(folder), dtype="float32", device="cpu", seed=0),
@@ -281,5 +281,5 @@ def test_a_file_that_was_only_touched_is_looked_at_once(folder: Path, monkeypatc
     note_digests(folder)
     (folder / "model.safetensors").touch()
     check_digests(folder, "tiny")
-    monkeypatch.setattr("tether.models.verify._sha256", lambda _: "never asked")
+    monkeypatch.setattr("tether.hub.verify_models._sha256", lambda _: "never asked")
     check_digests(folder, "tiny")

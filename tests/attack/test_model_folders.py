@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tether.models.tiny import tiny_model, tiny_tokenizer
+from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 
 
 @pytest.fixture(scope="session")

@@ -22,15 +22,15 @@ from tether.config.load import load_recipe
 from tether.data.chat import prompt_token_ids
 from tether.data.conversations import demonstration_of, preference_of, prompt_of
 from tether.data.records import PLAIN, read_records
-from tether.data.tokenizer import read_tokenizer
 from tether.errors import ConfigError, DataError, TetherError
-from tether.models.folder_check import check_model_path
-from tether.models.gguf import open_gguf
+from tether.hub.folder_check import check_model_path
+from tether.hub.gguf import open_gguf
+from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.lora import inject_lora, load_lora
-from tether.models.tiny import tiny_model, tiny_tokenizer
+from tether.models.tokenizer import read_tokenizer
 from tether.rewards.math_answer import math_correct
-from tether.runs.store.records import Record
-from tether.studio.exchange import imported, read_lines
+from tether.store.database.records import Record
+from tether.studio.import_export import imported, read_lines
 from tether.time_limit import TimeLimitError, time_limit
 from tether.types import Prompt
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tether.data.chat import prompt_token_ids
-from tether.models.tiny import tiny_tokenizer
+from tether.hub.tiny_model import tiny_tokenizer
 from tether.types import Message, Prompt
 
 TEMPLATE = (

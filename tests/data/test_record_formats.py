@@ -18,7 +18,7 @@ from tether.data.examples import RowEncoder, read_demonstrations, read_rankings
 from tether.data.prompts import read_prompts
 from tether.data.records import read_records
 from tether.errors import DataError
-from tether.models.tiny import END_ID, tiny_tokenizer
+from tether.hub.tiny_model import END_ID, tiny_tokenizer
 
 ENDINGS = ("jsonl", "json", "csv", "parquet")
 GOOD = {"prompt": "say a", "completion": "a"}

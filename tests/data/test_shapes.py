@@ -16,9 +16,9 @@ from tether.data.examples import parse_rankings, read_demonstrations, read_ranki
 from tether.data.prompts import read_prompts
 from tether.data.rows import RowEncoder
 from tether.errors import DataError
-from tether.loops.build import load_policy
-from tether.loops.training import build_training
-from tether.models.tiny import END_ID, tiny_model, tiny_tokenizer
+from tether.hub.tiny_model import END_ID, tiny_model, tiny_tokenizer
+from tether.train.build import load_policy
+from tether.train.training import build_training
 
 CHAT = (
     "{% if tools %}[tools]{% for t in tools %}{{ t['function']['name'] }}{% endfor %}<|end|>{% endif %}"

@@ -15,8 +15,8 @@ from transformers import PreTrainedTokenizerFast
 from tether.data.examples import RowEncoder, collate_rows, read_demonstrations, read_rankings
 from tether.data.truncate import cut_end, cut_middle
 from tether.errors import DataError
+from tether.hub.tiny_model import END_ID, tiny_model, tiny_tokenizer
 from tether.models.load import describe
-from tether.models.tiny import END_ID, tiny_model, tiny_tokenizer
 from tether.types import Message
 
 THREE = "one\n\ntwo two \n  three"
@@ -137,7 +137,7 @@ def test_what_was_cut_is_told_once_for_each_file(tmp_path: Path):
 
 def test_truncation_is_a_setting_of_the_recipe(tmp_path: Path, capsys):
     from tether.config.load import load_recipe
-    from tether.loops.build import build_supervised, load_policy
+    from tether.train.build import build_supervised, load_policy
 
     path = tmp_path / "d.jsonl"
     path.write_text(json.dumps({"prompt": "ask", "completion": "first\n" + "second " * 9}) + "\n")

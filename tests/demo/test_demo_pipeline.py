@@ -15,7 +15,7 @@ from tether.demo.rater import PersonRater, StandInRater
 from tether.demo.stages import Places, ppo_stage, reward_stage, sft_stage
 from tether.demo.task import DemoTask
 from tether.errors import ConfigError
-from tether.runs.read import open_workspace, read_run
+from tether.store.read import open_workspace, read_run
 from tether.types import Prompt, Rollout
 
 RECIPE = "recipes/demo.yaml"

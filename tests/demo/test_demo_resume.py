@@ -8,11 +8,11 @@ import shutil
 import pytest
 from test_demo_pipeline import small  # noqa: F401 (a fixture)
 
+import tether.demo.demo_report as report
 import tether.demo.pipeline as pipeline
-import tether.demo.report as report
 from tether.errors import Stopped
-from tether.loops.session import Session
-from tether.runs.read import open_workspace, read_run
+from tether.store.read import open_workspace, read_run
+from tether.train.session import Session
 
 STAGES = ("sft", "preferences", "reward", "ppo", "judging", "report")
 

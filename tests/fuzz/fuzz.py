@@ -40,7 +40,7 @@ from draw import HERE, Case, draw_case
 
 from tether.config.load import load_recipe
 from tether.errors import TetherError
-from tether.loops.run import Trained, train_recipe
+from tether.train.run import Trained, train_recipe
 
 LONGEST = 120  # seconds of one run
 MOST_WARNINGS = 3

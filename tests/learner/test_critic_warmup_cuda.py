@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from tether.config.load import load_recipe
-from tether.loops.build import build_rl, load_policy
-from tether.loops.rl import RLParts, train_rl
+from tether.train.build import build_rl, load_policy
+from tether.train.rl import RLParts, train_rl
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 

@@ -12,7 +12,7 @@ from learner_factory import made_up_batch, make_algorithm, make_experience, make
 from tether.algorithms.algorithm import Coefficients
 from tether.errors import StorageError
 from tether.learner.learner import Learner, LearnerSettings
-from tether.learner.state import LearnerState
+from tether.learner.learner_state import LearnerState
 
 OBJECTIVE = make_algorithm().objective(Coefficients(0.0, 0.0))
 OPTIMIZERS = {

@@ -14,8 +14,8 @@ from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_exp
 from tether.algorithms.algorithm import Coefficients
 from tether.algorithms.updates import MinibatchEpochs
 from tether.learner.evaluate import evaluate_tokens
-from tether.learner.faults import Fault, outputs_to_check, sound
 from tether.learner.learner import Learner, LearnerSettings
+from tether.learner.nonfinite import Fault, outputs_to_check, sound
 from tether.learner.overflow import cannot_overflow
 from tether.types import Experience, Loss, Measures, ScoreOutputs, TokenOutputs
 

@@ -13,10 +13,10 @@ from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_exp
 from tether.algorithms.algorithm import Coefficients
 from tether.algorithms.updates import MinibatchEpochs
 from tether.errors import StorageError
-from tether.learner import parts
+from tether.learner import batch_parts
 from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner, LearnerSettings
-from tether.learner.memory import is_out_of_memory, smaller_budget, within_memory
+from tether.learner.out_of_memory import is_out_of_memory, smaller_budget, within_memory
 from tether.models.roles import Roles
 from tether.types import PairBatch
 
@@ -193,15 +193,15 @@ def test_a_pass_kept_ahead_is_never_half_used():
 
 
 def test_a_batch_that_cannot_be_begun_for_want_of_memory_is_begun_later(monkeypatch):
-    learner, clean, plain = learner_of(make_roles().actor, ALL), learner_of(make_roles().actor, ALL), parts.onto
+    learner, clean, plain = learner_of(make_roles().actor, ALL), learner_of(make_roles().actor, ALL), batch_parts.onto
 
     def full(*_: object) -> None:
         raise NO_MEMORY
 
     learner.begin(EXPERIENCE)
-    monkeypatch.setattr(parts, "onto", full)
+    monkeypatch.setattr(batch_parts, "onto", full)
     learner.begin(EXPERIENCE)
-    monkeypatch.setattr(parts, "onto", plain)
+    monkeypatch.setattr(batch_parts, "onto", plain)
     learner.backward(EXPERIENCE, OBJECTIVE)
     clean.backward(EXPERIENCE, OBJECTIVE)
     assert torch.equal(gradients(learner), gradients(clean))

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tether.learner.parts import Part, Parts
+from tether.learner.batch_parts import Part, Parts
 from tether.types import Sequences
 
 LENGTHS = [3, 9, 5, 12, 7, 4]

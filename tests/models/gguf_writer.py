@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tether.models.tiny import tiny_tokenizer
+from tether.hub.tiny_model import tiny_tokenizer
 
 HEADS, KV_HEADS = 4, 2
 U32, F32, BOOL, STRING, ARRAY, U64, I32 = 4, 6, 7, 8, 9, 10, 5

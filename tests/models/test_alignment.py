@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tether.hub.tiny_model import tiny_model
 from tether.models.forward import trunk_of
 from tether.models.roles import Roles
 from tether.models.sharing import Separate
-from tether.models.tiny import tiny_model
 from tether.types import Sequences
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tether.hub.catalog import EMBEDDED, cached_model
 from tether.models.load import LoadedModel, load_causal_lm
-from tether.models.store import EMBEDDED, cached_model
 from tether.protocols import Sampling
 from tether.rollout.native import NativeEngine
 from tether.types import Prompt

@@ -24,16 +24,16 @@ from transformers import (
 )
 
 from tether.errors import ConfigError
+from tether.hub.tiny_model import END_ID, PAD_ID, tiny_tokenizer
+from tether.models.backbones import shared_tree
 from tether.models.forward import OutputLayer, hidden_states, trunk_of
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import describe, load_causal_lm
 from tether.models.lora import target_names
 from tether.models.save import save_model
-from tether.models.shared_trunk import check_split
+from tether.models.shared_backbone import check_split
 from tether.models.sharing import Adapters, Separate, Tops
-from tether.models.tiny import END_ID, PAD_ID, tiny_tokenizer
-from tether.models.trunks import shared_tree
-from tether.plan.shape import Shape
+from tether.plan.model_shape import Shape
 from tether.rollout.native import NativeEngine
 from tether.types import Sequences
 

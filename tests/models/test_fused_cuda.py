@@ -14,23 +14,23 @@ from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device here", allow_module_level=True)
 
-from tether.models import row_attention
-from tether.models.adapter_gate import GateAdapters
-from tether.models.embedding import embedded
-from tether.models.flash import Attention
+from tether.accel.fused_pass import short_sequence_attention
+from tether.accel.fused_pass.embedding import embedded
+from tether.accel.fused_pass.flash import Attention
+from tether.accel.fused_pass.lora_linear import Adapter
+from tether.accel.fused_pass.lora_swiglu import GateAdapters
+from tether.accel.fused_pass.packed import packed_states
+from tether.accel.fused_pass.packing import Packing
+from tether.device_transfer import brought, sent
+from tether.hub.tiny_model import VOCABULARY, tiny_model
+from tether.models.backbones import Trunk
 from tether.models.forward import hidden_states
 from tether.models.heads import ScalarHead, ScalarModel
-from tether.models.linear_parts import Adapter
 from tether.models.lora import inject_lora, lora_config
-from tether.models.packed import packed_states
-from tether.models.packing import Packing
 from tether.models.precision import hold_in
 from tether.models.roles import Roles, onto
 from tether.models.sharing import Separate
-from tether.models.tiny import VOCABULARY, tiny_model
-from tether.models.trunks import Trunk
 from tether.ops.masks import last_places
-from tether.travel import brought, sent
 from tether.types import Sequences
 
 SHAPE = {
@@ -253,8 +253,8 @@ def test_short_rows_attend_as_near_to_float64_as_flash_attention_and_the_same_ev
     key, value = torch.randn(2, tokens, key_heads, width, device="cuda").bfloat16()
     found = []
     for short in (False, True, True):
-        monkeypatch.setattr(row_attention, "SHORT_ROWS", short)
-        assert row_attention.usable(query, key, packing, rows) == short
+        monkeypatch.setattr(short_sequence_attention, "SHORT_ROWS", short)
+        assert short_sequence_attention.usable(query, key, packing, rows) == short
         inputs = (query, key, value)
         mixed, lse = Attention.forward(*inputs, packing, rows, width**-0.5)
         slopes = Attention.backward(grad.flatten(1), *inputs, mixed, lse, packing, rows, width**-0.5)
@@ -283,5 +283,5 @@ def plain_attention(
 
 
 def test_short_rows_in_a_replayed_pass_give_the_same_bits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_attention, "LEAST_PROGRAMS", 1)
+    monkeypatch.setattr(short_sequence_attention, "LEAST_PROGRAMS", 1)
     test_a_replayed_pass_and_layers_run_again_give_the_same_bits("llama", True, False)

@@ -11,7 +11,7 @@ import torch
 from gguf_writer import write_gguf
 
 from tether.errors import DataError
-from tether.models.gguf import KINDS, open_gguf
+from tether.hub.gguf import KINDS, open_gguf
 
 BLOCK_SIZE = {2: 18, 3: 20, 8: 34, 14: 210}
 BLOCK_VALUES = {2: 32, 3: 32, 8: 32, 14: 256}

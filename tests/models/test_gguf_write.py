@@ -23,12 +23,12 @@ from transformers import (
 )
 
 from tether.errors import DataError
-from tether.models.gguf import open_gguf
+from tether.hub.gguf import open_gguf
+from tether.hub.gguf_tokenizer import SPLITS, pre_tokenizer_name, tokenizer_metadata
+from tether.hub.gguf_write import F16, Q8_0, encode
+from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.gguf_export import architecture_of, rope_factors, write_model
-from tether.models.gguf_tokenizer import SPLITS, pre_tokenizer_name, tokenizer_metadata
-from tether.models.gguf_write import F16, Q8_0, encode
 from tether.models.load import describe
-from tether.models.tiny import tiny_tokenizer
 
 SMALL = {
     "vocab_size": 320,

@@ -15,14 +15,14 @@ from triton_interpreter import interpret
 
 interpret()
 
-from tether.models import adapter_gate, fused_ops, fused_pass, layer_fused, plain_ops
-from tether.models.adapter_gate import GateAdapters
-from tether.models.embedding import embedded
-from tether.models.linear_parts import Adapter, Linear
+from tether.accel import fused_logprobs
+from tether.accel.fused_pass import fused_layer, fused_ops, fused_pass, lora_swiglu, plain_ops
+from tether.accel.fused_pass.embedding import embedded
+from tether.accel.fused_pass.lora_linear import Adapter, Linear
+from tether.accel.fused_pass.lora_swiglu import GateAdapters
+from tether.accel.fused_pass.packed import packed_states
+from tether.accel.fused_pass.packing import Packing
 from tether.models.lora import inject_lora, lora_config
-from tether.models.packed import packed_states
-from tether.models.packing import Packing
-from tether.ops import logprob_fused
 from tether.ops.logprobs import chunked_logprobs
 from tether.types import Sequences
 
@@ -45,7 +45,7 @@ class PlainAttention:
 
 @pytest.fixture(autouse=True)
 def attention_on_a_cpu(monkeypatch):
-    monkeypatch.setattr(layer_fused, "Attention", PlainAttention)
+    monkeypatch.setattr(fused_layer, "Attention", PlainAttention)
 
 
 SHAPE = {
@@ -191,8 +191,8 @@ def gate_adapters(ranks: tuple[int, int, int | None], width: int, hidden: int = 
 def test_the_adapted_gate_is_the_plain_product_and_its_slopes(
     monkeypatch, shape: tuple[int, int], ranks: tuple[int, int, int | None], again: bool
 ):
-    chosen = adapter_gate.tiles_for  # with a span of 1, so that the columns are summed in several parts
-    monkeypatch.setattr(adapter_gate, "tiles_for", lambda padded: chosen(padded)._replace(span=1))
+    chosen = lora_swiglu.tiles_for  # with a span of 1, so that the columns are summed in several parts
+    monkeypatch.setattr(lora_swiglu, "tiles_for", lambda padded: chosen(padded)._replace(span=1))
     torch.manual_seed(0)
     count, adapters = shape[0], gate_adapters(ranks, shape[1])
     base = [torch.randn(shape, requires_grad=True) for _ in range(2)]
@@ -294,7 +294,7 @@ def test_fused_logprobs_are_the_plain_ones(through: str, bias: bool, frozen: boo
         x, w = states.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
         b = shift.clone().requires_grad_(not frozen) if bias else None
         if fused:
-            found: Any = logprob_fused.FusedLogprobs.apply(x, w, b, targets, 2.0 / 0.7, 3)
+            found: Any = fused_logprobs.FusedLogprobs.apply(x, w, b, targets, 2.0 / 0.7, 3)
         else:
             found = chunked_logprobs(x, w, targets, bias=b, scale=2.0, temperature=0.7)
         total = torch.zeros(())

@@ -20,6 +20,7 @@ from transformers import (
     LlamaModel,
 )
 
+from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models import load
 from tether.models.load import (
     NO_LIMIT,
@@ -30,7 +31,6 @@ from tether.models.load import (
     resolve_device,
     train_every_embedding,
 )
-from tether.models.tiny import tiny_model, tiny_tokenizer
 
 
 def load_on_cpu(path: str | Path, seed: int = 0):

@@ -9,17 +9,17 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from tether.config.load import load_recipe
-from tether.config.parts import RolesSettings
+from tether.config.sections import RolesSettings
 from tether.errors import ConfigError
-from tether.loops.build import build_rl, load_policy
-from tether.loops.rl import train_rl
+from tether.hub.tiny_model import tiny_model
+from tether.models.backbones import recompute_layers
+from tether.models.cpu_offload import Waiting
 from tether.models.load import disable_dropout, quantization
 from tether.models.roles import Roles, foresee, onto
 from tether.models.sharing import Separate, build_sharing
-from tether.models.tiny import tiny_model
-from tether.models.trunks import recompute_layers
-from tether.models.waiting import Waiting
 from tether.ops.aggregation import Aggregation
+from tether.train.build import build_rl, load_policy
+from tether.train.rl import train_rl
 from tether.types import Sequences
 
 
@@ -166,18 +166,18 @@ def test_weights_in_fewer_bits_are_not_trained():
 
 def test_a_trunk_that_runs_layers_again_holds_no_graphs(monkeypatch: pytest.MonkeyPatch):
     """Not in evaluation either: a captured pass keeps its activations between two iterations."""
-    from tether.models import trunks
+    from tether.models import backbones
 
     passed: list[object] = []
-    whole = trunks.packed_states
+    whole = backbones.packed_states
 
     def watched(*arguments: object, captured: object = None, **named: object) -> object:
         passed.append(captured)
         return whole(*arguments, **named)  # pyright: ignore[reportArgumentType]
 
-    trunk = trunks.Trunk(tiny_model(0).model)
+    trunk = backbones.Trunk(tiny_model(0).model)
     trunk.fast.captured = object()
-    monkeypatch.setattr(trunks, "packed_states", watched)
+    monkeypatch.setattr(backbones, "packed_states", watched)
     with torch.no_grad():
         trunk(batch())
         trunk.recompute()

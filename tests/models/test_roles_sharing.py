@@ -10,16 +10,16 @@ import torch
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tether.config.load import load_recipe
-from tether.config.parts import RolesSettings
+from tether.config.sections import RolesSettings
 from tether.errors import ConfigError
-from tether.loops.build import build_rl, load_policy
-from tether.loops.rl import train_rl
+from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import load_causal_lm
 from tether.models.roles import Roles
 from tether.models.save import save_model
 from tether.models.sharing import build_sharing
-from tether.models.tiny import tiny_model, tiny_tokenizer
+from tether.train.build import build_rl, load_policy
+from tether.train.rl import train_rl
 from tether.types import Sequences
 
 MODES = ["separate", "adapters", "top"]

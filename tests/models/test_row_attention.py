@@ -11,11 +11,11 @@ from triton_interpreter import interpret
 
 interpret()
 
-from tether.models import row_attention
-from tether.models.flash import Attention
-from tether.models.packed import packed_states
-from tether.models.packing import Packing, Rows
-from tether.models.row_attention import TILES, Tile, Tiles
+from tether.accel.fused_pass import short_sequence_attention
+from tether.accel.fused_pass.flash import Attention
+from tether.accel.fused_pass.packed import packed_states
+from tether.accel.fused_pass.packing import Packing, Rows
+from tether.accel.fused_pass.short_sequence_attention import TILES, Tile, Tiles
 from tether.types import Sequences
 
 LENGTHS = (1, 130, 2, 63, 64, 256, 65)
@@ -40,7 +40,7 @@ class Case:
         self.key, self.value = torch.randn(2, sum(lengths), key_heads, width, generator=draws)
         self.grad = torch.randn(sum(self.asks), heads * width, generator=draws)
 
-    def found(self, attention: Any = row_attention) -> list[torch.Tensor]:
+    def found(self, attention: Any = short_sequence_attention) -> list[torch.Tensor]:
         """Mixed values and the three gradients, by the kernels."""
         place = (self.packing, self.rows, SCALING)
         mixed, lse = attention.forward(self.query, self.key, self.value, *place)
@@ -102,7 +102,7 @@ def every_tile() -> list[Tile]:
 
 @pytest.mark.parametrize("tile", every_tile(), ids=str)
 def test_whatever_the_tile_rows_attend_as_softmax_does(tile: Tile, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_attention, "TILES", {64: Tiles(tile, tile, tile)})
+    monkeypatch.setattr(short_sequence_attention, "TILES", {64: Tiles(tile, tile, tile)})
     assert_near(Case((3, 150, 129), 3, 1, 16, asks=(3, 101, 129)))
 
 
@@ -141,7 +141,7 @@ def test_many_short_rows_of_half_precision_are_what_they_are_for(monkeypatch: py
 
     def usable(case: Case, **kind: Any) -> bool:
         query: Any = OnHopper(case.query, **kind)
-        return row_attention.usable(query, case.key, case.packing, case.rows)
+        return short_sequence_attention.usable(query, case.key, case.packing, case.rows)
 
     many = (60,) * 50
     assert usable(Case(many, 4, 2, 64))
@@ -156,11 +156,11 @@ def test_many_short_rows_of_half_precision_are_what_they_are_for(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not usable(Case(many, 4, 2, 64))
     monkeypatch.undo()
-    assert not row_attention.usable(gaps.query, gaps.key, gaps.packing, None)  # on a CPU
+    assert not short_sequence_attention.usable(gaps.query, gaps.key, gaps.packing, None)  # on a CPU
 
 
 def test_attention_goes_their_way_where_they_are_usable(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(row_attention, "usable", lambda *inputs: True)
+    monkeypatch.setattr(short_sequence_attention, "usable", lambda *inputs: True)
     case = Case((20, 9), 4, 2, 16, asks=(20, 3))
     for ours, theirs in zip(case.found(Attention), case.found(), strict=True):
         assert torch.equal(ours, theirs)
@@ -170,7 +170,7 @@ def test_attention_goes_their_way_where_they_are_usable(monkeypatch: pytest.Monk
 def test_a_model_of_theirs_has_the_states_and_gradients_of_the_plain_parts(
     wanted: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(row_attention, "usable", lambda *inputs: True)
+    monkeypatch.setattr(short_sequence_attention, "usable", lambda *inputs: True)
     torch.manual_seed(0)
     shape: dict[str, Any] = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
     model = LlamaModel(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2)).eval()

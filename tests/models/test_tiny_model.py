@@ -7,7 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.models.tiny import END_ID, PAD_ID, VOCABULARY, tiny_model, tiny_tokenizer
+from tether.hub.tiny_model import END_ID, PAD_ID, VOCABULARY, tiny_model, tiny_tokenizer
 
 TOKENIZER = tiny_tokenizer()
 

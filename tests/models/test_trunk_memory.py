@@ -7,9 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tether.hub.tiny_model import PAD_ID, tiny_model
 from tether.models.forward import trunk_of
-from tether.models.shared_trunk import SharedTrunk
-from tether.models.tiny import PAD_ID, tiny_model
+from tether.models.shared_backbone import SharedTrunk
 from tether.types import Sequences
 
 MODEL = trunk_of(tiny_model(seed=3))

@@ -6,12 +6,12 @@ import pytest
 import torch
 from test_trunk_memory import rows
 
-from tether.config.parts import RolesSettings
+from tether.config.sections import RolesSettings
 from tether.errors import StorageError
+from tether.hub.tiny_model import tiny_model
+from tether.models.backbone_cache import TrunkStates
 from tether.models.forward import trunk_of
-from tether.models.shared_trunk import SharedTrunk
-from tether.models.tiny import tiny_model
-from tether.models.trunk_states import TrunkStates
+from tether.models.shared_backbone import SharedTrunk
 from tether.types import Sequences
 
 

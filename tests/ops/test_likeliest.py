@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.ops.likeliest import likeliest_tokens, top_of_blocks
 from tether.ops.logprobs import token_logprobs
+from tether.ops.top_logprobs import likeliest_tokens, top_of_blocks
 
 MASK = torch.tensor([[False, True, True, False], [False, False, True, True]])
 

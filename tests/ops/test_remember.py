@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from tether.ops.remember import remembered
+from tether.tensor_cache import remembered
 
 
 def test_a_question_is_asked_once_of_each_tensor():

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from masked_grids import close, few, garbage, lay_out, masks, numbers, on_row, seeds, spoil
 
 from tether.ops.masks import last_index
-from tether.ops.rewards import clip_scores, missing_end_penalty, token_rewards
+from tether.ops.token_rewards import clip_scores, missing_end_penalty, token_rewards
 
 MASK = torch.tensor(
     [

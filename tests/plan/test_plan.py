@@ -15,9 +15,9 @@ from tether.models.precision import with_precision
 from tether.plan.advice import advice
 from tether.plan.machine import Machine, machine_for, parse_memory
 from tether.plan.measured import Measured
+from tether.plan.model_shape import Shape, shape_of, shape_of_config
 from tether.plan.plan import make_plan
-from tether.plan.shape import Shape, shape_of, shape_of_config
-from tether.plan.work import Lengths, work_of
+from tether.plan.workload import Lengths, work_of
 
 GIB = 2**30
 BIG = Machine("cuda", "a device", 80 * GIB, 400e12, 3e12, "as given")

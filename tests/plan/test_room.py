@@ -9,15 +9,15 @@ from transformers import LlamaConfig
 
 from tether.config.load import load_recipe
 from tether.errors import ConfigError
-from tether.loops.build import load_policy
-from tether.loops.planned import RunPlan, check_room, check_weights
-from tether.loops.training import build_training
 from tether.models.precision import with_precision
 from tether.plan.machine import Machine, resolve_device
+from tether.plan.memory_fit import free_memory, weights_fit, whole_fits
+from tether.plan.model_shape import Shape, shape_of_config
 from tether.plan.plan import GIB, make_plan
-from tether.plan.room import free_memory, weights_fit, whole_fits
-from tether.plan.shape import Shape, shape_of_config
-from tether.plan.work import Lengths
+from tether.plan.workload import Lengths
+from tether.train.build import load_policy
+from tether.train.run_plan import RunPlan, check_room, check_weights
+from tether.train.training import build_training
 
 SEVEN = LlamaConfig(
     hidden_size=4096, intermediate_size=11008, num_hidden_layers=32, num_attention_heads=32, vocab_size=32000

@@ -7,8 +7,8 @@ from rollout_factory import rollout_of
 
 from tether.config.rewards import EndedPart, FunctionPart, LengthPart, TaskPart
 from tether.errors import ConfigError, DataError
-from tether.rewards.build import build_reward
 from tether.rewards.combine import CombinedReward, WeightedReward, failed, failure_reasons, part_metrics
+from tether.rewards.parts import build_reward
 from tether.rewards.score import score_rollouts
 from tether.types import Score
 

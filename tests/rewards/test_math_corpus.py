@@ -10,8 +10,8 @@ from math_corpus import Pair, pairs
 from rollout_factory import rollout_of
 
 from tether.config.rewards import MathVerifyPart
-from tether.rewards.build import build_reward
 from tether.rewards.math_answer import math_correct
+from tether.rewards.parts import build_reward
 
 KEPT = [Pair(**row) for row in json.loads((Path(__file__).parent / "math_verify_disagreements.json").read_text())]
 

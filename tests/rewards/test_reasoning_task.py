@@ -11,7 +11,7 @@ import types
 import pytest
 from rollout_factory import rollout_of
 
-from tether.config.parts import TaskSettings
+from tether.config.sections import TaskSettings
 from tether.errors import ConfigError
 from tether.rewards.combine import part_metrics
 from tether.rewards.reasoning import HELD_OUT_SEEDS, REFUSED, ReasoningTask

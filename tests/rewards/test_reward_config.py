@@ -8,10 +8,10 @@ import pytest
 import yaml
 
 from tether.config.load import load_recipe
-from tether.config.parts import RewardSettings
 from tether.config.recipes import RLRecipe
 from tether.config.rewards import EndedPart, LengthPart
 from tether.config.schema import describe, kinds_of
+from tether.config.sections import RewardSettings
 from tether.errors import ConfigError
 from tether.rewards.reasoning import ReasoningOptions
 

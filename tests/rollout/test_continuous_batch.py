@@ -10,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tether.rollout.continuous import PREFILL_TOKENS, ContinuousBatch
-from tether.rollout.sampling import Draw
-from tether.rollout.slots import SlotCache
+from tether.accel.decode_cpu.cpu_batch import PREFILL_TOKENS, ContinuousBatch
+from tether.accel.decode_cpu.kv_slots import SlotCache
+from tether.ops.sampling import Draw
 
 VOCABULARY, STOP = 50, 0
 

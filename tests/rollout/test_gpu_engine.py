@@ -13,18 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft.tuners.lora import LoraLayer
 
+from tether.accel import supported
+from tether.accel.decode_gpu.cache_memory import Lasting, slots_that_fit
+from tether.accel.decode_gpu.decoder_cache import DecoderKeeper
+from tether.accel.decode_gpu.gpu_batch import LOOK, GpuBatch, bucket
+from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
+from tether.accel.decode_gpu.prefill import PREFILL_TOKENS
+from tether.accel.decode_gpu.slot_state import slot_bytes
+from tether.accel.decode_gpu.step_layers import Trunk
+from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel, describe
 from tether.models.lora import inject_lora, lora_config
-from tether.models.tiny import tiny_tokenizer
 from tether.protocols import Sampling
-from tether.rollout import supported
-from tether.rollout.gpu.batch import LOOK, GpuBatch, bucket
-from tether.rollout.gpu.decoder import GpuDecoder
-from tether.rollout.gpu.keeper import DecoderKeeper
-from tether.rollout.gpu.layers import Trunk
-from tether.rollout.gpu.memory import Lasting, slots_that_fit
-from tether.rollout.gpu.prefill import PREFILL_TOKENS
-from tether.rollout.gpu.state import slot_bytes
 from tether.rollout.native import LogitsNotFinite, NativeEngine
 from tether.types import Prompt
 
@@ -97,7 +97,7 @@ class Returned(Lasting):
 def test_a_decoder_is_kept_between_calls_and_its_memory_is_not(
     exact: LoadedModel, prompts: list[Prompt], assert_same_rollouts, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tether.rollout.gpu.state.cache_memory", Returned)
+    monkeypatch.setattr("tether.accel.decode_gpu.slot_state.cache_memory", Returned)
     engine = gpu_engine(exact, max_batch=8)
     engine.generate(prompts, Sampling(20, temperature=0.3), samples_per_prompt=4, seed=9)
     kept = engine.gpu.decoder
@@ -123,13 +123,13 @@ def test_a_cache_that_finds_too_little_memory_has_fewer_slots(monkeypatch: pytes
         return Returned(size, device)
 
     model = build("Llama")
-    monkeypatch.setattr("tether.rollout.gpu.state.cache_memory", scarce)
+    monkeypatch.setattr("tether.accel.decode_gpu.slot_state.cache_memory", scarce)
     keeper = DecoderKeeper()
     decoder = keeper.ready(model, 16, 20, 4)
     assert decoder.slots == 2 and decoder.length == 128
     assert keeper.ready(model, 16, 20, 4) is decoder, "asking again finds no more"
     keeper.release()
-    monkeypatch.setattr("tether.rollout.gpu.keeper.free_memory", lambda _: slot_bytes(Trunk(model, 1), 128))
+    monkeypatch.setattr("tether.accel.decode_gpu.decoder_cache.free_memory", lambda _: slot_bytes(Trunk(model, 1), 128))
     assert keeper.ready(model, 16, 20, 4).slots == 1, "what is free now does not hold two"
 
 
@@ -229,7 +229,7 @@ def test_long_prompts_are_read_in_passes_of_bounded_size(monkeypatch: pytest.Mon
         return read(self, ids)
 
     monkeypatch.setattr(torch.nn.Embedding, "forward", counted)
-    monkeypatch.setattr("tether.rollout.gpu.prefill.PREFILL_TOKENS", 64)
+    monkeypatch.setattr("tether.accel.decode_gpu.prefill.PREFILL_TOKENS", 64)
     answers(
         build("Llama"), {g: [1] * length for g, length in enumerate((70, 31, 30, 29, 3))}, list(range(5)), 5, 1, set()
     )

@@ -11,12 +11,12 @@ import torch
 import transformers
 from torch import Tensor
 
+from tether.accel.decode_gpu import reference_step
+from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
+from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel, describe, disable_dropout
 from tether.models.lora import inject_lora, lora_config
-from tether.models.tiny import tiny_tokenizer
 from tether.protocols import Sampling
-from tether.rollout.gpu import reference
-from tether.rollout.gpu.decoder import GpuDecoder
 from tether.rollout.native import NativeEngine
 from tether.types import Prompt, Rollout
 
@@ -127,7 +127,7 @@ def test_the_cache_takes_its_share_of_what_is_free_and_no_more():
     engine = NativeEngine(loaded)
     free = torch.cuda.mem_get_info()[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tether.rollout.gpu.keeper.free_memory", lambda _: 3 << 20)  # a slot takes 256 KiB
+        patch.setattr("tether.accel.decode_gpu.decoder_cache.free_memory", lambda _: 3 << 20)  # a slot takes 256 KiB
         rollouts = engine.generate(PROMPTS, Sampling(10), samples_per_prompt=20, seed=0)
         assert engine.gpu.decoder is not None and engine.gpu.decoder.slots == 9
     assert gap(loaded, rollouts) < 2e-4
@@ -187,8 +187,8 @@ def test_fused_reading_of_prompts_is_no_farther_from_the_exact_than_plain_readin
     prompts, slots = [[5, 6, 7], list(range(200)), [9]], [3, 0, 2]
     found = []
     for model, kernels in (
-        (copy.deepcopy(loaded.model).double(), reference),
-        (loaded.model, reference),
+        (copy.deepcopy(loaded.model).double(), reference_step),
+        (loaded.model, reference_step),
         (loaded.model, None),
     ):
         decoder = GpuDecoder(model, 5, 256, 1, kernels=kernels)
@@ -196,6 +196,6 @@ def test_fused_reading_of_prompts_is_no_farther_from_the_exact_than_plain_readin
         both = torch.cat([decoder.cache.keys, decoder.cache.values]).double()
         assert not both[:, [1, 4]].any(), "other slots are left alone"
         found.append(torch.cat([both[:, slot, :, : len(ids)] for ids, slot in zip(prompts, slots, strict=True)], dim=2))
-    assert decoder.kernels is not reference
+    assert decoder.kernels is not reference_step
     exact, plain, fast = found
     assert 0.0 < (fast - exact).norm() <= 1.1 * (plain - exact).norm()

@@ -15,13 +15,13 @@ interpret()
 
 from peft.tuners.lora import LoraLayer
 
-from tether.models.families import Norm
+from tether.accel.decode_gpu import fused_step, reference_step
+from tether.accel.decode_gpu.gpu_batch import GpuBatch
+from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
+from tether.accel.families import Norm
 from tether.models.lora import inject_lora, lora_config
+from tether.ops.sampling import truncate
 from tether.protocols import Sampling
-from tether.rollout.gpu import fused, reference
-from tether.rollout.gpu.batch import GpuBatch
-from tether.rollout.gpu.decoder import GpuDecoder
-from tether.rollout.sampling import truncate
 
 SHAPE: dict[str, Any] = {
     "vocab_size": 1100,  # two blocks of ids, the second not full
@@ -57,7 +57,7 @@ def assert_twins_agree(model: Any, sampling: Sampling) -> None:
     prompts = {0: [5, 6, 7], 1: torch.randint(0, 1100, (90,)).tolist(), 2: [9]}
     uniforms = 1.0 - torch.rand(4, 3, dtype=torch.float64)
     found = []
-    for kernels in (reference, fused):
+    for kernels in (reference_step, fused_step):
         decoder = GpuDecoder(model, 4, 128, 3, kernels=kernels)  # few slots: attention is split over the columns
         found.append(GpuBatch(decoder, 4, prompts, [0, 0, 1, 2], uniforms, sampling, {11}).run())
     for plain, fast in zip(*found, strict=True):
@@ -103,7 +103,7 @@ def assert_prompts_are_cached(model: Any, kernels: Any) -> None:
         assert not tables[..., 35:, :].any(), "and so is what lies past the longest prompt"
 
 
-@pytest.mark.parametrize("kernels", [reference, fused], ids=["plain", "fused"])
+@pytest.mark.parametrize("kernels", [reference_step, fused_step], ids=["plain", "fused"])
 @pytest.mark.parametrize("width", [32, 24])
 @pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3"])
 def test_prompts_are_read_as_the_models_own_modules_read_them(kind: str, width: int, kernels: Any):
@@ -123,11 +123,11 @@ def test_adapters_are_added_to_the_prompts_that_are_read(rank: int):
     layers = GpuDecoder(model, 1, 4, 1).trunk.layers
     parts = [(layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down) for layer in layers]
     assert all(part.known and part.adapter and part.fused == (rank <= 64) for layer in parts for part in layer)
-    assert_prompts_are_cached(model, fused)
+    assert_prompts_are_cached(model, fused_step)
     for module in model.modules():
         if isinstance(module, LoraLayer):
             module.enable_adapters(False)
-    assert_prompts_are_cached(model, fused)
+    assert_prompts_are_cached(model, fused_step)
 
 
 @pytest.mark.parametrize("kind", ["Llama", "Qwen3", "Gemma2"])
@@ -138,7 +138,11 @@ def test_in_half_precision_fused_reading_is_no_farther_from_the_exact_than_plain
         parameter.normal_(std=0.05)
     model.half()  # in this half precision the interpreter rounds as a device does
     found = []
-    for read, kernels in ((copy.deepcopy(model).double(), reference), (model, reference), (model, fused)):
+    for read, kernels in (
+        (copy.deepcopy(model).double(), reference_step),
+        (model, reference_step),
+        (model, fused_step),
+    ):
         decoder = GpuDecoder(read, 5, 64, 1, kernels=kernels)
         decoder.prefill(PROMPTS, SLOTS)
         both = torch.cat([decoder.cache.keys, decoder.cache.values]).double()
@@ -152,7 +156,7 @@ def exact_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return x.double() / root * (norm.weight.double() + norm.offset)
 
 
-@pytest.mark.parametrize("kernels", [reference, fused], ids=["plain", "fused"])
+@pytest.mark.parametrize("kernels", [reference_step, fused_step], ids=["plain", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset, after", [(0.0, False), (1.0, True)], ids=["Llama", "Gemma"])
 def test_sums_and_norms_are_rounded_where_they_are_written_and_nowhere_else(
@@ -175,7 +179,7 @@ def test_keys_and_values_are_stored_unchanged(dtype: torch.dtype):
     model = build("Llama", num_hidden_layers=2, head_dim=96)  # 32 tokens a program, of which the last has 6
     caches = [GpuDecoder(model, 4, 128, 1).cache for _ in range(2)]
     key, value = torch.randn(2, 3, 70, 2, 96).to(dtype)
-    for kernels, cache in zip((reference, fused), caches, strict=True):
+    for kernels, cache in zip((reference_step, fused_step), caches, strict=True):
         cache.keys, cache.values = cache.keys.to(dtype), cache.values.to(dtype)
         kernels.store_pass(cache, 1, torch.tensor([2, 0, 3]), key, value)
     assert caches[1].keys.any()
@@ -210,12 +214,12 @@ def test_truncated_draws_are_those_of_the_plain_twin(sampling: Sampling):
 @pytest.mark.parametrize("top_k, top_p", [(3, 1.0), (0, 0.7), (4, 0.6), (0, 0.999), (2000, 0.2)])
 @torch.inference_mode()
 def test_the_ids_that_are_kept_are_those_of_the_definition(dtype: torch.dtype, top_k: int, top_p: float):
-    decoder = GpuDecoder(build("Llama", num_hidden_layers=1), 8, 8, 1, kernels=fused)
+    decoder = GpuDecoder(build("Llama", num_hidden_layers=1), 8, 8, 1, kernels=fused_step)
     work, state = decoder.work, decoder.state
     work.logits = (3.0 * torch.randn(8, 1100)).round(decimals=0 if top_k else 2).to(dtype)  # with ties
     decoder.sample_by(Sampling(1, top_k=top_k, top_p=top_p, temperature=0.7), set())
     state.live.fill_(True)
-    fused.draw(work, 8, state, Sampling(1, top_k=top_k, top_p=top_p, temperature=0.7))
+    fused_step.draw(work, 8, state, Sampling(1, top_k=top_k, top_p=top_p, temperature=0.7))
     whole = (work.logits.float() / 0.7).log_softmax(-1)
     expected = truncate(whole, top_k=top_k, top_p=top_p)
     orders = order(work.logits.float(), 16 if dtype == torch.bfloat16 else 0)
@@ -227,7 +231,7 @@ def test_the_ids_that_are_kept_are_those_of_the_definition(dtype: torch.dtype, t
 
 @torch.inference_mode()
 def test_parts_that_are_rounded_to_the_models_type_are_summed(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("tether.rollout.gpu.fused.ROUNDED", 0)
+    monkeypatch.setattr("tether.accel.decode_gpu.fused_step.ROUNDED", 0)
     assert_twins_agree(build("Llama", intermediate_size=512), Sampling(3))  # 8 blocks: a sum in four parts
 
 
@@ -254,7 +258,7 @@ def test_a_draw_is_the_first_id_whose_cumulative_probability_reaches_the_uniform
     logits: list[float], uniform: float, token: int
 ):
     model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SHAPE))  # pyright: ignore[reportCallIssue]
-    decoder = GpuDecoder(model, 2, 8, 2, kernels=fused)
+    decoder = GpuDecoder(model, 2, 8, 2, kernels=fused_step)
     decoder.work.logits[:2].fill_(-torch.inf)
     decoder.work.logits[0, [3, 700, 1050, 1099]] = torch.tensor(logits)
     decoder.work.logits[1, 4] = 0.0
@@ -262,7 +266,7 @@ def test_a_draw_is_the_first_id_whose_cumulative_probability_reaches_the_uniform
     state.live.copy_(torch.tensor([True, False]))
     state.uniforms.fill_(uniform)
     state.limits.fill_(2)
-    fused.draw(decoder.work, 2, state, Sampling(2))
+    fused_step.draw(decoder.work, 2, state, Sampling(2))
     drawn = [3, 700, 1050, 1099][token] if token >= 0 else -1
     assert state.answers[:, 0].tolist() == [drawn, 0], "the idle slot keeps what it had"
     assert state.live.tolist() == [drawn >= 0, False]

@@ -8,7 +8,7 @@ import torch
 from tether.data.collate import attention_mask, pad_right
 from tether.models.forward import trunk_of
 from tether.models.load import LoadedModel
-from tether.models.shared_trunk import SharedTrunk
+from tether.models.shared_backbone import SharedTrunk
 from tether.protocols import Sampling
 from tether.rollout.native import NativeEngine
 from tether.types import Prompt, Rollout, Sequences

@@ -13,13 +13,13 @@ from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
+from tether.accel.decode_cpu import cpu_decoder
+from tether.accel.decode_cpu.cpu_decoder import LlamaDecoder
+from tether.accel.supported import disagreement, nats_apart, unsupported
+from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel, describe, disable_dropout
-from tether.models.tiny import tiny_tokenizer
 from tether.protocols import Sampling
-from tether.rollout import llama
-from tether.rollout.llama import LlamaDecoder
 from tether.rollout.native import NativeEngine
-from tether.rollout.supported import disagreement, nats_apart, unsupported
 from tether.types import Prompt
 
 COMMON = {
@@ -211,7 +211,7 @@ def test_a_decoder_that_is_wrong_is_found_out(
 ):
     loaded = build(KINDS["llama"])
     assert disagreement(loaded.model) is None
-    monkeypatch.setattr(llama, "rotate", lambda x, cos, sin: x * cos)
+    monkeypatch.setattr(cpu_decoder, "rotate", lambda x, cos, sin: x * cos)
     engine = NativeEngine(loaded)
     assert "logits differ from the model's own" in engine.notices[0]
     assert_matches_plain_forward(

@@ -14,8 +14,8 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from transformers import PretrainedConfig
 
+from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel, describe, disable_dropout
-from tether.models.tiny import tiny_tokenizer
 from tether.protocols import Sampling
 from tether.rollout.native import NativeEngine
 from tether.types import Prompt

@@ -7,10 +7,10 @@ import dataclasses
 import pytest
 import torch
 
+from tether.hub.tiny_model import END_ID
 from tether.models.load import LoadedModel
-from tether.models.tiny import END_ID
 from tether.protocols import RolloutEngine, Sampling
-from tether.rollout.forward import CachedBatch
+from tether.rollout.cached_batch import CachedBatch
 from tether.rollout.native import NativeEngine
 from tether.types import Prompt
 

@@ -9,8 +9,8 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+from tether.ops.sampling import BLOCK, draw, draw_columns
 from tether.protocols import Sampling
-from tether.rollout.sampling import BLOCK, draw, draw_columns
 
 
 @settings(deadline=None, max_examples=60)

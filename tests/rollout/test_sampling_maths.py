@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from tether.ops.sampling import check_sampling, draw, inverse_cdf, log_softmax, sample_uniforms, truncate
 from tether.protocols import Sampling
-from tether.rollout.sampling import check_sampling, draw, inverse_cdf, log_softmax, sample_uniforms, truncate
 from tether.seeds import derive_seed
 
 logit_rows = st.lists(st.floats(-8, 8, width=32), min_size=1, max_size=12)

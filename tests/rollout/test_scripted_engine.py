@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tether.models.tiny import END_ID, tiny_tokenizer
+from tether.hub.tiny_model import END_ID, tiny_tokenizer
 from tether.protocols import RolloutEngine, Sampling
 from tether.rollout.scripted import ScriptedEngine
 from tether.types import Prompt

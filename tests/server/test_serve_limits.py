@@ -3,7 +3,7 @@
 import pytest
 
 from tether.models.load import load_causal_lm
-from tether.server.errors import ApiError
+from tether.server.api_errors import ApiError
 from tether.server.generate import MAX_CHOICES, ServedModel
 from tether.server.schema import ChatRequest, CompletionRequest
 

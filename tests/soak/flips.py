@@ -34,16 +34,16 @@ from same_runs import differences
 from tiny_recipes import tiny
 
 from tether.errors import TetherError
-from tether.loops import planned
-from tether.loops.resume import fork_run, stored_recipe
-from tether.loops.run import Forked, train_recipe
 from tether.plan.machine import machine_for
-from tether.runs import checkpoints
-from tether.runs.header import origin_trouble, read_header
-from tether.runs.history import settle_history, take_over
-from tether.runs.read import open_workspace, read_run
-from tether.runs.store.open import workspace_at
 from tether.seal import files_damage
+from tether.store import checkpoints
+from tether.store.database.open import workspace_at
+from tether.store.header import origin_trouble, read_header
+from tether.store.history import settle_history, take_over
+from tether.store.read import open_workspace, read_run
+from tether.train import run_plan
+from tether.train.resume import fork_run, stored_recipe
+from tether.train.run import Forked, train_recipe
 
 PPO = ("--run.steps", "5", "--checkpoint.every", "2", "--evaluation.every", "1", "--run.doctor_every", "0")
 SFT = ("--run.steps", "6", "--checkpoint.every", "2", "--evaluation.every", "2", "--run.doctor_every", "0")
@@ -259,7 +259,7 @@ def try_flip(case: Case, file: Path, bit: int, *, how: str) -> tuple[str, str]:
 def run_flips(flips: int, seed: int, tell: Callable[[str], None]) -> Verdict:
     """All flips over all cases."""
     began, verdict, draw = time.monotonic(), Verdict(), random.Random(seed)
-    planned.machine_for = functools.cache(machine_for)  # how fast the machine is: measured once, and no result
+    run_plan.machine_for = functools.cache(machine_for)  # how fast the machine is: measured once, and no result
     fast = "/dev/shm" if Path("/dev/shm").is_dir() else None  # a flip is not about waiting for a disk
     root = Path(tempfile.mkdtemp(prefix="flips-", dir=fast))
     try:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tether.config.recipes import Recipe
-from tether.loops.run import Trained, train_recipe
-from tether.loops.session import Session
-from tether.runs.folder import is_run, run_path
+from tether.store.folder import is_run, run_path
+from tether.train.run import Trained, train_recipe
+from tether.train.session import Session
 
 
 class Broken(Exception):  # noqa: N818 (stands for a kill)

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from tether.runs import checkpoints
-from tether.runs.folder import RunFolder
+from tether.store import checkpoints
+from tether.store.folder import RunFolder
 
 ABOUT_THE_PLACE = ("environment", "stands_on", "run")  # of a checkpoint's values: not what training made of them
 

@@ -22,13 +22,13 @@ from pathlib import Path
 
 import alembic.command  # noqa: F401 (imported when a store is made: here it is, once)
 
-import tether.runs.checkpoint_writer as checkpoint_writer
-import tether.runs.checkpoints as checkpoints
+import tether.store.checkpoint_writer as checkpoint_writer
+import tether.store.checkpoints as checkpoints
 from tether.config.recipes import Recipe
-from tether.loops.run import train_recipe
-from tether.loops.session import Session
-from tether.runs.folder import is_run, run_path
-from tether.runs.store.journal import Journal
+from tether.store.database.journal import Journal
+from tether.store.folder import is_run, run_path
+from tether.train.run import train_recipe
+from tether.train.session import Session
 
 PHASES = ("start", "rollout", "scores", "evaluation", "update", "step", "recording", "the end")
 LOOK_EVERY = 0.005  # seconds

@@ -29,8 +29,8 @@ from sittings import Sitting, aimed_at, sit
 from tiny_recipes import TOP, tiny
 
 from tether.config.recipes import Recipe
-from tether.runs import checkpoints
-from tether.runs.folder import RunFolder, run_path
+from tether.store import checkpoints
+from tether.store.folder import RunFolder, run_path
 
 Tell = Callable[[str], None]
 WRITING = 0.06  # seconds that writing a checkpoint takes, about

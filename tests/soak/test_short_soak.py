@@ -7,7 +7,7 @@ from same_runs import differences
 from soak import killed_at_random, killed_while_writing
 from tiny_recipes import TOP, tiny
 
-from tether.runs import checkpoints
+from tether.store import checkpoints
 
 RULES = ("--checkpoint.every", "3")
 

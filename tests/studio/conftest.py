@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from studio_clients import Clients, record_run, settings
 
-from tether.runs.store.open import Workspace, workspace_at
+from tether.store.database.open import Workspace, workspace_at
 from tether.studio.app import create_app
 
 

@@ -17,8 +17,8 @@ from typing import Any
 
 from studio_browser import Served, Visitor, a_browser, record_steps, serving, start_run
 
-from tether.runs.store.open import workspace_at
-from tether.runs.store.records import Source
+from tether.store.database.open import workspace_at
+from tether.store.database.records import Source
 
 WIDE = {"viewport": {"width": 1280, "height": 800}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "device_scale_factor": 1}

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tether.runs.recorded import Alternatives, StoredRollout
-from tether.runs.store.open import Workspace, workspace_at
-from tether.runs.store.records import Source
-from tether.runs.writer import RunRecorder, RunStart
+from tether.store.database.open import Workspace, workspace_at
+from tether.store.database.records import Source
+from tether.store.recorded import Alternatives, StoredRollout
+from tether.store.recorder import RunRecorder, RunStart
 
 playwright_api = pytest.importorskip(
     "playwright.sync_api", reason="playwright drives the browser: pip install playwright"

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from starlette.testclient import TestClient
 
-sys.path.append(str(Path(__file__).parents[1] / "runs"))  # recording.py
+sys.path.append(str(Path(__file__).parents[1] / "store"))  # recording.py
 
 from recording import Recording, made_up
 

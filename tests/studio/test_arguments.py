@@ -9,9 +9,9 @@ from studio_clients import Clients, pairs
 
 from tether.config.load import as_flags, load_recipe
 from tether.errors import ConfigError
-from tether.runs.read import list_runs
-from tether.runs.store.open import is_inside, workspace_at
-from tether.runs.store.schema import runs
+from tether.store.database.open import is_inside, workspace_at
+from tether.store.database.schema import runs
+from tether.store.read import list_runs
 
 OUTSIDE = ["../x", "..", "/etc", "a/../../x", "", ".", "a//b", "./a", "a/..", "a\0b", "..\\x"]
 
@@ -116,15 +116,15 @@ def test_a_row_that_names_a_folder_outside_is_no_run(plain: Clients, started, tm
 def test_a_record_beside_a_run_names_no_other_run(tmp_path: Path):
     from recording import Recording
 
-    from tether.runs.store.pending import Pending
-    from tether.runs.store.records import Record
+    from tether.store.database.records import Record
+    from tether.store.database.spool import Pending
 
     recording = Recording(tmp_path, None, name="demo/ppo", steps=1, method="ppo")
     recording.recorder.close("done")
     start = {"name": "../x", "uid": "other", "method": "ppo", "steps": 1, "config": {}, "environment": {}}
     start |= {"resumes": False, "sources": [], "time": 0.0}
     Pending(tmp_path / "runs" / "demo" / "ppo").add(Record("start", start))
-    from tether.runs.read import open_workspace
+    from tether.store.read import open_workspace
 
     with open_workspace(tmp_path / "runs") as opened, opened.reading() as connection:
         assert [row.name for row in connection.execute(runs.select())] == ["demo/ppo"]

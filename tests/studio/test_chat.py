@@ -19,9 +19,9 @@ from studio_clients import Clients, settings
 from tether.models.load import load_causal_lm
 from tether.models.save import save_model
 from tether.protocols import Sampling
-from tether.runs.store.open import Workspace, workspace_at
+from tether.store.database.open import Workspace, workspace_at
+from tether.studio.answer_stream import as_prompt, growing_text, stream_answer
 from tether.studio.app import create_app
-from tether.studio.token_stream import as_prompt, growing_text, stream_answer
 
 QUESTION = {"run": 1, "messages": [{"role": "user", "content": "4 lower:"}], "temperature": 1.0, "seed": 3}
 

@@ -16,7 +16,7 @@ import uvicorn
 from studio_clients import TOKEN, Clients, settings
 
 from tether.rate_limit import Rate
-from tether.runs.store.open import workspace_at
+from tether.store.database.open import workspace_at
 from tether.studio import big_json
 from tether.studio.app import create_app
 from tether.studio.big_json import MAX_ELEMENTS, loads_in_steps

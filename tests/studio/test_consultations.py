@@ -6,10 +6,10 @@ import pytest
 from recording import Recording
 from studio_clients import settings
 
-from tether.audit.doctor import Doctor, Examination
-from tether.runs.read import list_runs, read_run
-from tether.runs.recorded import RecordedRun
-from tether.runs.store.open import workspace_at
+from tether.doctor.doctor import Doctor, Examination
+from tether.store.database.open import workspace_at
+from tether.store.read import list_runs, read_run
+from tether.store.recorded import RecordedRun
 from tether.studio.app import open_studio
 
 

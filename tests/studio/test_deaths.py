@@ -14,8 +14,8 @@ import pytest
 from live_server import LiveServer
 from studio_browser import Served, Visitor, expect, serving
 
-from tether.runs.read import list_runs, open_workspace
-from tether.runs.store.open import workspace_at
+from tether.store.database.open import workspace_at
+from tether.store.read import list_runs, open_workspace
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-ppo.yaml"
 LONGEST = 10_000  # milliseconds from the death of training to the words on the page

@@ -8,9 +8,9 @@ from studio_clients import ADDRESS, TOKEN, Clients, settings
 
 from tether.errors import ConfigError
 from tether.rate_limit import RateLimit
-from tether.runs.store.open import workspace_at
+from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
-from tether.studio.gate import POLICY
+from tether.studio.auth import POLICY
 from tether.studio.serve import settings_for
 from tether.studio.settings import Rate
 from tether.studio.static_files import StaticFiles
@@ -207,7 +207,7 @@ def test_a_bucket_fills_with_time():
 
 
 def test_a_body_that_is_too_long_is_refused(plain: Clients, monkeypatch):
-    monkeypatch.setattr("tether.studio.gate.MOST_BYTES", 1000)
+    monkeypatch.setattr("tether.studio.auth.MOST_BYTES", 1000)
     assert plain.owner.post("/api/raters", content=b"x" * 2000).status_code == 413
     chunks = (b"x" * 100 for _ in range(30))  # says no length
     assert plain.owner.post("/api/raters", content=chunks).status_code >= 400

@@ -9,8 +9,8 @@ from sqlalchemy import func, select
 from studio_clients import Clients, pairs
 from test_undo_order import cast
 
-from tether.runs.store.schema import items, queues, votes
-from tether.studio import exchange, imports, label_staging
+from tether.store.database.schema import items, queues, votes
+from tether.studio import import_export, imports, label_staging
 from tether.studio.label_staging import Cancelled
 
 
@@ -91,7 +91,7 @@ def test_repeats_and_order_survive_the_way_through_the_stage(clients: Clients, m
 def test_what_a_server_that_died_left_is_finished_or_removed(clients: Clients, monkeypatch, moving):
     monkeypatch.setattr(label_staging, "TOGETHER", 10)
     labels, queue = clients.app.state.studio.labels, clients.queue()
-    given = exchange.imported("pair", pairs(40))
+    given = import_export.imported("pair", pairs(40))
 
     def die(*_):
         raise KeyboardInterrupt
@@ -118,7 +118,7 @@ def test_what_a_server_that_died_left_is_finished_or_removed(clients: Clients, m
 
 
 def test_a_text_has_a_limit_as_a_list_has(plain: Clients, monkeypatch):
-    monkeypatch.setattr(exchange, "MAX_LINES", 50)
+    monkeypatch.setattr(import_export, "MAX_LINES", 50)
     queue = plain.queue()
     for verb, extra in (("import", {}), ("fill", {"from": "file"}), ("fill", {"from": "model", "model": "tiny-bytes"})):
         reply = plain.owner.post(f"/api/label/queues/{queue}/{verb}", json={"text": lines(51)} | extra)
@@ -155,5 +155,7 @@ def test_an_import_that_is_taken_back_at_the_end_leaves_nothing(clients: Clients
             stop.set()
 
     with pytest.raises(Cancelled):
-        labels.take_in(labels.owner(), queue, exchange.imported("pair", pairs(40)), tell=tell, cancelled=stop.is_set)
+        labels.take_in(
+            labels.owner(), queue, import_export.imported("pair", pairs(40)), tell=tell, cancelled=stop.is_set
+        )
     assert counted(clients) == (1, 0, 0)

@@ -14,10 +14,10 @@ from test_openapi import starts_nothing
 
 from tether.data.sampled import tokenizer_digest
 from tether.models.load import load_causal_lm
-from tether.runs.store.migrate import MIGRATIONS
-from tether.runs.store.open import workspace_at
+from tether.store.database.migrate import MIGRATIONS
+from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
-from tether.studio.exchange import consensus
+from tether.studio.import_export import consensus
 from tether.studio.label_sampling import carry_out
 from tether.studio.launcher import Launcher
 from tether.studio.vote_recipes import ppo_recipe, reward_recipe

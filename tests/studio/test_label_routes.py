@@ -9,9 +9,9 @@ from sqlalchemy import select
 from studio_clients import Clients, pairs
 from test_run_routes import HOSTILE
 
-from tether.runs.store.schema import label_audits, votes
-from tether.studio.ballots import shown_order
+from tether.store.database.schema import label_audits, votes
 from tether.studio.label_store import Ballot
+from tether.studio.votes import shown_order
 
 
 def cast(client, queue: int, choice="left", uid: str | None = None, **changes):
@@ -224,7 +224,7 @@ def test_a_queue_is_filled_from_what_a_run_kept(clients: Clients):
 
 
 def test_the_pairs_that_the_reward_is_least_sure_of_come_first(plain: Clients, tmp_path):
-    from tether.studio.label_fill import Answer, pair_items
+    from tether.studio.queue_items import Answer, pair_items
 
     asked = ({"role": "user", "content": "q"},)
     answers = [Answer("p", asked, f"t{n}", score, "r", n, 0) for n, score in enumerate([0.0, 5.0, 5.1, 9.0])]

@@ -10,7 +10,7 @@ import pytest
 from studio_clients import Clients, pairs, record_run, settings
 
 from tether.errors import DataError
-from tether.runs.store.open import workspace_at
+from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
 from tether.studio.launcher import Launcher
 from tether.studio.replies import Refused

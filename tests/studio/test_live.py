@@ -13,8 +13,8 @@ from recording import Recording
 from sqlalchemy import select
 from studio_clients import pairs
 
-from tether.runs.store.open import open_engine, workspace_at
-from tether.runs.store.schema import votes
+from tether.store.database.open import open_engine, workspace_at
+from tether.store.database.schema import votes
 from tether.studio.serve import listen
 from tether.studio.stream import Cursor, message, read_cursor
 

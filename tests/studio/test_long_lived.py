@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.studio.long_lived import settle
+from tether.studio.freeze_gc import settle
 
 
 class Loop:

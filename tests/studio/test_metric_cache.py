@@ -13,10 +13,10 @@ from sqlalchemy import delete, insert
 
 import tether.studio.metric_cache as module
 from tether.errors import StorageError
-from tether.runs.read import OpenWorkspace, read_run
-from tether.runs.store.digests import step_digest
-from tether.runs.store.open import open_engine, workspace_at
-from tether.runs.store.schema import metrics, runs, steps
+from tether.store.database.digests import step_digest
+from tether.store.database.open import open_engine, workspace_at
+from tether.store.database.schema import metrics, runs, steps
+from tether.store.read import OpenWorkspace, read_run
 from tether.studio.metric_cache import MetricCache
 
 NAMES = ("score", "loss", "held_out/score", "κ")

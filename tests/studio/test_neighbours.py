@@ -8,7 +8,7 @@ import pytest
 from fastapi.exceptions import RequestValidationError
 from studio_clients import ADDRESS, Clients, pairs
 
-from tether.studio.exchange import imported
+from tether.studio.import_export import imported
 from tether.studio.settings import StudioSettings
 
 NAME = StudioSettings().cookie

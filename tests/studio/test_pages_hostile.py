@@ -8,7 +8,7 @@ from itertools import product
 import pytest
 from studio_browser import Served, Visitor, a_rollout, expect, serving, start_run
 
-from tether.runs.store.open import workspace_at
+from tether.store.database.open import workspace_at
 from tether.studio.stream import message
 
 CODE = "window.hit=1"

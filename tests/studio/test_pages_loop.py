@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import pytest
 from studio_browser import Served, Visitor, a_browser, expect, serving
 
-from tether.runs.store.open import workspace_at
+from tether.store.database.open import workspace_at
 
 PAIRS = 20
 MINUTES = 4 * 60_000  # the longest that the two trainings may take, on a machine with other work

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 from studio_browser import Served, Visitor, expect, record_steps, serving, small_workspace, start_run
 
-from tether.runs.store.open import workspace_at
+from tether.store.database.open import workspace_at
 
 OWN_PAGES = ["#/runs", "#/label", "#/train", "#/arena", "#/chat", "#/nowhere"]
 

@@ -13,11 +13,11 @@ from test_openapi import starts_nothing
 
 from tether.cli import main
 from tether.config.load import load_recipe
-from tether.loops.build import build_supervised, load_policy
-from tether.runs.read import list_runs, open_workspace, read_rollouts
-from tether.runs.recorded import StoredRollout
-from tether.runs.store.open import workspace_at
+from tether.store.database.open import workspace_at
+from tether.store.read import list_runs, open_workspace, read_rollouts
+from tether.store.recorded import StoredRollout
 from tether.studio.launcher import Launcher
+from tether.train.build import build_supervised, load_policy
 
 SYSTEM = "Answer in **one** word."
 PROMPTS = 6

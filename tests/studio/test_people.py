@@ -17,8 +17,8 @@ from studio_clients import ADDRESS, TOKEN, Clients, settings
 from tether.cli import main
 from tether.errors import ConfigError, StorageError
 from tether.rate_limit import Rate, network_of
-from tether.runs.store.open import workspace_at
 from tether.server.serve import find_token
+from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
 from tether.studio.people import Doorkeeper, Person
 from tether.studio.sessions import MAX_PER_PERSON

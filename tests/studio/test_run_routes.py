@@ -10,7 +10,7 @@ from recording import Recording, made_up
 from studio_clients import Clients, record_run, settings
 
 from tether.config import RECIPES
-from tether.runs.store.open import workspace_at
+from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
 from tether.studio.downsample import shown_series
 from tether.studio.metric_cache import MetricCache, Series

@@ -13,8 +13,8 @@ from studio_clients import Clients, pairs, record_run, settings
 from tether.config.load import load_recipe
 from tether.errors import ConfigError
 from tether.redact import HIDDEN, redact, redact_url, remember_secret, secret_in
-from tether.runs.folder import recipe_record
-from tether.runs.store.open import workspace_at
+from tether.store.database.open import workspace_at
+from tether.store.folder import recipe_record
 from tether.studio.app import create_app
 
 SECRET = "hunter2-hunter2"
@@ -128,7 +128,7 @@ def test_the_command_line_says_that_others_can_read_it(tmp_path: Path):
 def test_an_older_store_shows_no_password_either(plain: Clients):
     from sqlalchemy import update
 
-    from tether.runs.store.schema import runs
+    from tether.store.database.schema import runs
 
     config = {"method": "ppo", "store": {"url": f"postgresql://bob@h/x?password={SECRET}"}}
     with plain.app.state.studio.opened.engine.begin() as connection:

@@ -6,7 +6,7 @@ import pytest
 from sqlalchemy import select
 from studio_clients import Clients, pairs
 
-from tether.runs.store.schema import label_audits, votes
+from tether.store.database.schema import label_audits, votes
 from tether.studio import label_store
 
 
@@ -72,11 +72,11 @@ def test_a_vote_in_a_closed_queue_stands(clients: Clients, named):
 def test_what_happened_to_a_run_is_told_in_the_order_in_which_it_happened(tmp_path, monkeypatch, store_url):
     from studio_clients import Recording
 
-    from tether.runs import writer
-    from tether.runs.read import open_workspace, read_run
+    from tether.store import recorder
+    from tether.store.read import open_workspace, read_run
 
     now = [time.time()]
-    monkeypatch.setattr(writer.time, "time", lambda: now[0])
+    monkeypatch.setattr(recorder.time, "time", lambda: now[0])
     recording = Recording(tmp_path, store_url, name="demo/ppo", steps=2, method="ppo")
     for text in ("first", "second", "third"):
         recording.recorder.event("note", text)

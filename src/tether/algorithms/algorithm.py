@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tether.learner.learner import Learner
 from tether.ops.kl import Estimator, FixedKL, KLController, kl_estimate
-from tether.ops.objectives import truncated_importance
-from tether.ops.rewards import clip_scores, missing_end_penalty, token_rewards
+from tether.ops.policy_losses import truncated_importance
 from tether.ops.statistics import masked_mean, masked_variance, whiten
+from tether.ops.token_rewards import clip_scores, missing_end_penalty, token_rewards
 from tether.protocols import AdvantageEstimator, Objective
 from tether.types import EvaluatedBatch, Experience, Measures, TokenOutputs, extend
 

@@ -8,7 +8,7 @@ from tether.algorithms.objectives import PolicyObjective, Reinforce
 from tether.algorithms.shared import aggregation, crediting, kl_in_loss, reference_controller
 from tether.algorithms.updates import MinibatchEpochs
 from tether.config.methods import ReinforceSettings
-from tether.config.parts import KLSettings, RewardSettings
+from tether.config.sections import KLSettings, RewardSettings
 from tether.ops.kl import FixedKL
 
 

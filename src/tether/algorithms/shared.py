@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from tether.algorithms.algorithm import Coefficients, Crediting
-from tether.config.parts import AggregationSettings, KLSettings, PenaltySettings, RewardSettings
+from tether.config.sections import AggregationSettings, KLSettings, PenaltySettings, RewardSettings
 from tether.ops.aggregation import Aggregation
 from tether.ops.kl import AdaptiveKL, FixedKL, KLController, ProportionalKL
 

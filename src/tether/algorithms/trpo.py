@@ -15,9 +15,9 @@ from tether.algorithms.objectives import PolicyObjective, Unclipped, ValueObject
 from tether.algorithms.shared import crediting, reference_controller
 from tether.algorithms.updates import MinibatchEpochs
 from tether.config.methods import TRPOSettings
-from tether.config.parts import KLSettings, RewardSettings
+from tether.config.sections import KLSettings, RewardSettings
 from tether.learner.learner import Learner
-from tether.learner.memory import within_memory
+from tether.learner.out_of_memory import within_memory
 from tether.ops.kl import FixedKL, exact_kl, log_ratio
 from tether.ops.trust_region import LineSearch, conjugate_gradient, fisher_vector_product, line_search, step_scale
 from tether.protocols import PolicyModel

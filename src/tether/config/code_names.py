@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from tether.config.parts import TaskSettings
 from tether.config.recipes import Recipe, RLRecipe
 from tether.config.rewards import FunctionPart, RemotePart
+from tether.config.sections import TaskSettings
 from tether.config.user import seal_of
 
 SEAL = "begun-by.json"  # in a run's folder

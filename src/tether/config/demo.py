@@ -7,8 +7,8 @@ from typing import ClassVar
 from pydantic import Field
 
 from tether.config.base import Count, Fraction, Positive, PositiveFloat, Settings
-from tether.config.parts import DataSettings, ModelSettings
 from tether.config.recipes import PPORecipe, RewardRecipe, SFTRecipe
+from tether.config.sections import DataSettings, ModelSettings
 
 FILLED_IN = DataSettings(train="(the demo's own)")
 TUNED_IN = ModelSettings(dtype="float32")  # on every device: its rates and steps were found so

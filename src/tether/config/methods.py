@@ -7,8 +7,8 @@ from typing import Literal
 from pydantic import Field
 
 from tether.config.base import Count, Fraction, NonNegative, Positive, PositiveFloat, Settings
-from tether.config.parts import AggregationSettings, PenaltySettings
 from tether.config.reading import Paths
+from tether.config.sections import AggregationSettings, PenaltySettings
 
 
 class UpdateSettings(Settings):

@@ -19,7 +19,7 @@ from tether.config.methods import (
     TRPOSettings,
     need_group,
 )
-from tether.config.parts import (
+from tether.config.sections import (
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from tether.conformance.adapter import Unsupported
 from tether.conformance.compare import Mismatch, mismatches, plain
-from tether.conformance.report import render, report_json
+from tether.conformance.result_table import render, report_json
 from tether.rewards.user_modules import import_module_from
 
 __all__ = [

@@ -12,7 +12,7 @@ from tether.algorithms.estimators import PolicyGradientWeights
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
 from tether.conformance.adapter import Grid, Mask, Row
 from tether.conformance.two_parameters import early_stop, ppo_trace, trpo_step
-from tether.ops import advantages, kl, logprobs, masks, objectives, rewards, statistics, trust_region
+from tether.ops import advantages, kl, logprobs, masks, policy_losses, statistics, token_rewards, trust_region
 from tether.ops.aggregation import Aggregation
 from tether.types import PairBatch, RankedBatch, ScoreOutputs, Sequences, TokenOutputs
 
@@ -82,11 +82,11 @@ class TetherAdapter:
 
     # -- rewards --------------------------------------------------------------------------------------------------
     def token_rewards(self, scores: Row, kl: Grid, mask: Mask, kl_coef: float) -> dict[str, Any]:
-        paid = rewards.token_rewards(self.floats(scores), self.floats(kl), torch.tensor(mask), kl_coef=kl_coef)
+        paid = token_rewards.token_rewards(self.floats(scores), self.floats(kl), torch.tensor(mask), kl_coef=kl_coef)
         return {"rewards": paid}
 
     def missing_end_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:
-        return {"scores": rewards.missing_end_penalty(self.floats(scores), torch.tensor(truncated), penalty)}
+        return {"scores": token_rewards.missing_end_penalty(self.floats(scores), torch.tensor(truncated), penalty)}
 
     # -- returns and advantages -----------------------------------------------------------------------------------
     def total_return(self, rewards: Grid, mask: Mask, gamma: float) -> dict[str, Any]:
@@ -158,11 +158,11 @@ class TetherAdapter:
     # -- objectives -----------------------------------------------------------------------------------------------
     def reinforce_loss(self, logprobs: Grid, advantages: Grid) -> dict[str, Any]:
         new = self.floats(logprobs, gradient=True)
-        return self.with_gradient(objectives.reinforce_loss(new, self.floats(advantages)), new)
+        return self.with_gradient(policy_losses.reinforce_loss(new, self.floats(advantages)), new)
 
     def unclipped_loss(self, logprobs: Grid, old_logprobs: Grid, advantages: Grid) -> dict[str, Any]:
         new = self.floats(logprobs, gradient=True)
-        losses = objectives.unclipped_loss(new, self.floats(old_logprobs), self.floats(advantages))
+        losses = policy_losses.unclipped_loss(new, self.floats(old_logprobs), self.floats(advantages))
         return self.with_gradient(losses, new)
 
     def clip_loss(
@@ -178,18 +178,18 @@ class TetherAdapter:
         new, sampled = self.floats(logprobs, gradient=True), torch.tensor(mask)
         columns = new, self.floats(old_logprobs), self.floats(advantages)
         options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
-        cases = objectives.clip_cases(*columns, **options)
+        cases = policy_losses.clip_cases(*columns, **options)
         fractions = {
             case.name: statistics.masked_mean(getattr(cases, case.name).to(self.dtype), sampled)
             for case in dataclasses.fields(cases)
         }
-        return self.with_gradient(objectives.clip_loss(*columns, **options), new) | fractions
+        return self.with_gradient(policy_losses.clip_loss(*columns, **options), new) | fractions
 
     def kl_penalty_loss(
         self, logprobs: Grid, old_logprobs: Grid, advantages: Grid, beta: float, estimator: Any
     ) -> dict[str, Any]:
         new = self.floats(logprobs, gradient=True)
-        losses = objectives.kl_penalty_loss(
+        losses = policy_losses.kl_penalty_loss(
             new, self.floats(old_logprobs), self.floats(advantages), beta=beta, estimator=estimator
         )
         return self.with_gradient(losses, new)
@@ -197,7 +197,7 @@ class TetherAdapter:
     def value_loss(self, values: Grid, old_values: Grid, returns: Grid, clip: float | None) -> dict[str, Any]:
         new = self.floats(values, gradient=True)
         return self.with_gradient(
-            objectives.value_loss(new, self.floats(old_values), self.floats(returns), clip=clip), new
+            policy_losses.value_loss(new, self.floats(old_values), self.floats(returns), clip=clip), new
         )
 
     # -- aggregation and updates ----------------------------------------------------------------------------------

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, Protocol
 
+from tether.data.chat_template import TemplateRefusedError, render
 from tether.errors import DataError
-from tether.models.chat_template import TemplateRefusedError, render
 from tether.types import Message, Prompt
 
 

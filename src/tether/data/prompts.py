@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tether.config.parts import PromptSettings
 from tether.config.reading import Paths, ReadSettings
+from tether.config.sections import PromptSettings
 from tether.data.chat import Encoder, prompt_token_ids
 from tether.data.conversations import prompt_of
 from tether.data.records import PLAIN, read_records

@@ -23,13 +23,13 @@ from tether.demo.rule import rule_score
 from tether.demo.stages import Judged, Places, collect_preferences, judge, load, ppo_stage, reward_stage, sft_stage
 from tether.demo.task import DemoTask
 from tether.errors import ConfigError, Stopped
-from tether.loops.eval_report import visible
-from tether.loops.run import interruptions, train_recipe
+from tether.evaluation.table import visible
 from tether.progress import PlainProgress, working
 from tether.rewards import consent
 from tether.rewards.agree import agree_to_names
-from tether.runs.folder import DEMO, is_run, write_whole
-from tether.runs.read import open_workspace, read_run
+from tether.store.folder import DEMO, is_run, write_whole
+from tether.store.read import open_workspace, read_run
+from tether.train.run import interruptions, train_recipe
 from tether.types import Rollout
 
 PROGRESS, SUMMARY = "progress.json", "summary.json"
@@ -73,7 +73,7 @@ class DemoRun:
 
 def run_demo(recipe: DemoRecipe, *, human: bool, json_output: bool, resume: bool = False) -> int:
     """Run every stage and write the report; the exit code. With `resume`, go on in the stage that it was stopped in."""
-    from tether.demo.report import write_demo_report
+    from tether.demo.demo_report import write_demo_report
 
     there = len(DemoTask().held_out())
     if recipe.judging.prompts > there:

@@ -10,19 +10,19 @@ from pathlib import Path
 from typing import Any
 
 from tether.config.demo import DemoRecipe
-from tether.config.parts import DataSettings, RolesSettings, TaskSettings
 from tether.config.recipes import PPORecipe, RewardRecipe, SFTRecipe
 from tether.config.rewards import ModelPart, TaskPart
+from tether.config.sections import DataSettings, RolesSettings, TaskSettings
 from tether.data.cursor import DataOrder
 from tether.demo.rater import Rater
 from tether.demo.rule import rule_reward
 from tether.demo.task import DemoTask, data_file
 from tether.errors import DataError
-from tether.loops.evaluate import Evaluation, WinRate, compare, evaluate_model, with_kl
-from tether.loops.judges import ScoreJudge
+from tether.evaluation.evaluate import Evaluation, WinRate, compare, evaluate_model, with_kl
+from tether.evaluation.judges import ScoreJudge
+from tether.models.backbone_cache import TrunkStates
 from tether.models.forward import trunk_of
 from tether.models.load import LoadedModel, load_causal_lm
-from tether.models.trunk_states import TrunkStates
 from tether.protocols import Sampling
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed

@@ -7,10 +7,10 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from tether.device_transfer import brought
 from tether.learner.batching import micro_batches, minibatches
-from tether.learner.memory import within_memory
+from tether.learner.out_of_memory import within_memory
 from tether.models.roles import Evaluation, Roles, onto
-from tether.travel import brought
 from tether.types import EvaluatedBatch, Sequences, TokenBatch, extend
 
 Halve = Callable[[Sequence[Sequences]], int]

@@ -10,16 +10,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tether.accel.fused_pass.packed import release_captured
 from tether.errors import Diverged
-from tether.learner.faults import Fault, Finding, Unread, find_all, in_columns, read_all
+from tether.learner.batch_parts import Part, Parts
 from tether.learner.gradients import clip, read_norms, total_norm
-from tether.learner.memory import free_cache, is_out_of_memory, smaller_budget, step_within_memory, within_memory
+from tether.learner.learner_state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
+from tether.learner.nonfinite import Fault, Finding, Unread, find_all, in_columns, read_all
+from tether.learner.out_of_memory import free_cache, is_out_of_memory, smaller_budget, step_within_memory, within_memory
 from tether.learner.overflow import cannot_overflow
-from tether.learner.parts import Part, Parts
 from tether.learner.schedule import rate_factor
 from tether.learner.settings import LearnerSettings
-from tether.learner.state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
-from tether.models.packed import release_captured
 from tether.protocols import Objective, TrainedModel
 from tether.types import Measures, Sequences
 

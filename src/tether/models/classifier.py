@@ -15,11 +15,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from tether.errors import ConfigError
+from tether.hub.catalog import looks_like_path
+from tether.hub.safe_files import check_folder
 from tether.models.heads import WEIGHT_FILE, ScalarModel
 from tether.models.load import ask_hub, disable_dropout, resolve_device
 from tether.models.precision import hold_in, resolve_dtype
-from tether.models.safe_files import check_folder
-from tether.models.store import looks_like_path
 from tether.types import ScoreOutputs, Sequences
 
 FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]  # of a model on the hub

@@ -20,12 +20,12 @@ from transformers import (
 )
 
 from tether.errors import ConfigError
+from tether.hub.safe_files import check_folder
+from tether.models.backbones import Trunk
 from tether.models.forward import OutputLayer, trunk_of
 from tether.models.load import attention_options, disable_dropout, resolve_device
 from tether.models.lora import has_lora, save_lora
 from tether.models.precision import resolve_dtype
-from tether.models.safe_files import check_folder
-from tether.models.trunks import Trunk
 from tether.ops.logprobs import spread, states_before
 from tether.ops.masks import last_index, last_places
 from tether.types import ScoreOutputs, Sequences

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tether.errors import ConfigError
-from tether.models.folder_check import MAX_CONFIG
-from tether.models.safe_files import check_folder
+from tether.hub.folder_check import MAX_CONFIG
+from tether.hub.safe_files import check_folder
 from tether.plain_file import read_plain
 
 PREFIX = "base_model.model."  # how peft names what it wraps

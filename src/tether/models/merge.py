@@ -16,6 +16,8 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, PreTrainedTokenizerBase
 
 from tether.errors import ConfigError, DataError
+from tether.hub.safe_files import check_folder
+from tether.models.backbones import Trunk
 from tether.models.forward import trunk_of
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import (
@@ -30,9 +32,7 @@ from tether.models.load import (
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
 from tether.models.lora import inject_lora, load_config, load_lora, merge_lora
 from tether.models.precision import DTYPES
-from tether.models.safe_files import check_folder
 from tether.models.save import save_model
-from tether.models.trunks import Trunk
 from tether.types import Sequences
 
 CPU = torch.device("cpu")

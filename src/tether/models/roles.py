@@ -15,18 +15,18 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tether.accel.fused_pass.packed import packing_of, rows_of
+from tether.device_transfer import sent
+from tether.models.backbones import Trunk
+from tether.models.cpu_offload import Waiting
 from tether.models.forward import OutputLayer
 from tether.models.heads import ScalarHead, ScalarModel
-from tether.models.packed import packing_of, rows_of
 from tether.models.sharing import Separate, Sharing, trainable
-from tether.models.trunks import Trunk
-from tether.models.waiting import Waiting
 from tether.ops.aggregation import true_places, true_rows
-from tether.ops.likeliest import likeliest_tokens
 from tether.ops.logprobs import places_before, places_of
 from tether.ops.masks import last_places
-from tether.ops.remember import remembered
-from tether.travel import sent
+from tether.ops.top_logprobs import likeliest_tokens
+from tether.tensor_cache import remembered
 from tether.types import BatchT, Sequences, TokenOutputs
 
 

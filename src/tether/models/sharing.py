@@ -11,8 +11,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tether.config.parts import RolesSettings
+from tether.config.sections import RolesSettings
 from tether.errors import ConfigError
+from tether.models.backbone_cache import TrunkStates
+from tether.models.backbones import Trunk, own_top, shared_tree, top_parameters
 from tether.models.forward import OutputLayer, trunk_of
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import (
@@ -24,9 +26,7 @@ from tether.models.lora import (
     saved_config,
     target_names,
 )
-from tether.models.shared_trunk import SharedTrunk, TopTrunk, check_split
-from tether.models.trunk_states import TrunkStates
-from tether.models.trunks import Trunk, own_top, shared_tree, top_parameters
+from tether.models.shared_backbone import SharedTrunk, TopTrunk, check_split
 
 
 class Sharing(Protocol):

@@ -8,7 +8,7 @@ from typing import Any, cast
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from tether.errors import ConfigError
-from tether.models.safe_files import check_folder
+from tether.hub.safe_files import check_folder
 
 
 def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:

@@ -11,8 +11,8 @@ from typing import Literal
 
 from torch import Tensor
 
-from tether.ops.remember import remembered
 from tether.ops.statistics import masked_sum
+from tether.tensor_cache import remembered
 
 
 @remembered

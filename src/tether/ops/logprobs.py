@@ -13,9 +13,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tether.ops import logprob_fused
-from tether.ops.remember import remembered
-from tether.travel import at
+from tether.accel import fused_logprobs
+from tether.device_transfer import at
+from tether.tensor_cache import remembered
 
 CHUNK_ELEMENTS = 2**23  # logits held at a time: 32 MiB in fp32, small enough to stay near the cores
 
@@ -98,9 +98,9 @@ def chunked_logprobs(
     so the mean row of W is found in the forward pass and the backward needs no logits, unless a gradient comes through
     the entropy.
     """
-    fused = logprob_fused.applies(states, weight, softcap)
+    fused = fused_logprobs.applies(states, weight, softcap)
     rows = rows_at_a_time(states, weight, softcap, chunk_elements)
-    function: Any = logprob_fused.FusedLogprobs if fused else _ChunkedLogprobs
+    function: Any = fused_logprobs.FusedLogprobs if fused else _ChunkedLogprobs
     how = scale / temperature if fused else _ToLogits(temperature, scale, softcap)
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", function.apply)
     with at(states.device):
@@ -109,7 +109,7 @@ def chunked_logprobs(
 
 def rows_at_a_time(states: Tensor, weight: Tensor, softcap: float | None, chunk_elements: int | None) -> int:
     """For how many tokens logits are held at once: `chunk_elements` numbers, by default what suits the device."""
-    suits = logprob_fused.CHUNK_ELEMENTS if logprob_fused.applies(states, weight, softcap) else CHUNK_ELEMENTS
+    suits = fused_logprobs.CHUNK_ELEMENTS if fused_logprobs.applies(states, weight, softcap) else CHUNK_ELEMENTS
     return max(1, (chunk_elements or suits) // weight.shape[0])
 
 

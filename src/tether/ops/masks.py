@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tether.ops.remember import remembered
+from tether.tensor_cache import remembered
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:

@@ -25,9 +25,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tether.ops.logprob_fused import CHUNK_ELEMENTS as FUSED_CHUNK
+from tether.accel.fused_logprobs import CHUNK_ELEMENTS as FUSED_CHUNK
 from tether.ops.logprobs import CHUNK_ELEMENTS
-from tether.plan.shape import Shape
+from tether.plan.model_shape import Shape
 
 Way = Literal["plain", "fused", "modules"]
 CHUNK = {"fused": FUSED_CHUNK, "plain": CHUNK_ELEMENTS, "modules": CHUNK_ELEMENTS}  # logits at a time

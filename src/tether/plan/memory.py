@@ -7,13 +7,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from tether.accel.fused_pass.packed import MOST_WORK
 from tether.config.recipes import Recipe, RLRecipe
 from tether.learner.adamw import BUCKET
 from tether.learner.quantize import BLOCK, PART
-from tether.models.packed import MOST_WORK
 from tether.plan.activations import Pass, Way
-from tether.plan.shape import Shape
-from tether.plan.work import Work
+from tether.plan.model_shape import Shape
+from tether.plan.workload import Work
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BASE_BYTES = {"8bit": 1.02, "4bit": 0.56}  # a quantised number, with its share of the scales

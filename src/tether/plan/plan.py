@@ -8,9 +8,9 @@ from typing import Any
 from tether.config.recipes import Recipe
 from tether.plan.machine import Machine
 from tether.plan.memory import Memory, memory_of
+from tether.plan.model_shape import Shape, critic_shape_of
 from tether.plan.seconds import seconds_of
-from tether.plan.shape import Shape, critic_shape_of
-from tether.plan.work import Lengths, Work, work_of
+from tether.plan.workload import Lengths, Work, work_of
 
 GIB = 2**30
 

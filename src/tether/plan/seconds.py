@@ -12,8 +12,8 @@ from dataclasses import dataclass
 from tether.config.recipes import Recipe, RLRecipe
 from tether.plan.machine import Machine
 from tether.plan.memory import Held, Memory, slots_of
-from tether.plan.shape import Shape
-from tether.plan.work import Work
+from tether.plan.model_shape import Shape
+from tether.plan.workload import Work
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from rich.text import Text
 from tether.plan.advice import Change
 from tether.plan.measured import Measured
 from tether.plan.plan import GIB, Plan
-from tether.runs.report_text import duration
+from tether.reports.safe_text import duration
 
 COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache")
 

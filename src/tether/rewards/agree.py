@@ -16,7 +16,7 @@ from tether.config.user import is_known, remember
 from tether.errors import ConfigError
 from tether.rewards.consent import current
 from tether.rewards.locate import Code, is_allowed, locate
-from tether.runs.folder import is_run
+from tether.store.folder import is_run
 
 # -- by whom a name was given -------------------------------------------------------------------------------------
 

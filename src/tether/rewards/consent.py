@@ -73,13 +73,13 @@ def consenting(**changes: object) -> Iterator[Consent]:
 
 
 def _tell(text: str) -> None:
-    from tether.runs.report_text import clean
+    from tether.reports.safe_text import clean
 
     print(f"tether: {clean(text)}", file=sys.stderr, flush=True)
 
 
 def _ask_on_terminal(question: str) -> bool:
-    from tether.runs.report_text import clean
+    from tether.reports.safe_text import clean
 
     print(f"tether: {clean(question)} Allow it? [y/N] ", end="", file=sys.stderr, flush=True)
     try:

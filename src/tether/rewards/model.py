@@ -18,10 +18,11 @@ from transformers import PreTrainedModel
 
 from tether.config.rewards import ModelPart
 from tether.data.chat import prompt_token_ids
+from tether.data.chat_template import render
 from tether.data.collate import attention_mask, pad_right
+from tether.device_transfer import brought
 from tether.errors import ConfigError, DataError
 from tether.learner.batching import micro_batches
-from tether.models.chat_template import render
 from tether.models.classifier import ClassifierModel, RewardModel, load_reward_model, reward_model_folder
 from tether.models.ends import Ends, find_ends
 from tether.models.heads import BIAS_FILE, ScalarModel
@@ -31,9 +32,8 @@ from tether.models.roles import onto
 from tether.models.tokenizers import load_tokenizer, tokenizer_difference
 from tether.protocols import RewardFn
 from tether.rewards.combine import CombinedReward, failed
-from tether.runs.find import find_model
 from tether.seal import check_saved
-from tether.travel import brought
+from tether.store.find import find_model
 from tether.types import Message, Prompt, Rollout, Score, Sequences
 
 LoadShared = Callable[[Path, str], ScalarModel]

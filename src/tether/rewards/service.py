@@ -17,11 +17,11 @@ from tether.config.read_yaml import read_value
 from tether.config.recipes import RLRecipe
 from tether.errors import ConfigError, DataError
 from tether.protocols import RewardFn
-from tether.rewards.build import build_reward
 from tether.rewards.combine import CombinedReward, failure_reasons
 from tether.rewards.model import RewardModelReward
+from tether.rewards.parts import build_reward
 from tether.rewards.remote import VERSION
-from tether.runs.find import find_model
+from tether.store.find import find_model
 from tether.types import Finish, Message, Prompt, Rollout, Score
 
 MOST_ITEMS = 4096

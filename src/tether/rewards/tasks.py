@@ -9,11 +9,11 @@ from dataclasses import dataclass
 from inspect import signature
 
 from tether.config.code_names import BUILT_IN as BUILT_IN_CODE
-from tether.config.parts import TOY_TASK, PromptSettings, TaskSettings
+from tether.config.sections import TOY_TASK, PromptSettings, TaskSettings
 from tether.data.prompts import PromptRule, hold_out, read_prompts, seen_in_training
 from tether.data.sources import places_of, shown_source
-from tether.data.tokenizer import TextModel
 from tether.errors import ConfigError, DataError, TetherError
+from tether.models.tokenizer import TextModel
 from tether.protocols import RewardFn, Task
 from tether.rewards import reasoning
 from tether.rewards.explain import explain

@@ -25,19 +25,19 @@ from typing import Literal, Protocol
 import torch
 from torch import Tensor, nn
 
+from tether.accel.decode_cpu.cpu_batch import ContinuousBatch
+from tether.accel.decode_cpu.cpu_decoder import LlamaDecoder
+from tether.accel.decode_gpu.decoder_cache import MOST_SLOTS, DecoderKeeper
+from tether.accel.decode_gpu.gpu_batch import GpuBatch
+from tether.accel.supported import disagreement, plain_model, unsupported
 from tether.data.chat import prompt_token_ids
+from tether.device_transfer import at
 from tether.errors import ConfigError, DataError, Diverged
 from tether.models.load import LoadedModel, embedding_count
+from tether.ops.sampling import Draw, check_sampling, draw, draw_columns, sample_uniforms
 from tether.protocols import Sampling
 from tether.rollout.assemble import assemble_rollout, check_request
-from tether.rollout.continuous import ContinuousBatch
-from tether.rollout.forward import CachedBatch, check_cached
-from tether.rollout.gpu.batch import GpuBatch
-from tether.rollout.gpu.keeper import MOST_SLOTS, DecoderKeeper
-from tether.rollout.llama import LlamaDecoder
-from tether.rollout.sampling import Draw, check_sampling, draw, draw_columns, sample_uniforms
-from tether.rollout.supported import disagreement, plain_model, unsupported
-from tether.travel import at
+from tether.rollout.cached_batch import CachedBatch, check_cached
 from tether.types import Prompt, Rollout
 
 BATCH = 64  # answers decoded at once where nothing else is said

@@ -17,10 +17,10 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tether.errors import TetherError
 from tether.redact import redact
 from tether.rollout.token_stream import Token
+from tether.server.api_errors import ApiError
 from tether.server.auth import TokenGate
-from tether.server.errors import ApiError
 from tether.server.generate import Job, ServedModel, Turnstile
-from tether.server.replies import Answer, event
+from tether.server.openai_replies import Answer, event
 from tether.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 from tether.studio.big_json import read_json
 from tether.studio.replies import Reply

@@ -7,9 +7,9 @@ import hmac
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tether.rate_limit import RateLimit, network_of
-from tether.server.errors import ApiError
+from tether.server.api_errors import ApiError
 from tether.studio.asked import Asked, host_name, limited, read_asked, says_length
-from tether.studio.gate import MOST_BYTES
+from tether.studio.auth import MOST_BYTES
 from tether.studio.settings import StudioSettings
 
 OPEN = ("/health",)  # told to everyone who may name this host

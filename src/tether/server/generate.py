@@ -17,7 +17,7 @@ from tether.errors import DataError
 from tether.models.load import LoadedModel, embedding_count
 from tether.protocols import Sampling
 from tether.rollout.token_stream import Token, stream_tokens
-from tether.server.errors import ApiError
+from tether.server.api_errors import ApiError
 from tether.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 from tether.types import Message, Prompt
 

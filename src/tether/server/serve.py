@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 from tether.errors import ConfigError, UsageError
-from tether.runs.find import find_model
-from tether.runs.folder import is_run
+from tether.store.find import find_model
+from tether.store.folder import is_run
 from tether.studio.serve import listen, proxy_settings, serve_until_stopped
 from tether.studio.settings import StudioSettings, is_loopback
 from tether.studio.tokens import chosen_token
@@ -31,7 +31,7 @@ def serve(options: argparse.Namespace) -> int:
         raise UsageError(f"serve needs the package {error.name}: pip install 'tether-rl[serve]'") from None
     from tether.models.load import load_causal_lm
     from tether.studio.connections import http_options, write_sparingly
-    from tether.studio.long_lived import settle
+    from tether.studio.freeze_gc import settle
 
     token, chosen = find_token(options)
     listening = listen(options.host, options.port)  # first, so that a port in use is told before a model is loaded

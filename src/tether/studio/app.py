@@ -8,9 +8,10 @@ from contextlib import asynccontextmanager
 from fastapi import FastAPI
 
 from tether import __version__
-from tether.runs.read import OpenWorkspace, open_store, open_workspace
-from tether.runs.store.open import Workspace
+from tether.store.database.open import Workspace
+from tether.store.read import OpenWorkspace, open_store, open_workspace
 from tether.studio import (
+    chat_routes,
     item_routes,
     label_routes,
     launch_routes,
@@ -18,12 +19,11 @@ from tether.studio import (
     session_routes,
     static_files,
     stream,
-    talk_routes,
     train_routes,
 )
-from tether.studio.consultations import Consultations
+from tether.studio.auth import Gate
 from tether.studio.context import Studio
-from tether.studio.gate import Gate
+from tether.studio.diagnoses import Consultations
 from tether.studio.imports import Imports
 from tether.studio.label_store import Labels
 from tether.studio.launcher import Launcher
@@ -34,12 +34,12 @@ from tether.studio.replies import add_error_replies
 from tether.studio.rollout_view import PromptIndex
 from tether.studio.settings import StudioSettings
 from tether.studio.stream_count import Streams
-from tether.studio.vote_desk import VoteDesk
+from tether.studio.vote_writer import VoteDesk
 
 KEPT_CONNECTIONS = 8
 ROUTERS = (
     *(run_routes.router, stream.router, label_routes.router, launch_routes.router),
-    *(item_routes.router, train_routes.router, talk_routes.router, session_routes.router),
+    *(item_routes.router, train_routes.router, chat_routes.router, session_routes.router),
 )
 
 

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 from fastapi import Request
 
-from tether.runs.read import OpenWorkspace
-from tether.studio.consultations import Consultations
+from tether.store.read import OpenWorkspace
+from tether.studio.diagnoses import Consultations
 from tether.studio.imports import Imports
 from tether.studio.label_store import Labels
 from tether.studio.launcher import Launcher
@@ -17,7 +17,7 @@ from tether.studio.people import Doorkeeper, Entry, Person
 from tether.studio.rollout_view import PromptIndex
 from tether.studio.settings import StudioSettings
 from tether.studio.stream_count import Streams
-from tether.studio.vote_desk import VoteDesk
+from tether.studio.vote_writer import VoteDesk
 
 
 @dataclass(frozen=True)

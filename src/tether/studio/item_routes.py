@@ -7,11 +7,11 @@ from typing import Annotated, Any, Literal
 from fastapi import Path, Query, Request
 from pydantic import Field
 
-from tether.studio.ballots import MOST_RANKED
 from tether.studio.context import person_of, studio_of
 from tether.studio.label_items import ItemFilter, Status
 from tether.studio.label_records import MAX_TAG, MAX_TAGS, tags_of
 from tether.studio.replies import BIGGEST, Body, Reply, api_router
+from tether.studio.votes import MOST_RANKED
 
 router = api_router()
 

@@ -9,12 +9,12 @@ from typing import Any, Literal
 
 from sqlalchemy import Row, delete, insert, select, update
 
-from tether.runs.store.schema import assignments, items, queues, raters, votes
-from tether.studio.agreement import Vote, judgements
-from tether.studio.ballots import by_own_place, ranks_of
+from tether.store.database.schema import assignments, items, queues, raters, votes
 from tether.studio.label_queues import Queues
 from tether.studio.people import Person
+from tether.studio.rater_agreement import Vote, judgements
 from tether.studio.replies import Refused
+from tether.studio.votes import by_own_place, ranks_of
 
 Status = Literal["any", "open", "judged", "done", "skipped"]
 TOGETHER = 5000  # ids in one statement

@@ -18,8 +18,8 @@ from sqlalchemy import Connection, Row, bindparam, func, insert, or_, select, up
 from sqlalchemy.exc import IntegrityError, SQLAlchemyError
 
 from tether.errors import StorageError
-from tether.runs.read import OpenWorkspace
-from tether.runs.store.schema import assignments, items, label_audits, queues, raters, votes
+from tether.store.database.schema import assignments, items, label_audits, queues, raters, votes
+from tether.store.read import OpenWorkspace
 from tether.studio.people import Person, Role, token_hash
 from tether.studio.replies import Refused
 

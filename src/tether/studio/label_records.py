@@ -10,8 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tether.errors import DataError
-from tether.studio.ballots import FEWEST_RANKED, MOST_RANKED
 from tether.studio.label_queues import NewItem
+from tether.studio.votes import FEWEST_RANKED, MOST_RANKED
 
 KEPT = ("category", "tools", "prompt_id")  # fields of a record that an item keeps as they are
 MAX_TAGS, MAX_TAG = 20, 60

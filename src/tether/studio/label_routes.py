@@ -11,13 +11,9 @@ from pydantic import Field
 from starlette.responses import Response
 
 from tether.errors import StorageError
-from tether.studio.agreement import Vote, agreement
-from tether.studio.ballots import AXES, FEWEST_RANKED, HIGHEST_RATING, LOWEST_RATING, MAX_COMMENT, MOST_RANKED, SKIPPED
 from tether.studio.context import Studio, link_for, person_of, studio_of
-from tether.studio.doubts import ask_doubtful_first, reward_model, scored_by
-from tether.studio.exchange import as_lines, export_records, imported, read_lines
+from tether.studio.import_export import as_lines, export_records, imported, read_lines
 from tether.studio.imports import BackgroundImport
-from tether.studio.label_fill import RANKED, items_from_run, with_repeats
 from tether.studio.label_items import gold_accuracy
 from tether.studio.label_queues import NewItem, queue_settings
 from tether.studio.label_records import item_from_record
@@ -25,9 +21,13 @@ from tether.studio.label_sampling import write_sampling_plan
 from tether.studio.label_staging import ItemWithVotes
 from tether.studio.label_store import Ballot
 from tether.studio.people import Role
+from tether.studio.queue_items import RANKED, items_from_run, with_repeats
+from tether.studio.rater_agreement import Vote, agreement
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.run_queries import run_with_id
 from tether.studio.run_routes import as_download
+from tether.studio.uncertainty import ask_doubtful_first, reward_model, scored_by
+from tether.studio.votes import AXES, FEWEST_RANKED, HIGHEST_RATING, LOWEST_RATING, MAX_COMMENT, MOST_RANKED, SKIPPED
 
 router = api_router()
 

@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tether.errors import DataError, TetherError
-from tether.runs.folder import write_whole
-from tether.studio.ballots import FEWEST_RANKED, MOST_RANKED
-from tether.studio.label_fill import with_repeats
+from tether.store.folder import write_whole
 from tether.studio.label_queues import NewItem
 from tether.studio.label_records import item_from_record, prompt_of
+from tether.studio.queue_items import with_repeats
+from tether.studio.votes import FEWEST_RANKED, MOST_RANKED
 
 if TYPE_CHECKING:
-    from tether.loops.sample import Sampled
+    from tether.evaluation.sample_answers import Sampled
 
 Plan = dict[str, Any]
 
@@ -45,12 +45,12 @@ def carry_out(plan: Plan) -> int:
     """Sample, and put the items into the queue; how many there are."""
     from tether.data.prompts import read_prompts
     from tether.data.sampled import tokenizer_digest
-    from tether.loops.sample import sample_answers, unique_prompts
+    from tether.evaluation.sample_answers import sample_answers, unique_prompts
     from tether.models.load import load_causal_lm
     from tether.protocols import Sampling
-    from tether.runs.find import find_model
-    from tether.runs.read import OpenWorkspace, open_store
-    from tether.runs.store.open import workspace_at
+    from tether.store.database.open import workspace_at
+    from tether.store.find import find_model
+    from tether.store.read import OpenWorkspace, open_store
     from tether.studio.label_store import Labels
 
     prompts = unique_prompts(read_prompts(plan["prompts"]))[: plan["count"]]

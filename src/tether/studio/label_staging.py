@@ -18,11 +18,11 @@ from typing import Any
 from sqlalchemy import Connection, Row, bindparam, delete, insert, select, update
 
 from tether.errors import StorageError
-from tether.runs.store.schema import items, queues, votes
-from tether.studio.ballots import Ratings
+from tether.store.database.schema import items, queues, votes
 from tether.studio.label_items import Items
 from tether.studio.label_queues import INSERT_AUDITS, NewItem
 from tether.studio.people import Person
+from tether.studio.votes import Ratings
 
 TOGETHER = 200  # records in one transaction
 BREATH = 0.5  # of the time that a transaction took, for others

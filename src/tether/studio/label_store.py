@@ -13,8 +13,7 @@ from sqlalchemy.exc import IntegrityError, OperationalError
 from sqlalchemy.exc import TimeoutError as StoreAway
 
 from tether.errors import StorageError
-from tether.runs.store.schema import assignments, items, queues, raters, votes
-from tether.studio.ballots import Ratings, check_choice, check_ratings, shown_order
+from tether.store.database.schema import assignments, items, queues, raters, votes
 from tether.studio.label_queues import (
     DUE,
     INSERT_AUDITS,
@@ -27,6 +26,7 @@ from tether.studio.label_queues import (
 from tether.studio.label_staging import GivenVote, Staging
 from tether.studio.people import Person
 from tether.studio.replies import Refused
+from tether.studio.votes import Ratings, check_choice, check_ratings, shown_order
 
 REPEAT_GAP = 5  # votes between an item and its hidden repeat
 LOOKED_AT = 50  # items from which the next one is chosen

@@ -14,8 +14,8 @@ from pydantic import Field
 from tether.config import RECIPES, Recipe
 from tether.config.load import as_flags, change_settings, load_recipe, recipe_from_record
 from tether.errors import ConfigError
-from tether.runs.folder import is_run
-from tether.runs.read import RunSummary, list_runs
+from tether.store.folder import is_run
+from tether.store.read import RunSummary, list_runs
 from tether.studio.context import Studio, studio_of
 from tether.studio.launcher import Job
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router

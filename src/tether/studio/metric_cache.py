@@ -20,8 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 from sqlalchemy import Connection, func, select
 
-from tether.runs.read import OpenWorkspace
-from tether.runs.store.schema import metrics, runs, steps
+from tether.store.database.schema import metrics, runs, steps
+from tether.store.read import OpenWorkspace
 
 MOST_RUNS = 12
 ROWS_AT_A_TIME = 2_000  # so few that they stay in the processor's cache: with twenty thousand it takes a third longer
@@ -85,7 +85,7 @@ class MetricCache:
             return {name: column.series() for name, column in columns.items()}
 
     def rows(self, run_id: int) -> list[dict[str, float]]:
-        """One mapping a step, in order, each with its "step": the same numbers as `tether.runs.read.read_run` has."""
+        """One mapping a step, in order, each with its "step": the same numbers as `tether.store.read.read_run` has."""
         with self._looking_at(run_id) as (connection, run):
             chosen = select(steps.c.step).where(steps.c.run_id == run_id, steps.c.step <= run.last)
             taken = list(connection.execute(chosen.order_by(steps.c.step)).scalars())

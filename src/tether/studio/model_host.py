@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tether.studio.long_lived import settle
+from tether.studio.freeze_gc import settle
 
 if TYPE_CHECKING:
-    from tether.studio.token_stream import Token
+    from tether.studio.answer_stream import Token
 
 MOST_MODELS = 2  # in memory at a time
 
@@ -71,7 +71,7 @@ class ModelHost:
         """What the model of a run says to each conversation, `samples` times each, in order."""
         from tether.data.sampled import tokenizer_digest
         from tether.protocols import Sampling
-        from tether.studio.token_stream import as_prompt
+        from tether.studio.answer_stream import as_prompt
 
         prompts = [as_prompt(turns, f"studio-{place}") for place, turns in enumerate(conversations)]
         with self._lock:
@@ -96,7 +96,7 @@ class ModelHost:
     ) -> Iterator[Token]:
         """What `answer` would say to one conversation, token by token."""
         from tether.protocols import Sampling
-        from tether.studio.token_stream import as_prompt, stream_answer
+        from tether.studio.answer_stream import as_prompt, stream_answer
 
         with self._lock:
             loaded = self._engine(folder).loaded
@@ -126,7 +126,7 @@ class ModelHost:
         """The engine over a run's model; one that was saved anew since is loaded anew."""
         from tether.models.load import load_causal_lm
         from tether.rollout.native import NativeEngine
-        from tether.runs.find import find_model
+        from tether.store.find import find_model
 
         path = Path(find_model(str(folder)))
         key = (str(path), path.stat().st_mtime if path.exists() else 0.0)
@@ -141,12 +141,12 @@ class ModelHost:
 
 def _reward_model(folder: Path) -> Any:
     """The reward model of a run; one that is adapters stands on the base that the run's recipe names."""
-    from tether.config.parts import RolesSettings
     from tether.config.rewards import ModelPart
+    from tether.config.sections import RolesSettings
     from tether.models.load import load_causal_lm
     from tether.models.sharing import build_sharing
     from tether.rewards.model import RewardModelReward
-    from tether.runs.find import find_model, run_config
+    from tether.store.find import find_model, run_config
 
     path, config = find_model(str(folder)), run_config(str(folder))
     if config.get("roles", {}).get("mode") != "adapters":

@@ -17,7 +17,7 @@ from starlette.responses import Response
 from tether.errors import StorageError, TetherError, UsageError
 from tether.progress import say
 from tether.redact import redact
-from tether.runs.store.schema import without_infinities
+from tether.store.database.schema import without_infinities
 from tether.studio.big_json import read_json
 
 MOST_FIELDS = 100  # of a body; no route knows as many

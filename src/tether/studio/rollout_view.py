@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 from sqlalchemy import select
 
-from tether.runs.read import OpenWorkspace
-from tether.runs.recorded import Column, StoredRollout
-from tether.runs.store.schema import rollouts, runs
-from tether.runs.token_codec import rollout_head_of
+from tether.store.database.schema import rollouts, runs
+from tether.store.read import OpenWorkspace
+from tether.store.recorded import Column, StoredRollout
+from tether.store.token_codec import rollout_head_of
 
 SHOWN_COLUMNS = (
     *("behavior_logprob", "untruncated_logprob", "old_logprob", "ref_logprob", "value"),

@@ -10,9 +10,9 @@ from typing import Any
 
 from sqlalchemy import Row, and_, func, select
 
-from tether.runs.read import LATEST, OpenWorkspace, RunSummary, list_runs, state_now
-from tether.runs.store.open import is_inside
-from tether.runs.store.schema import events, metrics, rollouts, runs, steps
+from tether.store.database.open import is_inside
+from tether.store.database.schema import events, metrics, rollouts, runs, steps
+from tether.store.read import LATEST, OpenWorkspace, RunSummary, list_runs, state_now
 from tether.studio.metric_cache import MetricCache
 from tether.studio.replies import Refused
 

@@ -10,13 +10,13 @@ from pydantic import Field
 from starlette.responses import Response
 
 from tether import __version__
-from tether.audit.findings import Finding, Healthy
 from tether.config import RECIPES
 from tether.config.notes import MAX_GROUP, MAX_NOTE, MAX_TAGS
 from tether.config.schema import REQUIRED, Leaf, alternatives, describe
-from tether.runs.export import write_table
-from tether.runs.notes import change_notes, config_diff
-from tether.runs.read import list_runs, read_rollouts
+from tether.doctor.findings import Finding, Healthy
+from tether.reports.export_data import write_table
+from tether.store.notes import change_notes, config_diff
+from tether.store.read import list_runs, read_rollouts
 from tether.studio.context import person_of, studio_of
 from tether.studio.downsample import shown_series
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router

@@ -11,8 +11,8 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from tether.errors import ConfigError, StorageError, UsageError
-from tether.runs.store.open import workspace_at
-from tether.studio.long_lived import settle
+from tether.store.database.open import workspace_at
+from tether.studio.freeze_gc import settle
 from tether.studio.settings import StudioSettings, is_loopback, public_origin, trusted_networks
 from tether.studio.tokens import chosen_token
 

@@ -17,7 +17,7 @@ from fastapi import APIRouter, Header, Query, Request
 from starlette.concurrency import run_in_threadpool
 
 from tether.errors import StorageError
-from tether.runs.store.schema import without_infinities
+from tether.store.database.schema import without_infinities
 from tether.studio.context import Studio, entry_of, person_of, studio_of
 from tether.studio.people import Entry
 from tether.studio.replies import BIGGEST

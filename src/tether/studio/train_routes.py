@@ -13,11 +13,10 @@ from typing import Annotated, Any
 from fastapi import Query, Request
 from pydantic import Field
 
-from tether.runs.find import find_model, run_config, run_of
-from tether.runs.read import RunSummary, list_runs
-from tether.studio.ballots import skipped
+from tether.store.find import find_model, run_config, run_of
+from tether.store.read import RunSummary, list_runs
 from tether.studio.context import Studio, studio_of
-from tether.studio.exchange import export_records
+from tether.studio.import_export import export_records
 from tether.studio.launch_routes import OURS, free_name
 from tether.studio.launcher import allowed_words
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
@@ -30,6 +29,7 @@ from tether.studio.vote_training import (
     write_plan,
     write_sft_plan,
 )
+from tether.studio.votes import skipped
 
 router = api_router()
 

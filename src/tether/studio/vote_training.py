@@ -19,7 +19,7 @@ from tether.config.code_names import code_names, names_of_record
 from tether.config.load import as_flags, load_recipe
 from tether.errors import ConfigError, DataError, StorageError
 from tether.rewards.agree import agree_to_names
-from tether.runs.folder import write_whole
+from tether.store.folder import write_whole
 from tether.studio.vote_recipes import ppo_recipe, reward_recipe, sft_recipe
 
 VOTES = "votes.json"

@@ -1,0 +1,1 @@
+"""Everything that is only there for speed. Without this package Tether gives the same results, more slowly."""

@@ -1,0 +1,1 @@
+"""Triton kernels by subject; each kernel is defined once."""

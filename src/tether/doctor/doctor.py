@@ -1,0 +1,165 @@
+"""The doctor: every audit over a run that is finished, or over one that is under way."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from tether.doctor.answer_metrics import measured
+from tether.doctor.critic import critic, critic_rate
+from tether.doctor.drift import entropy_collapse, kl_runaway, length_drift, mode_collapse, never_ends, repeating
+from tether.doctor.findings import SEVERITIES, Audit, Finding, TooLittle, Verdict
+from tether.doctor.learning import (
+    clip,
+    dominated_advantages,
+    early_stop,
+    gradient_spikes,
+    not_finite,
+    not_training,
+)
+from tether.doctor.sampling import negative_kl, rollout_mismatch
+from tether.doctor.scores import few_prompts, flat_scores, held_out, over_optimisation, reward_failures, score_collapse
+from tether.store.recorded import RecordedRun, StoredRollout
+
+AUDITS: tuple[Audit, ...] = (
+    Audit("not-training", "Do the weights move at all?", not_training),
+    Audit("not-finite", "Was every loss and gradient finite?", not_finite),
+    Audit("rollout-mismatch", "Is the ratio 1 before the first update?", rollout_mismatch),
+    Audit("negative-kl", "Can the KL to the reference be believed?", negative_kl),
+    Audit("kl-runaway", "Does the policy stay near the reference?", kl_runaway),
+    Audit("entropy-collapse", "Does the policy still explore?", entropy_collapse),
+    Audit("repetition", "Do answers loop?", repeating),
+    Audit("mode-collapse", "Do different prompts get different answers?", mode_collapse),
+    Audit("length", "Does length drift, or pay?", length_drift),
+    Audit("never-ends", "Do answers end by themselves?", never_ends),
+    Audit("over-optimisation", "Does the true score follow the proxy?", over_optimisation),
+    Audit("held-out", "Do held-out prompts gain too?", held_out),
+    Audit("score-collapse", "Did the run keep what it had learned?", score_collapse),
+    Audit("flat-scores", "Do scores differ?", flat_scores),
+    Audit("reward-failures", "Does the reward score every answer?", reward_failures),
+    Audit("few-prompts", "Are there enough different prompts?", few_prompts),
+    Audit("critic", "Is the critic better than the mean?", critic),
+    Audit("critic-rate", "Is the critic's rate low enough?", critic_rate),
+    Audit("dominated-advantages", "Do many answers decide the step?", dominated_advantages),
+    Audit("clip", "Does the clip bind as it should?", clip),
+    Audit("early-stop", "Are updates finished?", early_stop),
+    Audit("gradient-spikes", "Are gradients steady?", gradient_spikes),
+)
+
+STEPS_READ = 12  # kept steps whose rollouts are read at most: enough for a trend, and quick on a long run
+
+
+@dataclass(frozen=True)
+class Examination:
+    """What every audit said of one run, by its name."""
+
+    verdicts: Mapping[str, Verdict]
+
+    @property
+    def findings(self) -> list[Finding]:
+        """What is wrong, the gravest first."""
+        found = [verdict for verdict in self.verdicts.values() if isinstance(verdict, Finding)]
+        return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
+
+
+@dataclass(frozen=True)
+class Doctor:
+    """Looks at a run with each of its audits."""
+
+    audits: Sequence[Audit] = AUDITS
+
+    def examine(self, run: RecordedRun) -> list[Finding]:
+        """What is wrong with a run, the gravest first."""
+        return self.examination(run).findings
+
+    def examination(self, run: RecordedRun) -> Examination:
+        """What every audit said, those too that found nothing."""
+        run = with_measures(run)
+        return Examination({audit.name: audit.examine(run) for audit in self.audits})
+
+
+def with_measures(run: RecordedRun) -> RecordedRun:
+    """The run with the measures of its kept rollouts among its metrics; of long runs a few kept steps, far apart."""
+    steps = spread_out(run.rollout_steps, STEPS_READ)
+    read = lru_cache(maxsize=STEPS_READ)(lambda step: tuple(run.rollouts(step)))
+    kept = set(steps)
+    metrics = [measured(row, read(int(row["step"]))) if int(row["step"]) in kept else row for row in run.metrics]
+    return dataclasses.replace(run, metrics=metrics, rollout_steps=steps, rollouts=read)
+
+
+def spread_out(steps: Sequence[int], most: int) -> list[int]:
+    """At most `most` of the steps, evenly apart, the first and the last among them."""
+    if len(steps) <= most:
+        return list(steps)
+    return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
+
+
+@dataclass
+class LiveDoctor:
+    """Looks at a run while it trains: give it every step, and it returns what it has not said before.
+
+    It keeps the first steps and the latest ones, and the rollouts of a few, so that neither its memory nor the time of
+    a look grows with the run. A finding is said again only when it has become graver. An audit that fails is passed
+    over: looking must never stop a run.
+    """
+
+    method: str
+    config: Mapping[str, Any]
+    every: int = 10
+    first_steps: int = 20
+    latest_steps: int = 180
+    kept_rollouts: int = 3  # of the latest steps, beside those of the first
+    doctor: Doctor = field(default_factory=Doctor)
+
+    def __post_init__(self) -> None:
+        self._first: list[Mapping[str, float]] = []
+        self._latest: deque[Mapping[str, float]] = deque(maxlen=self.latest_steps)
+        self._first_rollouts: tuple[int, Sequence[StoredRollout]] | None = None
+        self._rollouts: deque[tuple[int, Sequence[StoredRollout]]] = deque(maxlen=self.kept_rollouts)
+        self._said: dict[str, int] = {}
+        self._steps = 0
+
+    def see(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[StoredRollout] = ()) -> list[Finding]:
+        """One step; what is newly wrong, on every `every`-th call, else nothing."""
+        row = measured({"step": float(step)} | dict(metrics), rollouts)
+        (self._first if len(self._first) < self.first_steps else self._latest).append(row)
+        if rollouts and self._first_rollouts is None:
+            self._first_rollouts = (step, rollouts)
+        elif rollouts:
+            self._rollouts.append((step, rollouts))
+        self._steps += 1
+        return self._look() if self._steps % self.every == 0 else []
+
+    def _look(self) -> list[Finding]:
+        run = self._recorded()
+        found = [verdict for audit in self.doctor.audits if isinstance(verdict := _ask(audit, run), Finding)]
+        new = [finding for finding in found if self._graver(finding)]
+        self._said |= {finding.audit: SEVERITIES.index(finding.severity) for finding in new}
+        return sorted(new, key=lambda finding: SEVERITIES.index(finding.severity))
+
+    def _graver(self, finding: Finding) -> bool:
+        return SEVERITIES.index(finding.severity) < self._said.get(finding.audit, len(SEVERITIES))
+
+    def _recorded(self) -> RecordedRun:
+        """What is remembered, as a run; the measures of rollouts are already among the metrics."""
+        first = [self._first_rollouts] if self._first_rollouts is not None else []
+        kept = dict([*first, *self._rollouts])
+        return RecordedRun(
+            name="live",
+            method=self.method,
+            config=self.config,
+            metrics=[*self._first, *self._latest],
+            rollout_steps=sorted(kept),
+            rollouts=lambda step: kept.get(step, ()),
+        )
+
+
+def _ask(audit: Audit, run: RecordedRun) -> Verdict:
+    try:
+        return audit.examine(run)
+    except Exception as error:  # a bug in an audit is no reason to lose a run
+        return TooLittle(f"{audit.name} failed: {type(error).__name__}: {error}")

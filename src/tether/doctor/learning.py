@@ -1,0 +1,261 @@
+"""Audits of the update: do the weights move, and how far does each step go?"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
+
+from tether.doctor.curves import Curve, curve, percent, rows_per_step, setting, solved
+from tether.doctor.findings import Finding, Healthy, TooLittle, Verdict
+from tether.reports.chart_scale import short
+from tether.store.recorded import RecordedRun
+
+FEWEST = 5  # iterations
+
+FEW_HOLD = 0.4  # of all |advantage| in a twentieth of the answers; equal answers would hold 5 %, normal ones 13 %
+
+CLIP_WARNING = 0.3  # of the tokens: PPO's authors and practice see 0.05 to 0.2
+CLIP_ALARM = 0.5
+NEVER_CLIPPED = 1e-4
+HARDLY_MOVED = 1e-6  # KL(old || new) a token: ratios within a thousandth of 1
+
+STOPPED_PART = 0.8  # of the updates were ended early
+
+SPIKE = 10.0  # times the median of the steps before
+ABOVE_START = 3.0  # times the largest of the first steps: a converged run may jump about near 0
+SPIKE_WINDOW = 20
+
+WHY_DOMINATED = "The step then points where a handful of answers point: it is as noisy as a batch of that size."
+WHY_CLIPPED = (
+    "A clipped token gives no gradient. If many are, the policy has left the region in which old data can be trusted, "
+    "and most of the batch is thrown away."
+)
+WHY_IDLE = "The policy hardly changes between two iterations: the run spends its time sampling from the same policy."
+WHY_STOPPED = "The rest of each update is never used: answers are sampled and scored for nothing."
+WHY_SPIKES = "Clipping bounds the length of such a step, not its direction, and Adam remembers it for many steps."
+WHY_SKIPPED = "A loss or gradient that is not finite is skipped, and the batch is lost. It seldom happens by chance."
+WHY_STILL = "The weights stay as they are: the run only samples."
+
+
+def dominated_advantages(run: RecordedRun) -> Verdict:
+    """Do a few answers decide the step?"""
+    share = curve(run, "advantage_top_share")
+    if len(share) < 2:
+        return TooLittle("advantages of 16 answers or more from two steps (rollouts kept, or advantage_top_share)")
+    late = share.half()
+    middle = float(np.median(late.values))
+    if middle < FEW_HOLD:
+        return Healthy(f"a twentieth of the answers holds {percent(middle)} of all |advantage|")
+    if solved(run):
+        return Healthy(f"{percent(middle)} in a twentieth of the answers: the few that are not solved yet")
+    return Finding(
+        "dominated-advantages",
+        "warning",
+        "A few answers hold most of the advantage",
+        f"Since step {late.first_step} a twentieth of the answers holds {percent(middle)} of all |advantage| (median); "
+        "5 % would be an equal share.",
+        WHY_DOMINATED,
+        (
+            "reward.clip: bound the scores that stick out",
+            "rollout.prompts_per_step: more answers in a step",
+            "task.prompts: prompts of which more than a few are answered well, or partial credit in the reward",
+        ),
+        "advantage_top_share",
+        late.first_step,
+        late.last_step,
+    )
+
+
+def clip(run: RecordedRun) -> Verdict:
+    """Does the clip bind too often, or never?"""
+    clipped, taken, moved = curve(run, "clip_fraction"), curve(run, "steps"), curve(run, "kl_old")
+    if len(clipped) < FEWEST:
+        return TooLittle(f"clip_fraction of {FEWEST} iterations (objective: clip)")
+    late = clipped.half()
+    middle, several = float(np.median(late.values)), len(taken) > 0 and float(np.median(taken.values)) > 1.0
+    if middle > CLIP_WARNING:
+        return Finding(
+            "clip",
+            "alarm" if middle > CLIP_ALARM else "warning",
+            "The clip removes a large part of the gradient",
+            f"Since step {late.first_step} {percent(middle)} of the tokens are clipped (median, at most "
+            f"{percent(float(late.values.max()))}).",
+            WHY_CLIPPED,
+            (
+                "optimizer.policy_rate: lower it, by three to ten times",
+                f"{run.method}.epochs: fewer passes over each batch",
+                f"{run.method}.max_kl_old: 0.02 ends an update before it goes too far",
+            ),
+            "clip_fraction",
+            late.first_step,
+            late.last_step,
+        )
+    idle = float(clipped.values.max()) < NEVER_CLIPPED and len(moved) and 0.0 < moved.values.max() < HARDLY_MOVED
+    if several and idle and not curve(run, "score").rose() and not solved(run):
+        return Finding(
+            "clip",
+            "note",
+            "The clip never acts: updates are too small to need it",
+            f"In {len(clipped)} iterations no token was clipped, and KL(old || new) was at most "
+            f"{short(float(moved.values.max()))} a token.",
+            WHY_IDLE,
+            (
+                f"optimizer.policy_rate: raise it (it is {setting(run, 'optimizer.policy_rate', 1e-5):g})",
+                f"{run.method}.epochs: more passes over each batch",
+            ),
+            "clip_fraction",
+            clipped.first_step,
+            clipped.last_step,
+        )
+    return Healthy(f"{percent(middle)} of the tokens are clipped in the second half")
+
+
+def early_stop(run: RecordedRun) -> Verdict:
+    """Does every update end early?"""
+    stopped, taken = curve(run, "early_stop"), curve(run, "steps")
+    if len(stopped) < FEWEST:
+        return TooLittle(f"early_stop of {FEWEST} iterations")
+    late = stopped.half()
+    part = float(late.values.mean())
+    if part <= STOPPED_PART:
+        return Healthy(f"{percent(part)} of the updates ended early in the second half")
+    size = max(1, int(setting(run, f"{run.method}.minibatch_size", 64)))
+    planned = int(setting(run, f"{run.method}.epochs", 1)) * math.ceil(rows_per_step(run) / size)
+    mean = float(taken.half().values.mean()) if len(taken) else math.nan
+    limit = setting(run, f"{run.method}.max_kl_old", math.nan)
+    return Finding(
+        "early-stop",
+        "alarm" if mean < 0.5 else "warning",
+        "Every update ends early",
+        f"Since step {late.first_step} {percent(part)} of the updates were ended by the limit on KL(old || new) "
+        f"({limit:g} a token), after {short(mean)} of {planned} optimiser steps on average.",
+        WHY_STOPPED,
+        (
+            "optimizer.policy_rate: lower it, so that all steps of an update fit under the limit",
+            f"{run.method}.epochs: fewer",
+            f"{run.method}.max_kl_old: raise it; 0.01 to 0.05 is usual",
+        ),
+        "early_stop",
+        late.first_step,
+        late.last_step,
+    )
+
+
+def gradient_spikes(run: RecordedRun) -> Verdict:
+    """Does the gradient's norm jump?"""
+    names = sorted(name for name in run.series if name.startswith("grad_norm/"))
+    curves = [found for name in names if len(found := curve(run, name)) >= 2 * FEWEST]
+    if not curves:
+        return TooLittle(f"grad_norm of {2 * FEWEST} steps")
+    worst, places = max(((found, _spikes(found)) for found in curves), key=lambda pair: len(pair[1]))
+    if not places:
+        return Healthy(f"no norm of {', '.join(found.name for found in curves)} above {SPIKE:g} times those before it")
+    bound = setting(run, "optimizer.max_grad_norm", None)
+    shown = ", ".join(f"step {int(worst.steps[place])} ({short(float(worst.values[place]))})" for place in places[:5])
+    return Finding(
+        "gradient-spikes",
+        "warning" if len(places) > 1 or bound is None else "note",
+        "The gradient's norm has spikes",
+        f"{worst.name} was more than {SPIKE:g} times the median of the steps before it at {shown}; the run's median "
+        f"is {short(float(np.median(worst.values)))}.",
+        WHY_SPIKES,
+        (
+            "optimizer.max_grad_norm: 1.0 or below"
+            + ("" if bound is not None else " (it is null: nothing is clipped)"),
+            "reward.clip: bound the scores of the batches that stick out",
+            "optimizer.policy_rate and optimizer.critic_rate: lower the one whose norm spikes",
+        ),
+        worst.name,
+        int(worst.steps[places[0]]),
+        int(worst.steps[places[-1]]),
+    )
+
+
+def _spikes(found: Curve) -> list[int]:
+    """Where a norm is far above those before it, and above those of the beginning."""
+    values, first = found.values, float(found.values[:FEWEST].max())
+    before = np.concatenate([np.full(SPIKE_WINDOW, np.nan), values])  # NaN: there were no such steps
+    high = FEWEST + np.flatnonzero(values[FEWEST:] > ABOVE_START * first)  # which few are, so that medians cost little
+    usual = np.nanmedian(sliding_window_view(before, SPIKE_WINDOW)[high], axis=1)
+    return high[values[high] > SPIKE * usual].tolist()
+
+
+def not_finite(run: RecordedRun) -> Verdict:
+    """Were updates skipped because a loss or gradient was not finite?"""
+    skipped, taken = curve(run, "skipped_steps"), curve(run, "steps")
+    if not len(skipped):
+        return TooLittle("skipped_steps")
+    number = float(skipped.values.clip(min=0.0).sum())
+    total = number + float(taken.values.sum())
+    if number == 0:
+        return Healthy("every loss and gradient was finite")
+    places = skipped.steps[skipped.values > 0]
+    return Finding(
+        "not-finite",
+        "alarm" if number > 0.1 * total else "warning",
+        "Updates were skipped: loss or gradient not finite",
+        f"{number:.0f} of {total:.0f} optimiser steps, first at step {int(places[0])}, last at step {int(places[-1])}.",
+        WHY_SKIPPED,
+        (
+            "optimizer.policy_rate and optimizer.critic_rate: lower them",
+            "reward.clip: bound the scores",
+            "model.dtype: float32",
+        ),
+        "skipped_steps",
+        int(places[0]),
+        int(places[-1]),
+    )
+
+
+def not_training(run: RecordedRun) -> Verdict:
+    """Do the weights move at all?"""
+    group, key = ("reward", "critic_rate") if run.method == "reward" else ("policy", "policy_rate")
+    norm, taken, moved = curve(run, f"grad_norm/{group}"), curve(run, "steps"), curve(run, "kl_old")
+    change, length = curve(run, f"weight_change/{group}"), len(run.metrics)
+    if length < FEWEST:
+        return TooLittle(f"{FEWEST} steps")
+    adapters = setting(run, "roles.mode", "separate") == "adapters"
+    several = len(taken) > 0 and float(np.median(taken.values)) > 1.0
+    warming = run.method == "ppo" and int(setting(run, "ppo.critic_warmup", 0)) >= length
+    if warming:
+        return TooLittle("an iteration after ppo.critic_warmup")
+    still = len(norm) >= FEWEST and not np.any(norm.values)
+    if still and solved(run):
+        return Healthy("no gradient is left, for every answer scores the most there is: the task is solved")
+    if float(setting(run, f"optimizer.{key}", 1e-5)) == 0.0 and run.method != "trpo":
+        saw, cure = f"optimizer.{key} is 0 in all {length} steps.", f"optimizer.{key}: above 0"
+    elif still:
+        what = "the adapters" if adapters else "the weights"
+        saw, cure = (
+            f"grad_norm/{group} is exactly 0 at all {len(norm)} steps: no gradient reaches {what}.",
+            (
+                "roles.lora_targets: name layers that the model has"
+                if adapters
+                else "roles.mode: separate, to see whether the weights were frozen by their mode"
+            ),
+        )
+    elif len(taken) >= FEWEST and not np.any(taken.values):
+        saw = (
+            f"No optimiser step was taken in {len(taken)} iterations: every one was skipped, refused or stopped early."
+        )
+        cure = "see not-finite and early-stop; with TRPO raise trpo.max_kl or trpo.damping"
+    elif len(change) and float(np.abs(change.values).max()) == 0.0:
+        saw, cure = f"weight_change/{group} is exactly 0 at all {len(change)} steps.", f"optimizer.{key}: raise it"
+    elif several and len(moved) >= FEWEST and float(moved.values.max()) == 0.0 and run.method != "trpo":
+        saw = f"KL(old || new) is exactly 0 in all {len(moved)} updates, though each takes several steps."
+        cure = f"optimizer.{key}: raise it (it is {setting(run, f'optimizer.{key}', 1e-5):g})"
+    else:
+        return Healthy(f"gradients reach the weights, and {float(taken.values.sum()):.0f} steps were taken")
+    return Finding(
+        "not-training",
+        "alarm",
+        "The adapters do not train" if adapters else "The weights do not train",
+        saw,
+        WHY_STILL,
+        (cure,),
+        f"grad_norm/{group}",
+        int(run.metrics[0]["step"]),
+        int(run.metrics[-1]["step"]),
+    )

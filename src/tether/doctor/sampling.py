@@ -1,0 +1,249 @@
+"""Audits of the log-probs: do sampler and trainer agree, and can the KL to the reference be believed?"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from tether.doctor.curves import Curve, curve, percent, rows_per_step, setting
+from tether.doctor.findings import Finding, Healthy, Severity, TooLittle, Verdict
+from tether.reports.chart_scale import short
+from tether.store.recorded import RecordedRun, StoredRollout
+
+# Nats a token, (warning, alarm). In float32 both sides agree to 1e-6, and a ratio that is off by 5 % before anything is
+# learned is a quarter of the usual clip range. In bfloat16 each side rounds every layer in its own order: 0.04 was seen
+# where nothing was wrong, and old log-probs come from the trainer so that it biases no ratio.
+GAPS = {"float32": (0.01, 0.05), "bfloat16": (0.1, 0.25)}
+FIRST_RATIO = 1e-3  # the trainer against itself: the same rows in the same shapes must give ratio 1
+TOKENS_SHOWN = 5
+
+FEWEST_KL = 5  # iterations with a KL
+NEGATIVE_PART = 0.3  # a KL below 0 in this part of the iterations is more than a bad draw
+SURE = 3.0  # standard errors below 0 that luck does not explain
+CUT_GAP = 1e-3  # nats a token by which top-p or top-k changed what was sampled from
+MOVED = 1e-7  # KL(old || new) above which the policy has moved for certain
+FIRST_KL = 0.02  # nats a token at step 0, where the reference still is the policy
+
+WHY_MISMATCH = (
+    "PPO divides the new policy by the one that sampled. If sampler and trainer disagree before the first update, the "
+    "ratio starts away from 1: the clip acts on the disagreement, and the gradient is that of another policy."
+)
+WHY_NEGATIVE = (
+    "A KL divergence is never below 0. If its estimate is, then the penalty pays the policy for moving away, or a "
+    "controller lowers its weight for the wrong reason."
+)
+
+
+def rollout_mismatch(run: RecordedRun) -> Verdict:
+    """Is the ratio 1 before the first update?"""
+    gap = curve(run, "sampler_gap")
+    first = curve(run, "first_kl_old")
+    if not len(gap) and not len(first):
+        return TooLittle("sampler_gap: the run records no log-probs of the sampler")
+    if len(first) and math.sqrt(2.0 * max(float(first.values.max()), 0.0)) > FIRST_RATIO:
+        return _trainer_disagrees_with_itself(first)
+    if not len(gap):
+        return Healthy("the trainer agrees with itself on the first minibatch")
+    mean, worst = float(np.median(gap.values)), int(gap.values.argmax())
+    warning, alarm = _gaps_that_count(run)
+    if mean <= warning:
+        return Healthy(f"sampler and trainer differ by {short(mean)} nats a token (from {warning} on it counts)")
+    off = percent(math.expm1(min(mean, 10.0)))
+    peak = curve(run, "sampler_gap_max")
+    largest = f", and by up to {short(float(peak.values.max()))} at one token" if len(peak) else ""
+    rollouts = _last_rollouts(run)
+    return Finding(
+        "rollout-mismatch",
+        "alarm" if mean > alarm else "warning",
+        "Sampler and trainer disagree about the same tokens",
+        f"Before any update the ratio of new to old is off by {off} for a typical token "
+        f"({short(mean)} nats, most at step {int(gap.steps[worst])} with {short(float(gap.values[worst]))}){largest}."
+        + _where_it_sits(rollouts),
+        WHY_MISMATCH,
+        (
+            "model.dtype: sample and train in the same precision (float32 if in doubt)",
+            "model.attention: the same kernels in both",
+            "with an engine of your own: hand it the new weights before every iteration, and return log-probs at "
+            "rollout.temperature",
+        ),
+        "sampler_gap",
+        gap.first_step,
+        gap.last_step,
+        _worst_tokens(rollouts),
+    )
+
+
+def _gaps_that_count(run: RecordedRun) -> tuple[float, float]:
+    """From how many nats a token on a gap is a warning, and an alarm, in the run's precision."""
+    return GAPS.get(str(setting(run, "model.dtype", "float32")), GAPS["float32"])
+
+
+def _trainer_disagrees_with_itself(first: Curve) -> Finding:
+    worst = int(first.values.argmax())
+    return Finding(
+        "rollout-mismatch",
+        "warning",
+        "The ratio is not 1 on the first minibatch",
+        f"The trainer's two passes over the same tokens differ: KL(old || new) is {short(float(first.values[worst]))} "
+        f"a token before the first step of the update at step {int(first.steps[worst])}, a ratio that is typically off "
+        f"by {percent(math.sqrt(2.0 * float(first.values[worst])))}.",
+        WHY_MISMATCH,
+        (
+            "model.path: turn off dropout in the model's own config",
+            "model.dtype: float32 where kernels give other results for other batch shapes",
+        ),
+        "first_kl_old",
+        first.first_step,
+        first.last_step,
+    )
+
+
+def _last_rollouts(run: RecordedRun) -> Sequence[StoredRollout]:
+    return run.rollouts(run.rollout_steps[-1]) if run.rollout_steps else ()
+
+
+def _gaps(rollout: StoredRollout) -> np.ndarray:
+    """(T,) |old - sampler's| log-prob, 0 off the answer."""
+    gap = np.abs(rollout.columns["old_logprob"] - rollout.columns["untruncated_logprob"])
+    return np.where(rollout.columns["response"], gap, 0.0)
+
+
+def _where_it_sits(rollouts: Sequence[StoredRollout]) -> str:
+    """Whether few tokens or all of them carry the gap."""
+    if not rollouts:
+        return ""
+    gaps = np.sort(np.concatenate([_gaps(rollout)[rollout.columns["response"]] for rollout in rollouts]))[::-1]
+    few = max(1, len(gaps) // 20)
+    share = float(gaps[:few].sum() / max(gaps.sum(), 1e-12))
+    where = "few tokens carry it" if share > 0.5 else "it is spread over the answers"
+    return f" The worst twentieth of the tokens holds {percent(share)} of it: {where}."
+
+
+def _worst_tokens(rollouts: Sequence[StoredRollout]) -> tuple[str, ...]:
+    found: list[tuple[float, str]] = []
+    for rollout in rollouts:
+        gaps = _gaps(rollout)
+        for place in np.argsort(gaps)[::-1][:TOKENS_SHOWN]:
+            old, said = (float(rollout.columns[name][place]) for name in ("old_logprob", "untruncated_logprob"))
+            text = (
+                f"step {rollout.step}, sample {rollout.row}, token {int(place)} {rollout.pieces[place]!r}: "
+                f"sampler {short(said)}, trainer {short(old)}"
+            )
+            found.append((float(gaps[place]), text))
+    return tuple(text for _, text in sorted(found, reverse=True)[:TOKENS_SHOWN])
+
+
+@dataclass(frozen=True)
+class _Negative:
+    """How far below 0 the KL is: mean over the second half, its standard error, and how often."""
+
+    mean: float
+    error: float
+    part: float
+
+    @property
+    def certain(self) -> bool:
+        return self.mean < -SURE * self.error
+
+
+def negative_kl(run: RecordedRun) -> Verdict:
+    """Is the KL to the reference below 0, or stuck at 0, and why?"""
+    k1, k3 = curve(run, "kl_ref_k1"), curve(run, "kl_ref_k3")
+    if min(len(k1), len(k3)) < FEWEST_KL or len(k1) != len(k3):
+        return TooLittle(f"kl_ref_k1 and kl_ref_k3 of {FEWEST_KL} iterations (kl.place: none has no reference)")
+    length = curve(run, "response_length")
+    tokens = float(length.values.mean()) if len(length) else 1.0
+    if k1.first_step == 0 and float(k3.values[0]) / tokens > FIRST_KL:
+        return _other_reference(k3, tokens)
+    old = curve(run, "kl_old")
+    if not np.any(k3.values) and not np.any(k1.values):
+        if len(old) and float(old.values.mean()) > MOVED:
+            return _same_reference(k3, old)
+        return TooLittle("a policy that moves: the KL is exactly 0 at every step")
+    half, half3 = k1.half(), k3.half()
+    # For a small KL the k1 of a whole answer has variance 2 KL; what the curve itself shows may be more.
+    by_theory = math.sqrt(2.0 * max(float(half3.values.mean()), 0.0) / rows_per_step(run) / len(half))
+    by_curve = half.noise() / math.sqrt(len(half)) if len(half) >= 3 else 0.0
+    found = _Negative(float(half.values.mean()), max(by_theory, by_curve), float((k1.values[1:] < 0.0).mean()))
+    if found.mean >= 0.0 or not (found.certain or found.part > NEGATIVE_PART):
+        return Healthy(f"the k1 estimate is {short(found.mean)} nats an answer in the second half of the run")
+    return _with_cause(run, found, half)
+
+
+def _with_cause(run: RecordedRun, found: _Negative, half: Curve) -> Finding:
+    cut, gap = curve(run, "truncation_gap"), curve(run, "sampler_gap")
+    severity: Severity = "warning"
+    if len(cut) and float(cut.values.mean()) > CUT_GAP:
+        p, k = setting(run, "rollout.top_p", 1.0), setting(run, "rollout.top_k", 0)
+        cause = (
+            f"Cause: truncated sampling. With top_p {p:g} and top_k {k} the sampler drew from another distribution "
+            f"than the one whose log-probs are compared ({short(float(cut.values.mean()))} nats a token), so the "
+            "estimate is not one of a KL any more."
+        )
+        change = ("rollout.top_p: 1.0 and rollout.top_k: 0 while training", "rollout.temperature: lower it instead")
+    elif len(gap) and float(np.median(gap.values)) > _gaps_that_count(run)[0]:
+        cause = (
+            f"Cause: sampler and trainer disagree by {short(float(np.median(gap.values)))} nats a token, so the tokens "
+            "do not come from the policy whose log-probs are compared."
+        )
+        change = ("see rollout-mismatch: model.dtype, and the engine's weights and temperature",)
+    elif not found.certain:
+        severity = "note"
+        cause = (
+            f"Cause: chance. k1 of {rows_per_step(run)} answers has a standard error of {short(found.error)} here, and "
+            "the policy has hardly left the reference."
+        )
+        change = ("kl.estimator: k3, which is never negative", "rollout.prompts_per_step: more answers, less noise")
+    else:
+        severity = "alarm"
+        cause = (
+            "Cause: the reference's log-probs are not of the tokens that were sampled. Nothing else is left: sampling "
+            f"was not truncated, the sampler agrees with the trainer, and chance explains only {short(found.error)}."
+        )
+        change = ("roles.mode: check that the reference reads the same tokens, mask and temperature as the policy",)
+    return Finding(
+        "negative-kl",
+        severity,
+        "The KL to the reference is negative",
+        f"kl_ref_k1 is {short(found.mean)} nats an answer over steps {half.first_step} to {half.last_step}, and below "
+        f"0 in {percent(found.part)} of all steps. {cause}",
+        WHY_NEGATIVE,
+        change,
+        "kl_ref_k1",
+        half.first_step,
+        half.last_step,
+    )
+
+
+def _same_reference(k3: Curve, old: Curve) -> Finding:
+    return Finding(
+        "negative-kl",
+        "alarm",
+        "The reference moves along with the policy",
+        f"The KL to the reference is exactly 0 at all {len(k3)} steps, though the policy moves (KL(old || new) is "
+        f"{short(float(old.values.mean()))} a token). The reference is the policy itself.",
+        "Then nothing tethers the policy: it can drift anywhere at no cost.",
+        ("roles.mode: give the reference weights of its own, or adapters that can be switched off",),
+        "kl_ref_k3",
+        k3.first_step,
+        k3.last_step,
+    )
+
+
+def _other_reference(k3: Curve, tokens: float) -> Finding:
+    first = float(k3.values[0])
+    return Finding(
+        "negative-kl",
+        "warning",
+        "The reference is not the policy that the run began with",
+        f"At step 0, before any update, the KL to the reference is {short(first)} nats an answer "
+        f"({short(first / tokens)} a token); it should be 0.",
+        "The policy is then tethered to some other model, and pays from the start for what it was given.",
+        ("model.path: the policy and the reference must start as the same model",),
+        "kl_ref_k3",
+        k3.first_step,
+        k3.first_step,
+    )

@@ -1,0 +1,1 @@
+"""Text metrics, confidence intervals, judges and win rates."""

@@ -1,0 +1,166 @@
+"""A GGUF file of the Llama architecture as a Hugging Face folder: config, float32 weights, tokenizer.
+
+transformers reads GGUF too, with the package gguf installed, but its tokenizer for this family does not set digits
+apart (5.22 knows no pre-tokenizer "smollm"): the spaces before a number become tokens that the model never saw there.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from torch import Tensor
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+from tether.errors import DataError
+from tether.hub.gguf import GgufFile, open_gguf
+
+CONTROL = 3  # GGUF's type of a token that text never spells
+WEIGHTS = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+BLOCK_WEIGHTS = {
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+}
+
+
+def convert_gguf(source: Path, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
+    """Write the model in `source` into `folder`, which exists; `progress` is told (tensors done, tensors in all)."""
+    gguf = open_gguf(source)
+    architecture = gguf.metadata.get("general.architecture")
+    if architecture != "llama" or any(".rope.scaling." in key for key in gguf.metadata):
+        raise DataError(f"{source.name} is of architecture {architecture!r}: only llama without rope scaling is read")
+    try:
+        config, tokenizer = _config(gguf), _tokenizer(gguf.metadata)
+    except KeyError as error:
+        raise DataError(f"{source.name} does not state {error.args[0]}, without which it cannot be read") from error
+    heads = {"attn_q": config.num_attention_heads, "attn_k": config.num_key_value_heads or config.num_attention_heads}
+    weights = read_weights(gguf, heads, progress)
+    _check_weights(weights, config, source.name)
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    config.save_pretrained(folder)
+    ids = {key: getattr(config, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+    GenerationConfig(**ids).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    shutil.copymode(folder / "config.json", folder / "model.safetensors")  # which is made for its owner only
+
+
+def _config(gguf: GgufFile) -> LlamaConfig:
+    stated = gguf.metadata
+    heads = stated["llama.attention.head_count"]
+    epsilon = stated["llama.attention.layer_norm_rms_epsilon"]
+    config = LlamaConfig(
+        vocab_size=len(stated["tokenizer.ggml.tokens"]),
+        hidden_size=stated["llama.embedding_length"],
+        intermediate_size=stated["llama.feed_forward_length"],
+        num_hidden_layers=stated["llama.block_count"],
+        num_attention_heads=heads,
+        num_key_value_heads=stated.get("llama.attention.head_count_kv", heads),
+        max_position_embeddings=stated["llama.context_length"],
+        rms_norm_eps=float(f"{epsilon:.7g}"),  # stored in single precision: 1e-5, not 9.99999974e-6
+        rope_parameters={"rope_type": "default", "rope_theta": stated.get("llama.rope.freq_base", 10000.0)},
+        tie_word_embeddings="output.weight" not in gguf.tensors,
+        bos_token_id=stated.get("tokenizer.ggml.bos_token_id"),
+        eos_token_id=stated["tokenizer.ggml.eos_token_id"],
+        pad_token_id=stated.get("tokenizer.ggml.padding_token_id"),
+        dtype="float32",
+    )
+    config.architectures = ["LlamaForCausalLM"]
+    return config
+
+
+def read_weights(
+    gguf: GgufFile, heads: Mapping[str, int], progress: Callable[[int, int], None] | None = None
+) -> dict[str, Tensor]:
+    """Every weight in float32 under transformers' name; `heads` are those of the parts whose rows stand in pairs.
+
+    Tables of frequencies, which transformers works out from the config, are left out.
+    """
+    weights = {}
+    for done, name in enumerate(gguf.tensors):
+        if progress is not None:
+            progress(done, len(gguf.tensors))
+        part = name.rpartition(".")[0].rpartition(".")[2]
+        if part == "rope_freqs":
+            continue
+        weight = gguf.read(name)
+        if part in heads:
+            weight = _halves_from_pairs(weight, heads[part])
+        weights[transformers_name(name)] = weight.contiguous()
+    if progress is not None:
+        progress(len(gguf.tensors), len(gguf.tensors))
+    return weights
+
+
+def transformers_name(name: str) -> str:
+    """transformers' name of a weight that GGUF calls `name`."""
+    stem, _, ending = name.rpartition(".")
+    if stem.startswith("blk."):
+        _, layer, part = stem.split(".", 2)
+        return f"model.layers.{layer}.{BLOCK_WEIGHTS.get(part, part)}.{ending}"
+    return f"{WEIGHTS.get(stem, stem)}.{ending}"
+
+
+def _halves_from_pairs(weight: Tensor, heads: int) -> Tensor:
+    """Rows of each head from llama.cpp's order to transformers'.
+
+    Rotary embedding turns pairs of rows: (0, 1), (2, 3), ... in llama.cpp; (0, d/2), (1, d/2 + 1), ... here.
+    """
+    rows, rest = weight.shape[0], weight.shape[1:]
+    return weight.reshape(heads, rows // heads // 2, 2, *rest).transpose(1, 2).reshape(rows, *rest)
+
+
+def _check_weights(weights: Mapping[str, Tensor], config: LlamaConfig, name: str) -> None:
+    """Raise unless the weights are exactly those of the model that `config` describes."""
+    with torch.device("meta"):
+        expected = {key: value.shape for key, value in LlamaForCausalLM(config).state_dict().items()}
+    if config.tie_word_embeddings:  # said once, as transformers itself saves it
+        expected.pop("lm_head.weight", None)
+    found = {key: value.shape for key, value in weights.items()}
+    if wrong := sorted(key for key in {*expected, *found} if expected.get(key) != found.get(key)):
+        raise DataError(
+            f"{name} does not hold the weights that its metadata describes: {len(wrong)} are missing, unknown or of "
+            f"another shape (first: {wrong[0]})"
+        )
+
+
+def _tokenizer(stated: Mapping[str, Any]) -> PreTrainedTokenizerFast:
+    """Byte-level BPE as SmolLM2 uses it: single digits, then GPT-2's pattern; control tokens kept whole."""
+    kind = (stated["tokenizer.ggml.model"], stated["tokenizer.ggml.pre"])
+    if kind != ("gpt2", "smollm"):
+        raise DataError(f"the GGUF file's tokenizer is {'/'.join(kind)}: only gpt2/smollm is read")
+    tokens: list[str] = stated["tokenizer.ggml.tokens"]
+    merges: list[tuple[str, str]] = []
+    for merge in stated["tokenizer.ggml.merges"]:
+        left, _, right = merge.partition(" ")
+        merges.append((left, right))
+    backend = Tokenizer(models.BPE(vocab={token: id for id, token in enumerate(tokens)}, merges=merges))
+    split: list[Any] = [pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    backend.pre_tokenizer = pre_tokenizers.Sequence(split)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = decoders.ByteLevel()  # pyright: ignore[reportAttributeAccessIssue]
+    types = stated["tokenizer.ggml.token_type"]
+    control = [token for token, type_ in zip(tokens, types, strict=True) if type_ == CONTROL]
+    backend.add_special_tokens([AddedToken(token, special=True, normalized=False) for token in control])
+    names = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: stated.get(f"tokenizer.ggml.{key}_token_id") for name, key in names.items()}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        clean_up_tokenization_spaces=False,
+        model_max_length=stated["llama.context_length"],
+        **{name: tokens[id] for name, id in ids.items() if id is not None},
+    )
+    tokenizer.chat_template = stated.get("tokenizer.chat_template")
+    return tokenizer

@@ -1,1 +1,0 @@
-"""Text metrics and confidence intervals, as pure functions."""

@@ -1,0 +1,218 @@
+"""Charts drawn as SVG text, with the standard library alone.
+
+A chart is legible without colour (each series has a shape of its own at its end), without sight (a title and a
+description in words), in light and in dark, and at the width of a phone. `standalone` makes a file that carries its
+own style and heading; without it the page brings `chart_css()` and the heading.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.resources import files
+from itertools import pairwise
+
+from tether.reports.chart_layout import FONT, HEIGHT, WIDTH, Plot, line_ends, plan, tick_labels
+from tether.reports.chart_scale import bar_width, drawable, runs_of, short, text_width, thinned
+from tether.reports.charts import Chart, Point
+from tether.reports.safe_text import escape
+
+MARGIN = 10.0  # around a chart in a file of its own
+MOST_HITS = 120
+
+
+@cache
+def chart_css() -> str:
+    """The style that every chart is drawn with."""
+    return files("tether.store").joinpath("chart_style.css").read_text(encoding="utf-8")
+
+
+def render_svg(chart: Chart, *, name: str = "chart", standalone: bool = False) -> str:
+    """A chart as one `<svg>` element; `name` must differ between the charts of a page."""
+    name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name)
+    plot = plan(chart, heading=22.0 if standalone else 0.0)
+    height = HEIGHT + plot.top
+    edge = MARGIN if standalone else 0.0
+    size = (WIDTH + 2 * edge, height + 2 * edge)
+    own = f' xmlns="http://www.w3.org/2000/svg" width="{1.4 * size[0]:g}" height="{1.4 * size[1]:g}"'
+    parts = [
+        f'<svg{own if standalone else ""} class="chart" viewBox="{-edge:g} {-edge:g} {size[0]:g} {size[1]:g}" '
+        f'role="img" aria-labelledby="{name}-title {name}-desc">',
+        f'<title id="{name}-title">{escape(chart.title)}</title>',
+        f'<desc id="{name}-desc">{escape(describe(chart))}</desc>',
+    ]
+    if standalone:
+        parts.append(f"<style>{chart_css()}</style>")
+        parts.append(f'<rect class="paper" x="{-edge:g}" y="{-edge:g}" width="{size[0]:g}" height="{size[1]:g}"/>')
+        parts.append(_text(0, 13, chart.title, "head"))
+    if any(runs_of(series.points) for series in chart.series):
+        parts += [*_axes(chart, plot), *_legend(chart, plot), *_marks(chart, plot), *_every_series(chart, plot)]
+        parts += [] if standalone else _hits(chart, plot)
+    else:
+        parts += [
+            f'<rect class="grid" fill="none" x=".5" y="{plot.top + 8:g}" width="{WIDTH - 1:g}" height="190" rx="4"/>',
+            _text(WIDTH / 2, plot.top + 107, "nothing was recorded for this", "soft", "middle"),
+        ]
+    return "\n".join([*parts, "</svg>"])
+
+
+def describe(chart: Chart) -> str:
+    """A chart in words: where each series starts and ends, and its extremes."""
+    words: list[str] = []
+    for series in chart.series:
+        points = [point for run in runs_of(series.points) for point in run]
+        if not points:
+            words.append(f"{series.name}: no data.")
+        elif series.kind == "line":
+            (first_x, first), (last_x, last) = points[0], points[-1]
+            low, high = min(points, key=lambda point: point[1]), max(points, key=lambda point: point[1])
+            words.append(
+                f"{series.name}: {short(first)} at {chart.x_label} {short(first_x)}, {short(last)} at {short(last_x)}; "
+                f"lowest {short(low[1])} at {short(low[0])}, highest {short(high[1])} at {short(high[0])}."
+            )
+        else:
+            listed = ", ".join(f"{short(y)} at {short(x)}" for x, y in points[:30])
+            words.append(f"{series.name}: {listed}{', and more' if len(points) > 30 else ''}.")
+    return " ".join([*words, chart.note]).strip()
+
+
+def _axes(chart: Chart, plot: Plot) -> list[str]:
+    left, right, base = plot.x.start, plot.x.end, plot.y.start
+    parts: list[str] = []
+    for tick, label in zip(plot.y_ticks, tick_labels(plot.y_ticks), strict=True):
+        y = plot.y(tick)
+        parts.append(f'<line class="grid" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(left - 6, y + 3.8, label, "soft", "end"))
+    parts.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{base:.1f}" y2="{base:.1f}"/>')
+    for tick, label in zip(plot.x_ticks, tick_labels(plot.x_ticks), strict=True):
+        x = plot.x(tick)
+        parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:.1f}" y2="{base + 4:.1f}"/>')
+        parts.append(_text(x, base + 15, label, "soft", "middle"))
+    if chart.x_label:
+        parts.append(_text(right, base + 30, f"{chart.x_label} →", "soft", "end"))
+    if chart.y_label:
+        parts.append(_text(0, plot.top + 10, f"↑ {chart.y_label}", "soft"))
+    return parts
+
+
+def _legend(chart: Chart, plot: Plot) -> list[str]:
+    parts: list[str] = []
+    for row, members in enumerate(plot.legend):
+        x, y = 0.0, plot.top + (25.0 if chart.y_label else 10.0) + 17.0 * row
+        for place, series in members:
+            if series.kind == "line":
+                parts.append(f'<path class="line s{plot.colours[place]}" d="M{x:.1f} {y - 4:.1f}h14"/>')
+            parts.append(_shape(plot.colours[place], series.kind, x + 7.0, y - 4.0))
+            parts.append(_text(x + 19.0, y, series.name))
+            x += 32.0 + text_width(series.name, FONT)
+    return parts
+
+
+def _marks(chart: Chart, plot: Plot) -> list[str]:
+    left, right, base, top = plot.x.start, plot.x.end, plot.y.start, plot.y.end
+    parts: list[str] = []
+    if chart.diagonal:
+        parts.append(f'<path class="diagonal" d="M{left:.1f} {base:.1f}L{right:.1f} {top:.1f}"/>')
+    for mark in chart.marks:
+        if not drawable(mark.value):
+            continue
+        if mark.axis == "x":
+            x = plot.x(mark.value)
+            parts.append(f'<path class="mark" d="M{x:.1f} {top:.1f}V{base:.1f}"/>')
+            before = x + text_width(mark.label, FONT) + 6 > right
+            parts.append(_text(x - 5 if before else x + 5, base - 6, mark.label, "soft halo", "end" if before else ""))
+        else:
+            y = plot.y(mark.value)
+            parts.append(f'<path class="mark" d="M{left:.1f} {y:.1f}H{right:.1f}"/>')
+            ends = [[abs(plot.y(run[place][1]) - y) for _, run in line_ends(chart)] for place in (0, -1)]
+            after = min(ends[1], default=0.0) > min(ends[0], default=0.0)  # where the lines are further away
+            place, anchor = (right - 4, "end") if after else (left + 5, "")
+            parts.append(_text(place, y + 13 if y - 5 < top + 8 else y - 5, mark.label, "soft halo", anchor))
+    return parts
+
+
+def _every_series(chart: Chart, plot: Plot) -> list[str]:
+    parts: list[str] = []
+    width = bar_width(chart.series)
+    over_dots = any(series.kind == "line" for series in chart.series)
+    for colour, series in zip(plot.colours, chart.series, strict=True):
+        runs = runs_of(series.points)
+        if series.kind == "bars":
+            parts += [_bar(colour, point, width, plot) for run in runs for point in run]
+        elif series.kind == "dots":
+            faint = " faint" if over_dots else ""
+            size = 2.2 if over_dots else 4.2
+            parts += [
+                f'<circle class="dot fill{faint} s{colour}" cx="{plot.x(x):.1f}" cy="{plot.y(y):.1f}" r="{size}"/>'
+                for run in runs
+                for x, y in thinned(run)
+            ]
+        else:
+            for run in runs:
+                path = " ".join(f"{plot.x(x):.1f},{plot.y(y):.1f}" for x, y in thinned(run))
+                parts.append(f'<polyline class="line s{colour}" points="{path}"/>')
+                parts += [_shape(colour, "line", plot.x(run[0][0]), plot.y(run[0][1]))] if len(run) == 1 else []
+    return parts + _end_labels(chart, plot)
+
+
+def _end_labels(chart: Chart, plot: Plot) -> list[str]:
+    """The last value of each line, beside its end; labels that would overlap are moved apart."""
+    ends = sorted((plot.y(run[-1][1]), place, run[-1]) for place, run in line_ends(chart))
+    parts: list[str] = []
+    rows: list[float] = []
+    for y, _, _ in ends:
+        rows.append(max(y, rows[-1] + 12.5) if rows else y)
+    spill = max(0.0, rows[-1] - plot.y.start) if rows else 0.0
+    for row, (y, place, (x, value)) in zip(rows, ends, strict=True):
+        parts.append(_shape(plot.colours[place], "line", plot.x(x), y))
+        parts.append(_text(plot.x.end + 8, row - spill + 4, short(value), f"value s{plot.colours[place]}"))
+    return parts
+
+
+def _bar(colour: int, point: Point, width: float, plot: Plot) -> str:
+    left, right = plot.x(point[0] - width / 2.0), plot.x(point[0] + width / 2.0)
+    ends = sorted((plot.y(0.0), plot.y(point[1])))
+    return (
+        f'<rect class="bar fill s{colour}" x="{left + 0.75:.1f}" y="{ends[0]:.1f}" '
+        f'width="{max(right - left - 1.5, 1.0):.1f}" height="{ends[1] - ends[0]:.1f}"/>'
+    )
+
+
+def _shape(colour: int, kind: str, x: float, y: float) -> str:
+    """The sign of a series: circle, square, triangle, diamond in turn, so that colour is not needed to tell them."""
+    style = f'class="dot fill s{colour}"'
+    if kind == "bars":
+        return f'<rect {style} x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10" rx="1.5"/>'
+    if kind == "dots" or colour % 4 == 0:
+        return f'<circle {style} cx="{x:.1f}" cy="{y:.1f}" r="4"/>'
+    paths = {
+        1: f"M{x - 3.6:.1f} {y - 3.6:.1f}h7.2v7.2h-7.2z",
+        2: f"M{x:.1f} {y - 4.8:.1f}l4.6 8h-9.2z",
+        3: f"M{x:.1f} {y - 5:.1f}l5 5l-5 5l-5 -5z",
+    }
+    return f'<path {style} d="{paths[colour % 4]}"/>'
+
+
+def _hits(chart: Chart, plot: Plot) -> list[str]:
+    """Columns that show, under the pointer, every series' value there; browsers do this without a script."""
+    values: dict[float, list[str]] = {}
+    for series in chart.series:
+        for x, y in (point for run in runs_of(series.points) for point in run):
+            values.setdefault(x, []).append(f"{series.name}: {short(y)}")
+    xs = sorted(values)
+    xs = xs[:: -(-len(xs) // MOST_HITS)] if xs else xs
+    pixels = [plot.x(x) for x in xs]
+    middles = [(one + two) / 2.0 for one, two in pairwise(pixels)]
+    edges = [plot.x.start, *middles, plot.x.end]
+    top, height = plot.y.end, plot.y.start - plot.y.end
+    return [
+        f'<g class="hit"><title>{escape(f"{chart.x_label} {short(x)}")}&#10;{escape("; ".join(values[x]))}</title>'
+        f'<line x1="{pixel:.1f}" x2="{pixel:.1f}" y1="{top:.1f}" y2="{top + height:.1f}"/>'
+        f'<rect x="{low:.1f}" y="{top:.1f}" width="{max(high - low, 0.0):.1f}" height="{height:.1f}"/></g>'
+        for x, pixel, low, high in zip(xs, pixels, edges, edges[1:], strict=False)
+    ]
+
+
+def _text(x: float, y: float, words: str, style: str = "", anchor: str = "") -> str:
+    named = f' class="{style}"' if style else ""
+    placed = f' text-anchor="{anchor}"' if anchor else ""
+    return f'<text x="{x:.1f}" y="{y:.1f}"{named}{placed}>{escape(words)}</text>' if words else ""

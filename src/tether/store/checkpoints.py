@@ -1,0 +1,237 @@
+"""Checkpoints: each a folder that is written whole or not at all, and read only if every byte is what was written.
+
+    checkpoints/step-00000012/
+        learner-00000.safetensors ...   tensors, in files of at most SHARD_BYTES
+        state.json                      everything else
+        manifest.json                   size and SHA-256 of each of them, and its own
+
+A folder is written under another name, flushed to the disk file by file, and then renamed; the name is on the disk when
+`write` returns. What is hashed on reading is what is loaded, so nothing can change in between.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor
+
+from tether.errors import StorageError
+from tether.plain_file import read_plain
+from tether.seal import REPLACED, canonical, recover, sealed, swap
+from tether.store.folder import sync_folder
+
+FORMAT = 1
+MANIFEST, STATE = "manifest.json", "state.json"
+SHARD_BYTES = 2**26  # a file is held in memory twice while it is written, and training waits while it is put together
+NAME = re.compile(r"step-(\d{8})")
+UNFINISHED, REMOVED = ".unfinished-", ".removed-"
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A run between two steps: `step` of them are taken. `tensors` is by kind, then by name; `values` is JSON."""
+
+    step: int
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    values: Mapping[str, Any]
+
+
+class DamagedCheckpoint(StorageError):  # noqa: N818 (the checkpoint's state)
+    """A checkpoint that is not what was written."""
+
+
+def write(folder: Path, checkpoint: Checkpoint, before_naming: Callable[[], object] = lambda: None) -> Path:
+    """Write a checkpoint into `folder`, replacing one of the same step; `before_naming` is called once all is on disk.
+
+    An OSError leaves the checkpoints that were there as they were.
+    """
+    target = folder / f"step-{checkpoint.step:08d}"
+    unfinished = folder / f"{UNFINISHED}{target.name}"
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        unfinished.mkdir(parents=True)
+        _check_room(unfinished, checkpoint)
+        sync_folder(folder.parent)
+        files = {name: _write_file(unfinished / name, content) for name, content in _files(checkpoint)}
+        _write_file(unfinished / MANIFEST, _sealed({"format": FORMAT, "step": checkpoint.step, "files": files}))
+        sync_folder(unfinished)
+        before_naming()
+        swap(unfinished, target)
+        sync_folder(folder)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    return target
+
+
+def _check_room(folder: Path, checkpoint: Checkpoint) -> None:
+    """Raise the OSError of a full disk where the tensors alone would fill it.
+
+    So a checkpoint that cannot be written does not take the last room from the records of the run for a while.
+    """
+    needed = sum(tensor.nbytes for named in checkpoint.tensors.values() for tensor in named.values())
+    if shutil.disk_usage(folder).free < needed:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
+
+
+def read(path: Path) -> Checkpoint:
+    """A checkpoint, checked byte by byte. Raises DamagedCheckpoint, which says what is wrong with it."""
+    manifest = _read_manifest(path)
+    tensors: dict[str, dict[str, Tensor]] = {}
+    values: dict[str, Any] = {}
+    for name, about in manifest["files"].items():
+        content = _read_checked(path / name, about)
+        if name == STATE:
+            values = json.loads(content)
+        else:
+            try:
+                tensors.setdefault(name.rpartition("-")[0], {}).update(load_tensors(content))
+            except SafetensorError as error:
+                raise DamagedCheckpoint(f"{path / name} cannot be read: {error}") from error
+    return Checkpoint(manifest["step"], tensors, values)
+
+
+def damage(path: Path) -> str | None:
+    """What is wrong with a checkpoint, in words; None where every byte is what was written."""
+    try:
+        for name, about in _read_manifest(path)["files"].items():
+            _read_checked(path / name, about)
+    except DamagedCheckpoint as error:
+        return str(error)
+    return None
+
+
+def listed(folder: Path) -> list[tuple[int, Path]]:
+    """(step, path) of every checkpoint in a folder, oldest first; damaged ones are among them."""
+    if not folder.is_dir():
+        return []
+    found = ((NAME.fullmatch(path.name), path) for path in folder.iterdir())
+    return sorted((int(match[1]), path) for match, path in found if match)
+
+
+def read_newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
+    """The newest checkpoint that is whole; each newer one that is not is reported and passed over."""
+    for _, path in reversed(listed(folder)):
+        try:
+            return read(path)
+        except DamagedCheckpoint as error:
+            report(f"a damaged checkpoint is passed over: {error}")
+    return None
+
+
+def newest_values(folder: Path) -> dict[str, Any] | None:
+    """The values of the newest checkpoint whose manifest and values are whole, whatever its tensors are."""
+    for _, path in reversed(listed(folder)):
+        try:
+            return json.loads(_read_checked(path / STATE, _read_manifest(path)["files"][STATE]))
+        except (DamagedCheckpoint, KeyError, ValueError):
+            continue
+    return None
+
+
+def prune(folder: Path, newest: int, every: int = 0, known_whole: set[Path] | None = None) -> None:
+    """Remove all but the `newest` newest checkpoints, and those whose step is a multiple of `every`.
+
+    What is kept counts only if it is whole, so the last valid checkpoint is never removed. Those of `known_whole` are
+    not read again, and what is found to be whole is added to it.
+    """
+    known = set[Path]() if known_whole is None else known_whole
+    kept = 0
+    for step, path in reversed(listed(folder)):
+        if kept >= newest and not (every and step % every == 0):
+            remove(path)
+        elif kept < newest and (path in known or damage(path) is None):
+            known.add(path)
+            kept += 1
+
+
+def remove(path: Path) -> None:
+    """Remove a checkpoint; being interrupted leaves no half of one under its name."""
+    removed = path.with_name(f"{REMOVED}{path.name}")
+    shutil.rmtree(removed, ignore_errors=True)
+    path.rename(removed)
+    shutil.rmtree(removed, ignore_errors=True)
+
+
+def clear_leftovers(folder: Path) -> None:
+    """Remove what a killed process left half written or half removed, and put back what it had only taken aside."""
+    if folder.is_dir():
+        for path in list(folder.iterdir()):
+            if path.name.startswith((UNFINISHED, REMOVED)):
+                shutil.rmtree(path, ignore_errors=True)
+            elif path.name.startswith(REPLACED):
+                recover(folder / path.name.removeprefix(REPLACED))
+
+
+# -- small parts --------------------------------------------------------------------------------------------------
+
+
+def _files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
+    for kind, tensors in checkpoint.tensors.items():
+        for index, shard in enumerate(_shards(tensors)):
+            yield f"{kind}-{index:05d}.safetensors", save_tensors(shard)
+    yield STATE, canonical(checkpoint.values)
+
+
+def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
+    shard: dict[str, Tensor] = {}
+    size = 0
+    for name, tensor in tensors.items():
+        if shard and size + tensor.nbytes > SHARD_BYTES:
+            yield shard
+            shard, size = {}, 0
+        shard[name] = tensor.contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def _sealed(manifest: dict[str, Any]) -> bytes:
+    """The manifest with its own hash in it."""
+    return canonical(sealed(manifest))
+
+
+def _write_file(path: Path, content: bytes) -> dict[str, Any]:
+    with path.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return {"bytes": len(content), "sha256": hashlib.sha256(content).hexdigest()}
+
+
+def _read_manifest(path: Path) -> dict[str, Any]:
+    try:
+        content = read_plain(path / MANIFEST)
+        manifest = json.loads(content)
+        body = {name: value for name, value in manifest.items() if name != "sha256"}
+    except (OSError, ValueError, AttributeError, RecursionError) as error:
+        raise DamagedCheckpoint(f"{path / MANIFEST} is missing or cannot be read ({error})") from error
+    if content != _sealed(body):
+        raise DamagedCheckpoint(f"{path / MANIFEST} is not what was written")
+    if body.get("format") != FORMAT:
+        raise DamagedCheckpoint(f"{path} has format {body.get('format')}, and this version reads {FORMAT}")
+    return manifest
+
+
+def _read_checked(path: Path, about: Mapping[str, Any]) -> bytes:
+    try:
+        content = read_plain(path)
+    except OSError as error:
+        raise DamagedCheckpoint(f"{path} is missing or cannot be read ({error.strerror})") from error
+    if len(content) != about["bytes"]:
+        raise DamagedCheckpoint(f"{path} has {len(content)} bytes where {about['bytes']} were written")
+    if hashlib.sha256(content).hexdigest() != about["sha256"]:
+        raise DamagedCheckpoint(f"{path} is not what was written: its SHA-256 differs")
+    return content

@@ -1,0 +1,189 @@
+"""Writing one record into the database: the whole of it, within the caller's transaction.
+
+Applying a record twice is the same as applying it once. A process can die after a commit and before it forgets the
+record's file; whoever finds the file may then apply it again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sqlalchemy import Connection, bindparam, case, delete, func, insert, select, update
+
+from tether.store.database.digests import row_digest, step_digest
+from tether.store.database.records import Record, plain
+from tether.store.database.run_log import SITTINGS
+from tether.store.database.schema import events, lineage, metrics, rollouts, runs, steps
+from tether.store.retention import KeepRollouts
+
+# Built once: building a statement costs more than running it.
+_FIND = select(runs.c.id, runs.c.uid, runs.c.created).where(
+    runs.c.workspace == bindparam("place"), runs.c.name == bindparam("called")
+)
+_DELETE_STEP = delete(steps).where(steps.c.run_id == bindparam("run"), steps.c.step == bindparam("at"))
+_INSERT_STEP, _INSERT_METRICS, _INSERT_ROLLOUTS = insert(steps), insert(metrics), insert(rollouts)
+_COME_FURTHER = (
+    update(runs)
+    .where(runs.c.id == bindparam("run"))
+    .values(
+        updated=bindparam("now"),
+        steps_done=case((runs.c.steps_done < bindparam("done"), bindparam("done")), else_=runs.c.steps_done),
+    )
+)
+
+
+def apply_record(
+    connection: Connection, workspace: str, name: str, record: Record, start: Record | None = None
+) -> None:
+    """Apply a record of the run called `name`; one that the database does not know is entered first, from `start`."""
+    if record.kind == "start":
+        _begin(connection, workspace, {**record.data, "name": name})  # a file beside a run cannot name another one
+        return
+    run = _find(connection, workspace, name)
+    if run is None:
+        if start is None:
+            raise LookupError(f"the run store knows no run {name}")
+        _begin(connection, workspace, {**start.data, "name": name})
+        run = _find(connection, workspace, name)
+    assert run is not None
+    match record.kind:
+        case "step":
+            _add_step(connection, run.id, record)
+        case "event":
+            _add_event(connection, run.id, record.data)
+        case "rewind":
+            _rewind(connection, run.id, record.data["step"])
+        case "state":
+            _touch(connection, run.id, record.data["time"], state=record.data["state"])
+
+
+def _find(connection: Connection, workspace: str, name: str) -> Any:
+    return connection.execute(_FIND, {"place": workspace, "called": name}).first()
+
+
+def _begin(connection: Connection, workspace: str, data: Any) -> None:
+    """Enter a run, in place of an earlier one whose name it took; one that goes on keeps its steps.
+
+    An earlier one whose folder has only been moved keeps its records under its new name.
+    """
+    known = _find(connection, workspace, data["name"])
+    described = {
+        "uid": data["uid"],
+        "method": data["method"],
+        "state": "running",
+        "steps_target": data["steps"],
+        "config": data["config"],
+        "environment": data["environment"],
+    }
+    if known is not None and not data["resumes"] and known.uid != data["uid"]:
+        moved = data.get("moved", {}).get(known.uid)
+        if moved is not None and _find(connection, workspace, moved) is None:
+            connection.execute(update(runs).where(runs.c.id == known.id).values(name=moved))
+        else:
+            connection.execute(delete(runs).where(runs.c.id == known.id))
+        known = None
+    if known is None:
+        times = {"created": data["time"], "updated": data["time"], "steps_done": 0}
+        notes = _notes(data["config"])
+        entered = insert(runs).values(workspace=workspace, name=data["name"], **times, **described, **notes)
+        run_id = connection.execute(entered.returning(runs.c.id)).scalar_one()
+    else:
+        run_id = known.id
+        seal = row_digest("runs", described | {"created": known.created})
+        _touch(connection, run_id, data["time"], **described, digest=seal)
+        connection.execute(delete(lineage).where(lineage.c.run_id == run_id))
+    for position, source in enumerate(data["sources"]):
+        row = _find(connection, workspace, source["run"]) if source["run"] else None
+        connection.execute(
+            insert(lineage).values(
+                run_id=run_id,
+                position=position,
+                role=source["role"],
+                source=plain(source["source"]),
+                source_run_id=None if row is None else row.id,
+                sha256=source["sha256"],
+            )
+        )
+
+
+def _notes(config: Any) -> dict[str, Any]:
+    """What the recipe says about a new run; later the store has it, and a run that is resumed keeps it."""
+    said = config.get("run") if isinstance(config, dict) else None
+    said = said if isinstance(said, dict) else {}
+    return {
+        "note": said.get("note") or "",
+        "tags": list(said.get("tags") or ()),
+        "run_group": said.get("group") or "",
+    }
+
+
+def _touch(connection: Connection, run_id: int, time: float, **changes: Any) -> None:
+    connection.execute(update(runs).where(runs.c.id == run_id).values(updated=time, **changes))
+
+
+def _add_step(connection: Connection, run_id: int, record: Record) -> None:
+    data, step = record.data, record.data["step"]
+    place = {"run_id": run_id, "step": step}
+    connection.execute(_DELETE_STEP, {"run": run_id, "at": step})  # and all that belongs to it
+    values = {plain(name): value for name, value in data["metrics"].items()}
+    kept = {"digest": step_digest(step, values), "rollouts": len(data["rollouts"])}
+    connection.execute(_INSERT_STEP, place | {"recorded": data["time"]} | kept)
+    if values:
+        connection.execute(_INSERT_METRICS, [place | {"name": name, "value": value} for name, value in values.items()])
+    if data["rollouts"]:
+        rows = zip(data["rollouts"], record.blobs, strict=True)
+        connection.execute(_INSERT_ROLLOUTS, [place | row | {"content": content} for row, content in rows])
+        _thin_out(connection, run_id, data["most"])
+    connection.execute(_COME_FURTHER, {"run": run_id, "now": data["time"], "done": step + 1})
+
+
+def _thin_out(connection: Connection, run_id: int, most: int | None) -> None:
+    if most is None:
+        return
+    kept = select(rollouts.c.step).where(rollouts.c.run_id == run_id).distinct().order_by(rollouts.c.step)
+    dropped = KeepRollouts(most=most).to_drop(connection.execute(kept).scalars().all())
+    if dropped:
+        connection.execute(delete(rollouts).where(rollouts.c.run_id == run_id, rollouts.c.step.in_(dropped)))
+        thinned = update(steps).where(steps.c.run_id == run_id, steps.c.step.in_(dropped))
+        connection.execute(thinned.values(rollouts=0))
+
+
+def put_step_back(connection: Connection, run_id: int, data: Any) -> None:
+    """Write the metrics of a step again; rollouts that are there stay, and are as many as it is then said to keep."""
+    place, values = {"run_id": run_id, "step": data["step"]}, {plain(n): v for n, v in data["metrics"].items()}
+    here = (rollouts.c.run_id == run_id, rollouts.c.step == data["step"])
+    said = {
+        "recorded": data["time"],
+        "digest": step_digest(data["step"], values),
+        "rollouts": connection.execute(select(func.count()).select_from(rollouts).where(*here)).scalar_one(),
+    }
+    there = update(steps).where(steps.c.run_id == run_id, steps.c.step == data["step"]).values(**said)
+    if not connection.execute(there).rowcount:
+        connection.execute(_INSERT_STEP, place | said)
+    connection.execute(delete(metrics).where(metrics.c.run_id == run_id, metrics.c.step == data["step"]))
+    if values:
+        connection.execute(_INSERT_METRICS, [place | {"name": name, "value": value} for name, value in values.items()])
+
+
+def put_event_back(connection: Connection, run_id: int, data: Any) -> None:
+    """Write an event again, in place of one that is damaged."""
+    connection.execute(delete(events).where(events.c.run_id == run_id, events.c.uid == data["uid"]))
+    _add_event(connection, run_id, data)
+
+
+def _steps_done(connection: Connection, run_id: int) -> int:
+    last = connection.execute(select(func.max(steps.c.step)).where(steps.c.run_id == run_id)).scalar()
+    return 0 if last is None else last + 1
+
+
+def _add_event(connection: Connection, run_id: int, data: Any) -> None:
+    if connection.execute(select(events.c.id).where(events.c.uid == data["uid"])).first() is None:
+        connection.execute(insert(events).values(run_id=run_id, **data))
+
+
+def _rewind(connection: Connection, run_id: int, step: int) -> None:
+    """Forget everything from a step on, which is about to be done again; what happened to the run still happened."""
+    connection.execute(delete(steps).where(steps.c.run_id == run_id, steps.c.step >= step))
+    again = events.c.kind.not_in(SITTINGS)  # it will happen again
+    connection.execute(delete(events).where(events.c.run_id == run_id, events.c.step >= step, again))
+    connection.execute(update(runs).where(runs.c.id == run_id).values(steps_done=_steps_done(connection, run_id)))

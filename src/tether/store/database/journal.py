@@ -1,0 +1,212 @@
+"""Getting records into the database whatever happens to it: the database, else a file, else memory.
+
+Order is kept: once something waits, everything after it waits behind it, and a database that is back is given what
+waited first. Nothing here raises; what cannot be done is told once, through `notify`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+from sqlalchemy import Connection, Engine
+from sqlalchemy.exc import DataError, DBAPIError, IntegrityError, SQLAlchemyError
+
+from tether.errors import TetherError
+from tether.plain_file import read_plain
+from tether.store.database.apply import apply_record
+from tether.store.database.open import Workspace, open_engine
+from tether.store.database.records import Record
+from tether.store.database.spool import Pending
+
+FIRST_RETRY, LAST_RETRY = 1.0, 60.0  # seconds; doubled in between
+MOST_IN_MEMORY = 256
+
+
+class Unavailable(Exception):  # noqa: N818 (a state of the store, not a fault of the run)
+    """The database cannot be written now."""
+
+
+class Database:
+    """A connection for one run's records, opened when first needed and opened anew after a failure."""
+
+    def __init__(self, workspace: Workspace, name: str, start: Record | None, wait: float) -> None:
+        self.workspace, self.name, self.start, self.wait = workspace, name, start, wait
+        self._engine: Engine | None = None
+        self._connection: Connection | None = None
+        self._file: tuple[int, int] | None = None
+
+    def apply(self, record: Record) -> None:
+        """Commit one record. Raises Unavailable, or ValueError where the record itself cannot be stored."""
+        try:
+            connection = self._connected()
+            with connection.begin():
+                apply_record(connection, self.workspace.key, self.name, record, self.start)
+        except (IntegrityError, DataError, LookupError, TypeError, ValueError) as error:
+            self.close()
+            raise ValueError(_reason(error)) from error
+        except (SQLAlchemyError, OSError, TetherError) as error:
+            self.close()
+            raise Unavailable(_reason(error)) from error
+
+    def _connected(self) -> Connection:
+        if self._connection is not None and self._identity() != self._file:
+            self.close()  # the file was removed or replaced: writing on would go to a file that no one can see
+        if self._connection is None:
+            self._engine = open_engine(self.workspace, wait=self.wait)
+            self._connection = self._engine.connect()
+            self._file = self._identity()
+        return self._connection
+
+    def _identity(self) -> tuple[int, int] | None:
+        if self.workspace.file is None:
+            return None
+        try:
+            found = self.workspace.file.stat()
+        except OSError:
+            return None
+        return found.st_dev, found.st_ino
+
+    def close(self) -> None:
+        """Let go of the connection."""
+        with suppress(Exception):
+            if self._connection is not None:
+                self._connection.close()
+        with suppress(Exception):
+            if self._engine is not None:
+                self._engine.dispose()
+        self._connection = self._engine = None
+
+
+class Journal:
+    """Writes records in order. `dropped` counts those that neither the database nor the disk would take."""
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        name: str,
+        start: Record | None,
+        notify: Callable[[str], None],
+        *,
+        wait: float = 5.0,
+    ) -> None:
+        self.database = Database(workspace, name, start, wait)
+        self.pending = Pending(workspace.folder(name))
+        self.dropped = 0
+        self._memory: deque[Record] = deque()
+        self._notify = notify
+        self._delay = FIRST_RETRY
+        self._retry_at: float | None = time.monotonic() if self.pending.files() else None
+        self._told_disk = self._told_drop = False
+
+    @property
+    def durable(self) -> bool:
+        """Whether everything written so far would outlive the machine."""
+        return not self._memory
+
+    def seconds_to_retry(self) -> float | None:
+        """How long until the database should be tried again; None where nothing waits."""
+        return None if self._retry_at is None else max(0.0, self._retry_at - time.monotonic())
+
+    def write(self, record: Record) -> None:
+        """Put one record where it is safe."""
+        if self.seconds_to_retry() == 0.0:
+            self.retry()
+        if self._retry_at is None:
+            try:
+                self.database.apply(record)
+                return
+            except Unavailable as error:
+                self._begin_waiting(str(error))
+            except ValueError as error:
+                self._refuse(f"a record of kind {record.kind} was left out ({error})")
+                return
+        self._set_down(record)
+
+    def retry(self) -> None:
+        """Write what waits, oldest first; if the database is still away, wait longer."""
+        written = 0
+        try:
+            for path in self.pending.files():
+                written += self._write_file(path)
+            while self._memory:
+                self._write_from_memory()
+                written += 1
+        except (Unavailable, OSError):
+            self._retry_at = time.monotonic() + self._delay
+            self._delay = min(2 * self._delay, LAST_RETRY)
+            self._move_to_disk()
+            return
+        self.pending.tidy()
+        self._retry_at, self._delay = None, FIRST_RETRY
+        self._told_disk = self._told_drop = False
+        if written:
+            self._notify(f"The run store {self.database.workspace.place} is up to date: {written} records caught up.")
+
+    def close(self) -> None:
+        """A last attempt, however long it is until the next one, and let go."""
+        if self._retry_at is not None:
+            self.retry()
+        self.database.close()
+
+    def _write_file(self, path: Path) -> int:
+        try:
+            record = Record.from_bytes(read_plain(path))
+            self.database.apply(record)
+        except ValueError as error:
+            self.pending.set_aside(path)
+            self._refuse(f"{path} was set aside ({error})")
+            return 0
+        path.unlink()
+        return 1
+
+    def _write_from_memory(self) -> None:
+        try:
+            self.database.apply(self._memory[0])
+        except ValueError as error:
+            self._refuse(f"a record of kind {self._memory[0].kind} was left out ({error})")
+        self._memory.popleft()
+
+    def _begin_waiting(self, reason: str) -> None:
+        self._retry_at = time.monotonic() + self._delay
+        self._notify(
+            f"The run store {self.database.workspace.place} cannot be written ({reason}). Training goes on; what it "
+            f"records is kept in {self.pending.folder} until the store is back."
+        )
+
+    def _set_down(self, record: Record) -> None:
+        self._memory.append(record)
+        self._move_to_disk()
+
+    def _move_to_disk(self) -> None:
+        """Put what is in memory into files; where that fails too, keep the newest in memory."""
+        try:
+            while self._memory:
+                self.pending.add(self._memory[0])
+                self._memory.popleft()
+        except OSError as error:
+            if not self._told_disk:
+                self._told_disk = True
+                self._notify(
+                    f"{self.pending.folder} cannot be written either ({error.strerror}): the newest {MOST_IN_MEMORY} "
+                    "records are kept in memory, and are lost if the run ends before the store or the disk is back."
+                )
+        while len(self._memory) > MOST_IN_MEMORY:
+            self._memory.popleft()
+            self.dropped += 1
+            if not self._told_drop:
+                self._told_drop = True
+                self._notify("Records are being lost: neither the run store nor the disk has taken any for too long.")
+
+    def _refuse(self, text: str) -> None:
+        self.dropped += 1
+        self._notify(f"Run store: {text}.")
+
+
+def _reason(error: BaseException) -> str:
+    """The cause in one line, without the statement and its values."""
+    cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
+    return (str(cause).strip().partition("\n")[0] or type(cause).__name__)[:300]

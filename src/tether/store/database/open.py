@@ -1,0 +1,176 @@
+"""Where a workspace's database is, and opening it.
+
+A workspace is a folder of runs. Its database is `tether.db` in that folder, unless the variable TETHER_STORE, or a URL
+given by the caller, names another: any SQLite file, or a PostgreSQL server.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import URL, Engine, create_engine, event, make_url
+from sqlalchemy.exc import ArgumentError
+from sqlalchemy.pool import NullPool, QueuePool
+
+from tether.errors import ConfigError, StorageError
+from tether.redact import redact_url, remember_url
+from tether.store.database.migrate import migrate
+
+VARIABLE = "TETHER_STORE"
+FILE = "tether.db"
+RUN_STATEMENT = 60.0  # seconds that a statement may take in PostgreSQL
+SERVER_STATEMENT = 15.0  # the same where people wait for the answer
+
+
+@dataclass(frozen=True)
+class Workspace:
+    """A folder of runs and the database that describes them."""
+
+    directory: Path
+    url: URL
+
+    @cached_property
+    def key(self) -> str:
+        """How its runs are marked in the database: empty for the folder's own, which may be moved with it."""
+        if self.file is not None and self.file.resolve() == (self.directory / FILE).resolve():
+            return ""
+        return f"{socket.gethostname()}:{self.directory.resolve()}"
+
+    @property
+    def file(self) -> Path | None:
+        """The database's file, where it is one."""
+        if self.url.get_backend_name() != "sqlite" or not self.url.database:
+            return None
+        return Path(self.url.database)
+
+    @property
+    def place(self) -> str:
+        """The database, to be told to its owner: without the password, wherever the address has one."""
+        return str(self.file) if self.file is not None else redact_url(self.url.render_as_string(hide_password=False))
+
+    def folder(self, name: str) -> Path:
+        """A run's folder. A name may come from a database or a file that others write, and never leads out of here."""
+        if not is_inside(name):
+            raise ConfigError(f"run.name: {name!r} is not the name of a folder in the workspace {self.directory}")
+        return self.directory / name
+
+    def name_of(self, folder: Path) -> str:
+        """What a run is called: its folder, as seen from the workspace; one that a link in it leads to counts."""
+        for place, root in (
+            (folder.resolve(), self.directory.resolve()),
+            (absolute(folder), absolute(self.directory)),
+            (folder.parent.resolve() / folder.name, self.directory.resolve()),
+        ):
+            if place != root and place.is_relative_to(root) and ".." not in place.parts:
+                return place.relative_to(root).as_posix()
+        raise ConfigError(f"run.directory: {folder} does not lie in the workspace {self.directory}")
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root, links in it left as they are."""
+    return Path(os.path.abspath(path))  # noqa: PTH100 (resolve() follows links)
+
+
+def is_inside(name: str) -> bool:
+    """Whether a run's name stays in the workspace it is joined to: parts with `/` between, none empty or `..`."""
+    return bool(name) and not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in name.split("/"))
+
+
+def workspace_at(directory: str | Path, url: str | None = None) -> Workspace:
+    """The workspace in a folder, which need not exist yet."""
+    directory = Path(directory).expanduser()
+    given = url or os.environ.get(VARIABLE) or None
+    if given:
+        remember_url(given)
+    return Workspace(directory, _parsed(given) if given else URL.create("sqlite", database=str(directory / FILE)))
+
+
+def _parsed(url: str) -> URL:
+    try:
+        parsed = make_url(url)
+    except ArgumentError:
+        raise ConfigError(
+            f"{VARIABLE}: not the address of a database; write sqlite:///FILE or postgresql://USER@HOST/NAME"
+        ) from None
+    backend = parsed.drivername.partition("+")[0]
+    if backend in ("postgres", "postgresql"):
+        return parsed.set(drivername="postgresql+psycopg")
+    if backend != "sqlite":
+        raise ConfigError(f"{VARIABLE}: {backend} is not supported; use sqlite or postgresql")
+    if not parsed.database or parsed.database == ":memory:":
+        raise ConfigError(f"{VARIABLE}: a run store must outlive the process; name a file: sqlite:///runs/tether.db")
+    return parsed
+
+
+def open_engine(workspace: Workspace, *, wait: float = 5.0, kept: int = 0) -> Engine:
+    """The database, made if need be, its tables up to date.
+
+    `wait`: seconds to wait for others' locks. `kept`: connections that stay open between uses, for a server.
+    """
+    pool: dict[str, Any] = {"poolclass": NullPool}
+    if kept:
+        pool = {"poolclass": QueuePool, "pool_size": kept, "max_overflow": 64, "pool_pre_ping": True, "pool_timeout": 5}
+    if workspace.file is not None:
+        workspace.file.parent.mkdir(parents=True, exist_ok=True)
+        engine = _sqlite(workspace.url, wait, pool)
+    else:
+        engine = _postgres(workspace.url, wait, pool, SERVER_STATEMENT if kept else RUN_STATEMENT)
+    try:
+        migrate(engine)
+    except BaseException:
+        engine.dispose()
+        raise
+    return engine
+
+
+def _sqlite(url: URL, wait: float, pool: dict[str, Any]) -> Engine:
+    """SQLite with a write-ahead log. Every commit is on disk before it returns; writers queue for the write lock."""
+    engine = create_engine(url, connect_args={"timeout": wait, "check_same_thread": False}, **pool)
+
+    @event.listens_for(engine, "connect")
+    def prepare(connection: Any, _: Any) -> None:
+        connection.isolation_level = None  # transactions begin where we say, tables included
+        _write_ahead(connection, wait)
+        connection.execute("PRAGMA synchronous = FULL")
+        connection.execute("PRAGMA foreign_keys = ON")
+
+    @event.listens_for(engine, "begin")
+    def begin(connection: Any) -> None:
+        # A transaction that reads first and writes later cannot wait for a lock; one that says so at once can.
+        read_only = connection.get_execution_options().get("reads_only", False)
+        connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
+
+    return engine
+
+
+def _write_ahead(connection: Any, wait: float) -> None:
+    """Turn the write-ahead log on. SQLite does not wait for others here, so that this has to."""
+    import sqlite3
+
+    deadline = time.monotonic() + wait
+    while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            return  # a file system that cannot hold the log keeps the old journal, which is slower and as safe
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.02)
+
+
+def _postgres(url: URL, wait: float, pool: dict[str, Any], statement: float) -> Engine:
+    try:
+        from tether.store.database.patience import WatchedPool, postgres_engine
+    except ImportError:
+        raise StorageError(
+            f"{VARIABLE}: PostgreSQL needs the package psycopg: pip install 'tether-rl[postgres]'"
+        ) from None
+    if pool["poolclass"] is QueuePool:
+        pool = pool | {"poolclass": WatchedPool}
+    return postgres_engine(url, wait=wait, statement=statement, pool=pool)

@@ -1,0 +1,353 @@
+"""A run's history belongs to the run: found again wherever its folder went, checked, and put back where it is missing.
+
+A run knows itself by the id in `run.json`, its store by a name. Before a run goes on, `take_over` gives its records the
+name that its folder has now (a folder that was moved) or a copy of them (a folder that was copied). Once it stands at
+its checkpoint, `settle_history` holds the store and the run's own log against each other, step by step and event by
+event: what one of them lacks is put back from the other, and told.
+"""
+
+from __future__ import annotations
+
+import secrets
+import socket
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy import Connection, delete, func, insert, literal, select, update
+from sqlalchemy.exc import SQLAlchemyError
+
+from tether.errors import TetherError
+from tether.store.database.apply import put_event_back, put_step_back
+from tether.store.database.digests import COVERED, row_digest, step_digest
+from tether.store.database.open import Workspace, is_inside, open_engine
+from tether.store.database.run_log import FILE as LOG
+from tether.store.database.run_log import Logged, read_log, write_log
+from tether.store.database.schema import events, lineage, metrics, rollouts, runs, steps
+from tether.store.database.verify_rows import (
+    CHECKED_AT_RESUME,
+    StoredHistory,
+    file_faults,
+    is_whole,
+    read_history,
+    reason,
+    spans,
+)
+from tether.store.folder import HEADER
+from tether.store.header import RunHeader, header_file
+
+DEPTHS = ("*", "*/*", "*/*/*")  # in which the folders of runs lie within a workspace
+
+
+@dataclass(frozen=True)
+class Identity:
+    """Who a run is as it goes on. `told` are sentences for the user."""
+
+    header: RunHeader
+    moved: Mapping[str, str]  # where the other runs of the workspace lie now, by their ids
+    told: tuple[str, ...] = ()
+
+
+@dataclass
+class Settled:
+    """What was found, and what was put back. `told` are sentences for the user."""
+
+    told: list[str] = field(default_factory=list[str])
+    faults: list[str] = field(default_factory=list[str])  # what was wrong, or still is
+    missing: list[int] = field(default_factory=list[int])  # steps that the store lacked
+
+
+def runs_by_id(directory: Path, besides: Path) -> dict[str, str]:
+    """The names of the runs in a workspace by their ids, but for the one in `besides`."""
+    found: dict[str, str] = {}
+    for path in (path for depth in DEPTHS for path in directory.glob(f"{depth}/{HEADER}")):
+        if path.parent.resolve() == besides.resolve():
+            continue
+        try:
+            header = header_file(path.parent)
+        except (ValueError, KeyError):
+            continue
+        if header is not None:
+            found.setdefault(header.uid, path.parent.relative_to(directory).as_posix())
+    return found
+
+
+# -- whose records are these? -------------------------------------------------------------------------------------
+
+
+def take_over(workspace: Workspace, folder: Path, header: RunHeader, *, is_new: bool) -> Identity:
+    """Have the store know a run by the name that its folder has; a copy of a run becomes one of its own.
+
+    `is_new`: the header was made just now, for a run of an older Tether, whose records go by its name alone.
+    """
+    moved = runs_by_id(workspace.directory, folder)
+    if workspace.file is not None and not workspace.file.is_file():
+        return Identity(header, moved)
+    try:
+        engine = open_engine(workspace)
+    except (SQLAlchemyError, OSError, TetherError):
+        return Identity(header, moved)  # the recorder tells of it
+    try:
+        with engine.begin() as connection:
+            return _take_over(connection, workspace, folder, header, moved, is_new)
+    except (SQLAlchemyError, OSError, ValueError, TypeError):
+        return Identity(header, moved)
+    finally:
+        engine.dispose()
+
+
+def _take_over(
+    connection: Connection, workspace: Workspace, folder: Path, header: RunHeader, moved: dict[str, str], is_new: bool
+) -> Identity:
+    name = workspace.name_of(folder)
+    own = _row(connection, runs.c.workspace == workspace.key, runs.c.name == name)
+    is_ours = own is not None and (own.uid == header.uid or is_new or not is_whole(runs, own))
+    if own is not None and is_ours:
+        adopted = RunHeader(own.uid, header.recipe, header.forked) if is_new else header
+        return Identity(adopted, moved)
+    named = select(runs.c.id, runs.c.workspace, runs.c.name).where(runs.c.uid == header.uid)
+    others = connection.execute(named.order_by(runs.c.id)).all()
+    told: list[str] = []
+    if own is not None:  # the name was another run's, whose folder is elsewhere now or gone
+        place = moved.get(own.uid) or f"{name}-{own.uid[:8]}"
+        connection.execute(update(runs).where(runs.c.id == own.id).values(name=place))
+        told.append(f"The store knew another run as {name}: it is listed as {place} now.")
+    for row in others:
+        if not _still_there(workspace, row, folder, header.uid):
+            values = {"workspace": workspace.key, "name": name}
+            connection.execute(update(runs).where(runs.c.id == row.id).values(**values))
+            told.append(
+                f"The run was recorded as {_shown(row, workspace)} and goes on as {name}, with all its records."
+            )
+            return Identity(header, moved, tuple(told))
+    if others or header.uid in moved:
+        copy = RunHeader(secrets.token_hex(8), header.recipe, header.forked)
+        if others:
+            _copy_rows(connection, others[0].id, {"workspace": workspace.key, "name": name, "uid": copy.uid})
+        source = _shown(others[0], workspace) if others else moved[header.uid]
+        told.append(
+            f"This is a copy of the run {source}: it goes on as {name}, a run of its own, with a copy of its records."
+        )
+        return Identity(copy, moved, tuple(told))
+    return Identity(header, moved, tuple(told))
+
+
+def _row(connection: Connection, *conditions: Any) -> Any:
+    return connection.execute(select(runs).where(*conditions)).first()
+
+
+def _shown(row: Any, workspace: Workspace) -> str:
+    return row.name if row.workspace == workspace.key else f"{row.workspace}/{row.name}"
+
+
+def _still_there(workspace: Workspace, row: Any, folder: Path, uid: str) -> bool:
+    """Whether the folder by which the store knows a run still holds it, and is another than this one.
+
+    What another machine has is taken to be there.
+    """
+    root = workspace.directory
+    if row.workspace != workspace.key:
+        host, _, place = row.workspace.partition(":")
+        if row.workspace and host != socket.gethostname():
+            return True
+        root = Path(place) if place else root
+    if not is_inside(row.name):
+        return True
+    other = root / row.name
+    if other.resolve() == folder.resolve():
+        return False
+    try:
+        header = header_file(other)
+    except (ValueError, KeyError):
+        return True
+    return header is not None and header.uid == uid
+
+
+def _copy_rows(connection: Connection, source: int, changes: Mapping[str, Any]) -> None:
+    """A second set of a run's rows, under another name and id."""
+    row = connection.execute(select(runs).where(runs.c.id == source)).one()._mapping
+    values = {name: row[name] for name in row if name not in ("id", "digest")} | dict(changes)
+    made = connection.execute(insert(runs).values(**values, digest=row_digest("runs", values)).returning(runs.c.id))
+    run_id = made.scalar_one()
+    for table in (steps, metrics, rollouts, lineage):
+        columns = [column for column in table.c if column.name != "run_id"]
+        chosen = select(literal(run_id), *columns).where(table.c.run_id == source)
+        connection.execute(insert(table).from_select(["run_id", *(column.name for column in columns)], chosen, False))
+    told = connection.execute(select(events).where(events.c.run_id == source)).all()
+    for event in told:
+        content = {name: event._mapping[name] for name in COVERED["events"]}
+        connection.execute(insert(events).values(run_id=run_id, **content | {"uid": secrets.token_hex(8)}))
+
+
+# -- is everything there? -----------------------------------------------------------------------------------------
+
+
+def settle_history(workspace: Workspace, folder: Path, first: int, done: int, *, repair: bool = True) -> Settled:
+    """Hold the store and the run's log against each other over the steps from `first` to `done` - 1.
+
+    With `repair` each gets what it lacks from the other; without, only what differs is said.
+    """
+    found = Settled()
+    logged = read_log(folder)
+    try:
+        engine = open_engine(workspace)
+        try:
+            with engine.begin() as connection:
+                _settle(connection, workspace, folder, logged, range(first, done), found, repair)
+        finally:
+            engine.dispose()
+    except (SQLAlchemyError, OSError, TetherError, ValueError, TypeError) as error:
+        text = (
+            f"The run store {workspace.place} cannot be checked ({reason(error)}): put it back from a copy, or move it "
+            f"away and resume; metrics and events are put back from {folder / LOG}."
+        )
+        found.told.append(text)
+        found.faults.append(text)
+    return found
+
+
+def _settle(
+    connection: Connection,
+    workspace: Workspace,
+    folder: Path,
+    logged: Logged | None,
+    expected: range,
+    found: Settled,
+    repair: bool,
+) -> None:
+    for fault in file_faults(connection, workspace, most_bytes=CHECKED_AT_RESUME if repair else None):
+        text = (
+            f"{workspace.place} fails SQLite's own check ({fault}): put it back from a copy, or `sqlite3 .recover` it."
+        )
+        found.told.append(text)
+        found.faults.append(text)
+    name = workspace.name_of(folder)
+    run = _row(connection, runs.c.workspace == workspace.key, runs.c.name == name)
+    if run is None:
+        stored = StoredHistory()
+        found.faults.append(f"{workspace.place} knows no run {name}")
+        if not repair:
+            return
+        raise ValueError(f"it knows no run {name}")
+    stored = read_history(connection, run.id)
+    found.faults += [f"{workspace.place}: {fault}" for fault in stored.faults]
+    log = logged or Logged()
+    is_new = logged is None or (log.start or {}).get("resumes", False)  # begun by a Tether that wrote no log
+    _settle_steps(connection, workspace, folder, run.id, stored, log, is_new, expected, found, repair)
+    _settle_events(connection, workspace, folder, run.id, stored, log, found, repair)
+    if logged is not None and log.damaged:
+        found.faults.append(f"{folder / LOG}: {len(log.damaged)} lines are not what was written")
+        found.told.append(f"{folder / LOG} had {len(log.damaged)} damaged lines, which were left out.")
+    if repair:
+        _finish(connection, run.id, folder, log, logged is None or bool(log.damaged))
+    _tell_tokens(workspace, stored, log, found)
+
+
+def _settle_steps(
+    connection: Connection,
+    workspace: Workspace,
+    folder: Path,
+    run_id: int,
+    stored: StoredHistory,
+    log: Logged,
+    is_new: bool,
+    expected: Iterable[int],
+    found: Settled,
+    repair: bool,
+) -> None:
+    missing, damaged, lost, unlogged, other = [], [], [], [], []
+    for step in expected:
+        in_store, in_log = step in stored.steps, step in log.steps
+        if in_log and not in_store:
+            (damaged if step in stored.damaged_steps else missing).append(step)
+        elif in_store and not in_log:
+            unlogged.append(step)
+        elif not in_store:
+            lost.append(step)
+        elif _digest(stored.steps[step]) != log.digest(step):
+            other.append(step)
+    found.missing = missing
+    if repair:
+        for step in (*missing, *damaged, *other):
+            put_step_back(connection, run_id, log.steps[step])
+            stored.steps[step] = log.steps[step]
+        for step in unlogged:
+            log.steps[step] = stored.steps[step]
+    verb = "they were put back from" if repair else "`tether resume`, or --repair, puts them back from"
+    for what, at in (("lacked", missing), ("had damaged", damaged), ("had other", other)):
+        if at:
+            if not repair and at is not damaged:  # which the rows' own digests have told
+                found.faults.append(f"{workspace.place} {what} metrics of {spans(at)}")
+            found.told.append(f"The run store {workspace.place} {what} metrics of {spans(at)}: {verb} {folder / LOG}.")
+    if unlogged and not is_new:
+        found.told.append(f"{folder / LOG} lacked {spans(unlogged)}: {verb} {workspace.place}.")
+        found.faults += [] if repair else [f"{folder / LOG} lacks {spans(unlogged)}"]
+    if lost:
+        text = f"The metrics of {spans(lost)} are neither in {workspace.place} nor in {folder / LOG}: they are lost."
+        found.told.append(text)
+        found.faults.append(text)
+    stored.damaged_steps = [step for step in stored.damaged_steps if step not in stored.steps]
+
+
+def _digest(data: Mapping[str, Any]) -> str:
+    return step_digest(data["step"], data["metrics"])
+
+
+def _settle_events(
+    connection: Connection,
+    workspace: Workspace,
+    folder: Path,
+    run_id: int,
+    stored: StoredHistory,
+    log: Logged,
+    found: Settled,
+    repair: bool,
+) -> None:
+    absent = [uid for uid in log.events if uid not in stored.events]
+    if absent:  # a copied run's events have ids of their own: what they say is there
+        said = {(row["time"], row["kind"]) for row in stored.events.values()}
+        absent = [uid for uid in absent if (log.events[uid]["time"], log.events[uid]["kind"]) not in said]
+    if repair and stored.damaged_events:
+        connection.execute(delete(events).where(events.c.run_id == run_id, events.c.id.in_(stored.damaged_events)))
+    if repair:
+        for uid in absent:
+            put_event_back(connection, run_id, log.events[uid])
+    for uid, row in stored.events.items():
+        log.events.setdefault(uid, row)
+    if absent or stored.damaged_events:
+        count = max(len(absent), len(stored.damaged_events))
+        verb = "they were put back from" if repair else "--repair puts them back from"
+        text = f"The run store {workspace.place} lacked or had damaged {count} events: {verb} {folder / LOG}."
+        found.told.append(text)
+        found.faults += [] if repair else [text]
+
+
+def _finish(connection: Connection, run_id: int, folder: Path, log: Logged, rewrites: bool) -> None:
+    """The run's own row, and its log where that lacked something."""
+    last = connection.execute(select(func.max(steps.c.step)).where(steps.c.run_id == run_id)).scalar()
+    begun = {"steps_done": 0 if last is None else last + 1}
+    row = connection.execute(select(runs).where(runs.c.id == run_id)).one()._mapping
+    if log.start is not None and not log.start["resumes"] and log.start["time"] != row["created"]:
+        created = {"created": log.start["time"]}
+        begun |= created | {"digest": row_digest("runs", {**row, **created})}
+    connection.execute(update(runs).where(runs.c.id == run_id).values(**begun))
+    logged = read_log(folder)
+    if rewrites or logged is None or set(logged.steps) != set(log.steps) or set(logged.events) != set(log.events):
+        write_log(folder, log)
+
+
+def _tell_tokens(workspace: Workspace, stored: StoredHistory, log: Logged, found: Settled) -> None:
+    """Tokens are in the store alone: what is damaged or gone there cannot be put back."""
+    if stored.damaged_rollouts or stored.missing_rollouts:
+        at = sorted({step for step, _ in stored.damaged_rollouts} | set(stored.missing_rollouts))
+        found.told.append(
+            f"The run store {workspace.place} has damaged or missing tokens of {spans(at)}, which are kept nowhere "
+            "else: they are not shown or exported. The other steps are whole, and training does not read them."
+        )
+        return
+    gone = [step for step in found.missing if log.steps[step]["rollouts"] and not stored.rollouts.get(step)]
+    if gone:
+        found.told.append(
+            f"The tokens of {spans(gone)} were in the run store alone, and {workspace.place} does not have them."
+        )

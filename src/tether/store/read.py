@@ -1,0 +1,331 @@
+"""Reading the run store: which runs there are, and what one of them recorded. Nothing here needs torch."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from sqlalchemy import Connection, Engine, Row, and_, select
+from sqlalchemy.exc import SQLAlchemyError
+
+from tether.errors import ConfigError, StorageError
+from tether.redact import redact_url
+from tether.store.database.digests import step_digest
+from tether.store.database.journal import Journal
+from tether.store.database.open import FILE, Workspace, absolute, is_inside, open_engine, workspace_at
+from tether.store.database.schema import events, lineage, metrics, rollouts, runs, steps
+from tether.store.database.spool import FOLDER, is_being_recorded, recording_lock
+from tether.store.database.verify_rows import is_whole, spans
+from tether.store.folder import is_run
+from tether.store.header import kept_recipe
+from tether.store.recorded import Event, RecordedRun, StoredRollout
+from tether.store.token_codec import MAX_STEP_BYTES, decode_rollout, inflated_size
+
+LATEST = ("score", "kl_ref_k3", "loss", "accuracy", "held_out/score")
+"""The metrics that a list of runs shows, as the last step had them."""
+
+
+@dataclass(frozen=True)
+class Ancestor:
+    """Something a run was made from; `run` is the name it has in the same workspace, where it is a run."""
+
+    role: str
+    source: str
+    run: str | None
+    sha256: str | None
+
+
+@dataclass(frozen=True)
+class RunSummary:
+    """A run without its steps. Its `state` is running, done, stopped, failed, or interrupted: no one writes it on."""
+
+    id: int
+    name: str
+    method: str
+    state: str
+    created: float
+    updated: float
+    steps_target: int
+    steps_done: int
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any]
+    latest: Mapping[str, float]
+    lineage: Sequence[Ancestor]
+    folder: Path
+    note: str = ""
+    tags: Sequence[str] = ()
+    group: str = ""
+
+
+@dataclass(frozen=True)
+class OpenWorkspace:
+    """A workspace whose database is open for reading. Use it in a `with` statement, or close it."""
+
+    workspace: Workspace
+    engine: Engine
+
+    def close(self) -> None:
+        """Let go of the database."""
+        self.engine.dispose()
+
+    def __enter__(self) -> OpenWorkspace:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def reading(self) -> Iterator[Connection]:
+        """One view of the database, in which nothing changes."""
+        try:
+            with self.engine.connect().execution_options(reads_only=True) as connection, connection.begin():
+                yield connection
+        except SQLAlchemyError as error:
+            reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+            raise StorageError(f"the run store {self.workspace.place} cannot be read ({reason})") from error
+
+
+def open_workspace(directory: str | Path = "runs", url: str | None = None) -> OpenWorkspace:
+    """Open a workspace that is there. What an ended run could not write to its store is taken in on the way."""
+    workspace = workspace_at(directory, url)
+    waiting = _runs_with_pending(workspace)
+    if workspace.file is not None and not workspace.file.is_file() and not waiting:
+        raise ConfigError(
+            f"--workspace: there are no recorded runs in {workspace.directory} ({workspace.place} does not exist); "
+            "name the folder that runs were written to"
+        )
+    engine = open_store(workspace)
+    for folder in waiting:
+        _take_in(workspace, folder)
+    return OpenWorkspace(workspace, engine)
+
+
+def open_store(workspace: Workspace, **options: Any) -> Engine:
+    """A workspace's database, as `open_engine` has it; what is wrong with it is told in a sentence."""
+    try:
+        return open_engine(workspace, **options)
+    except (SQLAlchemyError, OSError) as error:
+        reason = str(getattr(error, "orig", None) or error).partition("\n")[0]
+        raise StorageError(f"the run store {workspace.place} cannot be opened ({reason})") from error
+
+
+def _runs_with_pending(workspace: Workspace) -> list[Path]:
+    found = [path for depth in ("*", "*/*", "*/*/*") for path in workspace.directory.glob(f"{depth}/{FOLDER}")]
+    waiting = [path.parent for path in found if any(path.glob("*.record"))]
+    return [folder for folder in waiting if _meant_for(workspace, folder)]
+
+
+def _meant_for(workspace: Workspace, folder: Path) -> bool:
+    """Whether what waits beside a run is for this store: its recipe may name another."""
+    url = recipe_url(folder)
+    return url is None or workspace_at(workspace.directory, url).place == workspace.place
+
+
+def _take_in(workspace: Workspace, folder: Path) -> None:
+    """Write what waits beside a run that no one is writing."""
+    with recording_lock(folder) as free:
+        if free:
+            journal = Journal(workspace, workspace.name_of(folder), None, lambda text: None)  # noqa: ARG005
+            journal.close()
+
+
+# -- which runs there are -----------------------------------------------------------------------------------------
+
+
+def list_runs(opened: OpenWorkspace) -> list[RunSummary]:
+    """Every run of the workspace, the one written last first."""
+    with opened.reading() as connection:
+        mine = runs.c.workspace == opened.workspace.key
+        rows = connection.execute(select(runs).where(mine).order_by(runs.c.updated.desc(), runs.c.id.desc())).all()
+        latest = _latest(connection)
+        ancestors = _ancestors(connection)
+    rows = [row for row in rows if is_inside(row.name)]  # no run of ours has another: such a row was put there
+    return [_summary(opened, row, latest.get(row.id, {}), ancestors.get(row.id, [])) for row in rows]
+
+
+def _summary(opened: OpenWorkspace, row: Row[Any], latest: dict[str, float], ancestors: list[Ancestor]) -> RunSummary:
+    folder, state = opened.workspace.folder(row.name), state_now(opened, row)
+    names = ("id", "name", "method", "created", "updated", "steps_target", "steps_done", "config", "environment")
+    fields = {name: getattr(row, name) for name in names} | {"config": _shown_config(row.config)}
+    said = {"note": row.note, "tags": tuple(row.tags), "group": row.run_group}
+    return RunSummary(**fields, **said, state=state, latest=latest, lineage=ancestors, folder=folder)
+
+
+def _shown_config(config: Any) -> Any:
+    """A recipe out of the store; an older Tether may have kept a password in the address of the database."""
+    store = config.get("store") if isinstance(config, dict) else None
+    if isinstance(store, dict) and isinstance(store.get("url"), str):
+        return config | {"store": store | {"url": redact_url(store["url"])}}
+    return config
+
+
+def state_now(opened: OpenWorkspace, row: Any) -> str:
+    """The state of a run's row (id, name, state): running, but written by no living process, means interrupted.
+
+    A run may end between the look at its row and the look for its process, so a row without one is read again.
+    """
+    if row.state != "running" or is_being_recorded(opened.workspace.folder(row.name)):
+        return row.state
+    with opened.reading() as connection:
+        state = connection.execute(select(runs.c.state).where(runs.c.id == row.id)).scalar()
+    return "interrupted" if state == "running" else str(state)
+
+
+def _latest(connection: Connection) -> dict[int, dict[str, float]]:
+    """By an outer join, which goes from the runs to their metrics; the other way SQLite would read all of those."""
+    last = and_(metrics.c.run_id == runs.c.id, metrics.c.step == runs.c.steps_done - 1, metrics.c.name.in_(LATEST))
+    chosen = select(runs.c.id, metrics.c.name, metrics.c.value).select_from(runs.outerjoin(metrics, last))
+    found: dict[int, dict[str, float]] = {}
+    for run_id, name, value in connection.execute(chosen):
+        if name is not None:
+            found.setdefault(run_id, {})[name] = _number(value)
+    return found
+
+
+def _ancestors(connection: Connection) -> dict[int, list[Ancestor]]:
+    chosen = select(lineage, runs.c.name.label("run")).outerjoin(runs, lineage.c.source_run_id == runs.c.id)
+    found: dict[int, list[Ancestor]] = {}
+    for row in connection.execute(chosen.order_by(lineage.c.run_id, lineage.c.position)):
+        found.setdefault(row.run_id, []).append(Ancestor(row.role, row.source, row.run, row.sha256))
+    return found
+
+
+def find_run(opened: OpenWorkspace, words: str) -> RunSummary:
+    """The run that a person means: by its name, or by the path of its folder."""
+    known = {run.name: run for run in list_runs(opened)}
+    name = words.strip("/")
+    if name not in known:
+        with suppress(ConfigError):  # it may be no path
+            name = opened.workspace.name_of(Path(words).expanduser())
+    if name in known:
+        return known[name]
+    close = get_close_matches(name, known, n=1)
+    advice = f"did you mean {close[0]}?" if close else "`tether runs` lists what there is"
+    raise ConfigError(f"no run called {words} is recorded in {opened.workspace.place}: {advice}")
+
+
+def store_of(words: str, directory: str | None = None) -> tuple[str, str | None]:
+    """The workspace in which a run is meant, and the URL of its store where the run's recipe names one."""
+    workspace = workspace_of(words, directory)
+    for folder in (Path(words).expanduser(), Path(workspace) / words):
+        if words and is_run(folder):
+            return workspace, recipe_url(folder)
+    return workspace, None
+
+
+def recipe_url(folder: Path) -> str | None:
+    """`store.url` of the recipe in a run's folder."""
+    store = kept_recipe(folder).get("store")
+    return store.get("url") if isinstance(store, dict) else None
+
+
+def workspace_of(words: str, directory: str | None = None) -> str:
+    """The folder of the workspace in which a run is meant: as said, around the run's own folder, or `runs`."""
+    if directory is not None:
+        return directory
+    folder = Path(words).expanduser()
+    if not is_run(folder):
+        return "runs"
+    around = [*absolute(folder).parents, *folder.resolve().parents]
+    nearest = next((place for place in around if (place / FILE).is_file()), None)
+    return str(nearest or _named_workspace(folder.resolve()))
+
+
+def _named_workspace(folder: Path) -> Path:
+    """The workspace by the run's own name, which may have several parts."""
+    run = kept_recipe(folder).get("run")
+    name = run.get("name") if isinstance(run, dict) else None
+    parts = Path(name).parts if name else ()
+    return folder.parents[len(parts) - 1] if parts and folder.parts[-len(parts) :] == parts else folder.parent
+
+
+# -- what a run recorded ------------------------------------------------------------------------------------------
+
+
+def read_run(opened: OpenWorkspace, words: str) -> RecordedRun:
+    """All that a run recorded; its rollouts are read when asked for, step by step."""
+    return recorded(opened, find_run(opened, words))
+
+
+def recorded(
+    opened: OpenWorkspace, run: RunSummary, metrics: Sequence[Mapping[str, float]] | None = None
+) -> RecordedRun:
+    """The same of a run that was found; `metrics` where they are known already, one mapping a step."""
+    with opened.reading() as connection:
+        return RecordedRun(
+            name=run.name,
+            method=run.method,
+            config=run.config,
+            metrics=_metrics(connection, run) if metrics is None else metrics,
+            events=_events(connection, run.id),
+            rollout_steps=_rollout_steps(connection, run.id),
+            rollouts=lambda step: read_rollouts(opened, run.id, step),
+        )
+
+
+def _metrics(connection: Connection, run: RunSummary) -> list[dict[str, float]]:
+    """The metrics of every step. Raises StorageError where those of a step are not what was written."""
+    taken = select(steps.c.step, steps.c.digest).where(steps.c.run_id == run.id).order_by(steps.c.step)
+    sealed: dict[int, str | None] = {row.step: row.digest for row in connection.execute(taken)}
+    rows: dict[int, dict[str, float | None]] = {step: {} for step in sealed}
+    measured = select(metrics.c.step, metrics.c.name, metrics.c.value).where(metrics.c.run_id == run.id)
+    for step, name, value in connection.execute(measured.order_by(metrics.c.step, metrics.c.name)):
+        rows.setdefault(step, {})[name] = value
+    damaged = [step for step, values in rows.items() if sealed.get(step) != _careful_digest(step, values)]
+    if damaged:
+        raise StorageError(
+            f"the metrics of {spans(damaged)} of {run.name} are damaged in the run store: put them back from the run's "
+            f"folder with `tether doctor {quote(str(run.folder))} --verify --repair`"
+        )
+    return [{"step": step, **{name: _number(value) for name, value in row.items()}} for step, row in rows.items()]
+
+
+def _careful_digest(step: int, values: Mapping[str, float | None]) -> str | None:
+    """The digest of a step; None where a value is none that a metric can have."""
+    try:
+        return step_digest(step, values)
+    except (TypeError, ValueError):
+        return None
+
+
+def _events(connection: Connection, run_id: int) -> list[Event]:
+    chosen = select(events).where(events.c.run_id == run_id).order_by(events.c.id)
+    return [Event(row.time, row.kind, row.text, row.step, row.data) for row in connection.execute(chosen)]
+
+
+def _rollout_steps(connection: Connection, run_id: int) -> list[int]:
+    chosen = select(rollouts.c.step).where(rollouts.c.run_id == run_id).distinct().order_by(rollouts.c.step)
+    return list(connection.execute(chosen).scalars())
+
+
+def read_rollouts(opened: OpenWorkspace, run_id: int, step: int, row: int | None = None) -> list[StoredRollout]:
+    """The rollouts of one step, or one row of it, in the order of its batch; empty where they were not kept."""
+    chosen = select(rollouts).where(rollouts.c.run_id == run_id, rollouts.c.step == step)
+    if row is not None:
+        chosen = chosen.where(rollouts.c.place == row)
+    with opened.reading() as connection:
+        rows = connection.execute(chosen.order_by(rollouts.c.place)).all()
+    found: list[StoredRollout] = []
+    size = 0
+    for one in rows:
+        if one.digest is not None and not is_whole(rollouts, one):
+            raise StorageError(
+                f"step {step}, sample {one.place} is damaged in the run store {opened.workspace.place}: its tokens are "
+                "kept nowhere else; the other samples and steps can be read"
+            )
+        fields = {"group_id": one.group_id, "sample_id": one.sample_id, "finish": one.finish}
+        found.append(decode_rollout(one.content, step=one.step, row=one.place, score=_number(one.score), **fields))
+        size += inflated_size(found[-1])
+        if size > MAX_STEP_BYTES:
+            raise StorageError(f"the tokens of step {step} inflate to more than {MAX_STEP_BYTES >> 30} GiB")
+    return found
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else value

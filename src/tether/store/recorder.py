@@ -1,0 +1,316 @@
+"""The recorder: takes what a run has to say without making it wait, and writes it from a thread of its own.
+
+The training loop hands over references and goes on. The thread encodes, compresses and commits, one transaction a step,
+so that a step's metrics and rollouts appear together or not at all. Whatever happens to the store, nothing is raised
+into training: see `tether.store.database.journal`.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from tether.errors import StorageError
+from tether.redact import redact
+from tether.store.database.journal import Journal
+from tether.store.database.open import Workspace
+from tether.store.database.records import Record, Source, plain
+from tether.store.database.run_log import RunLog
+from tether.store.database.spool import Pending, recording_lock
+from tether.store.recorded import StoredRollout
+from tether.store.retention import KeepRollouts
+from tether.store.token_codec import encode_rollout
+
+Pieces = Callable[[Sequence[int]], list[str]]
+"""The text of each token of a row, such that joined they are the row's text."""
+
+
+class Unstored(Protocol):
+    """A step's rollouts as training holds them, such as `tether.store.tokens.StepRollouts`."""
+
+    def stored(self, step: int, pieces: Pieces | None) -> list[StoredRollout]:
+        """The same as the store keeps them; called in the recorder's thread."""
+        ...
+
+
+Rollouts = Unstored | Sequence[StoredRollout]
+
+MOST_WAITING = 16  # steps with rollouts that may wait for the thread
+PATIENCE = 10.0  # seconds that training waits for a thread that is so far behind, before tokens are left out
+
+
+@dataclass(frozen=True)
+class RunStart:
+    """What is known of a run when it starts, or goes on."""
+
+    method: str
+    steps: int
+    config: Mapping[str, Any]
+    environment: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    sources: Sequence[Source] = ()
+
+
+@dataclass
+class _Step:
+    step: int
+    metrics: Mapping[str, float]
+    rollouts: Rollouts | None
+    time: float
+
+
+@dataclass
+class _Flush:
+    done: threading.Event
+    durable: bool = False
+
+
+class RunRecorder:
+    """Records one run. `resumes` says that it goes on; otherwise an earlier run of that folder's name is replaced.
+
+    `pieces` gives the text of each token; `notify` is told, in a sentence, when something could not be written. `uid`
+    is the run's own id; `moved` says where runs of this workspace lie now, by theirs.
+    """
+
+    def __init__(
+        self,
+        workspace: Workspace,
+        folder: Path,
+        start: RunStart,
+        *,
+        resumes: bool = False,
+        pieces: Pieces | None = None,
+        keep: KeepRollouts = KeepRollouts(),  # noqa: B008 (frozen)
+        notify: Callable[[str], None] = lambda text: None,  # noqa: ARG005
+        wait: float = 5.0,
+        uid: str | None = None,
+        moved: Mapping[str, str] | None = None,
+    ) -> None:
+        self.name = workspace.name_of(folder)
+        self._pieces, self._keep, self._notify = pieces, keep, _careful(notify)
+        self._lock = ExitStack()
+        self._hold(folder)
+        if not resumes:
+            with suppress(OSError):
+                Pending(folder).clear()
+                RunLog(folder).clear()
+        begun = _start_record(self.name, start, resumes, uid or secrets.token_hex(8), moved or {})
+        self._log = RunLog(folder)
+        self._journal = Journal(workspace, self.name, begun, self._notify, wait=wait)
+        self._waiting: deque[Record | _Step | _Flush] = deque()
+        self._changed = threading.Condition()
+        self._closing = False
+        self._behind = False
+        self._told: set[str] = set()
+        self._put(begun)
+        self._thread = threading.Thread(target=self._work, name="run-recorder", daemon=True)
+        self._thread.start()
+
+    # -- what training calls ------------------------------------------------------------------------------------
+
+    def record(self, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None = None) -> None:
+        """Keep a step's metrics, and its rollouts where the keep policy wants them."""
+        wanted = rollouts if rollouts is not None and self._keep.wants(step) else None
+        if wanted is not None and not self._has_room():
+            wanted = None
+            self._tell_once("room", "The run store is too slow: tokens of some steps are left out. Metrics are not.")
+        self._put(_Step(step, dict(metrics), wanted, time.time()))
+
+    def event(self, kind: str, text: str, *, step: int | None = None, data: Mapping[str, Any] | None = None) -> None:
+        """Keep something that happened."""
+        content = {"uid": secrets.token_hex(8), "time": time.time(), "kind": plain(kind), "step": step}
+        content["text"] = redact(text)
+        self._put(Record("event", content | {"data": dict(data or {})}))
+
+    def rewind(self, step: int) -> None:
+        """Forget this step and all after it, events included: the run goes on from there and does them again."""
+        self._put(Record("rewind", {"step": step}))
+
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until all that was recorded is on disk, in the store or beside it; whether it is."""
+        mark = _Flush(threading.Event())
+        self._put(mark)
+        return mark.done.wait(timeout if self._thread.is_alive() else 0.0) and mark.durable
+
+    def close(self, state: str, timeout: float = 60.0) -> bool:
+        """Write the run's last state and let go; whether everything is on disk. Closing twice does nothing."""
+        if self._closing:
+            return False
+        self._put(Record("state", {"state": state, "time": time.time()}))
+        durable = self.flush(timeout)
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
+        self._thread.join(timeout)
+        self._lock.close()
+        return durable
+
+    @property
+    def waits(self) -> bool:
+        """Whether something waits for a store that cannot be written now."""
+        return self._journal.seconds_to_retry() is not None
+
+    @property
+    def dropped(self) -> int:
+        """How many records were lost for good."""
+        return self._journal.dropped
+
+    # -- the queue ----------------------------------------------------------------------------------------------
+
+    def _put(self, item: Record | _Step | _Flush) -> None:
+        with self._changed:
+            self._waiting.append(item)
+            self._changed.notify_all()
+
+    def _has_room(self) -> bool:
+        """Wait, once, for a thread that is far behind; after that not again until it has caught up."""
+
+        def room() -> bool:
+            return sum(isinstance(item, _Step) and item.rollouts is not None for item in self._waiting) < MOST_WAITING
+
+        with self._changed:
+            found = room() or (not self._behind and self._changed.wait_for(room, PATIENCE))
+            self._behind = not found
+            return found
+
+    def _take(self) -> Record | _Step | _Flush | None:
+        """The next thing to do; None to try the database again. Raises StopIteration at the end."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._waiting or self._closing, self._journal.seconds_to_retry())
+            if self._waiting:
+                item = self._waiting.popleft()
+                self._changed.notify_all()
+                return item
+            if self._closing:
+                raise StopIteration
+            return None
+
+    # -- the thread ---------------------------------------------------------------------------------------------
+
+    def _work(self) -> None:
+        while True:
+            try:
+                item = self._take()
+                if item is None:
+                    self._journal.retry()
+                elif isinstance(item, _Flush):
+                    self._logged(None)
+                    item.durable = self._journal.durable
+                    item.done.set()
+                else:
+                    record = self._step_record(item) if isinstance(item, _Step) else item
+                    self._logged(record)
+                    self._journal.write(record)
+            except StopIteration:
+                self._journal.close()
+                self._log.close()
+                return
+            except Exception as error:  # a bug here must not end a run, nor the recording of later steps
+                self._tell_once(repr(error), f"The run store left something out: {type(error).__name__}: {error}")
+
+    def _logged(self, record: Record | None) -> None:
+        """Put a record into the run's own log; None: have the log on disk. The store has it all where that fails."""
+        try:
+            if record is None:
+                self._log.sync()
+            else:
+                self._log.append(record)
+        except OSError as error:
+            self._log.close()
+            self._tell_once(
+                "log",
+                f"{self._log.path} cannot be written ({error.strerror}): what is recorded now is in the run store "
+                "alone until the run is resumed.",
+            )
+
+    def _step_record(self, item: _Step) -> Record:
+        rows, blobs = self._encoded(item)
+        finite = {name: float(value) for name, value in item.metrics.items()}
+        content = {
+            "step": item.step,
+            "time": item.time,
+            "metrics": {name: value if math.isfinite(value) else None for name, value in finite.items()},
+            "rollouts": rows,
+            "most": self._keep.most,
+        }
+        return Record("step", content, blobs)
+
+    def _encoded(self, item: _Step) -> tuple[list[dict[str, Any]], list[bytes]]:
+        """The rollouts as rows of the database and their contents; none where they cannot be encoded."""
+        if item.rollouts is None:
+            return [], []
+        try:
+            source = item.rollouts
+            rollouts = source if isinstance(source, Sequence) else self._read(item.step, source)
+            return [_row(rollout) for rollout in rollouts], [encode_rollout(rollout) for rollout in rollouts]
+        except Exception as error:
+            self._tell_once("tokens", f"The tokens of step {item.step} could not be kept ({error}); its metrics are.")
+            return [], []
+
+    def _read(self, step: int, source: Unstored) -> list[StoredRollout]:
+        try:
+            return source.stored(step, self._pieces)
+        except Exception as error:
+            rollouts = source.stored(step, None)
+            self._tell_once("pieces", f"Tokens are kept without their texts: the tokenizer failed ({error}).")
+            return rollouts
+
+    # -- small parts --------------------------------------------------------------------------------------------
+
+    def _hold(self, folder: Path) -> None:
+        """Make sure that no other process writes this run; one that is ending gets a moment to do so."""
+        for attempt in range(20):
+            if self._lock.enter_context(recording_lock(folder)):
+                return
+            self._lock.close()
+            time.sleep(0.05 if attempt < 19 else 0.0)
+        raise StorageError(f"run.name: {folder} is being trained by another process; wait for it, or stop it")
+
+    def _tell_once(self, key: str, text: str) -> None:
+        if key not in self._told:
+            self._told.add(key)
+            self._notify(text)
+
+
+def _start_record(name: str, start: RunStart, resumes: bool, uid: str, moved: Mapping[str, str]) -> Record:
+    content = {
+        "name": name,
+        "uid": uid,
+        "moved": dict(moved),
+        "time": time.time(),
+        "method": start.method,
+        "steps": start.steps,
+        "config": dict(start.config),
+        "environment": dict(start.environment),
+        "sources": [asdict(source) for source in start.sources],
+        "resumes": resumes,
+    }
+    return Record("start", content)
+
+
+def _row(rollout: StoredRollout) -> dict[str, Any]:
+    return {
+        "place": rollout.row,
+        "group_id": rollout.group_id,
+        "sample_id": rollout.sample_id,
+        "finish": rollout.finish,
+        "score": rollout.score if math.isfinite(rollout.score) else None,
+        "tokens": len(rollout.columns["token"]),
+    }
+
+
+def _careful(notify: Callable[[str], None]) -> Callable[[str], None]:
+    """A `notify` that cannot hurt whoever calls it."""
+
+    def told(text: str) -> None:
+        with suppress(Exception):
+            notify(redact(text))
+
+    return told

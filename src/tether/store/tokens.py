@@ -1,0 +1,166 @@
+"""Between training's padded tensors and the store's rollouts: one way for recording, the other for replaying.
+
+Nothing is rounded on the way: a column that goes there and back is the same to the bit.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from tether.store.recorded import TOKEN_COLUMNS, Alternatives, Column, StoredRollout
+from tether.store.recorder import Pieces
+from tether.types import Experience, Prompt, Rollout
+
+LEAST_LIKELY = 0.001  # what is rarer is not worth its place on disk
+
+FIELDS: dict[str, str] = {
+    "token": "tokens",
+    "response": "response_mask",
+    "behavior_logprob": "behavior_logprobs",
+    "untruncated_logprob": "untruncated_logprobs",
+    "old_logprob": "old_logprobs",
+    "ref_logprob": "ref_logprobs",
+    "value": "values",
+    "reward": "rewards",
+    "advantage": "advantages",
+    "return": "returns",
+    "entropy": "entropy",
+}
+"""Which field of an `Experience` each stored column comes from; `ratio` and `clipped` come from the update."""
+
+
+@dataclass(frozen=True)
+class StepRollouts:
+    """What one iteration has to be kept, as training holds it: references, copied by nobody.
+
+    Row b of every tensor belongs to `rollouts[b]`. None of it may be changed after it was handed over.
+    """
+
+    experience: Experience
+    rollouts: Sequence[Rollout]
+    ratios: Tensor | None = None  # (B, T) new / old in the last pass of the update
+    clipped: Tensor | None = None  # (B, T) bool
+    parts: Sequence[Mapping[str, float]] = ()  # of each score
+
+    def stored(self, step: int, pieces: Pieces | None) -> list[StoredRollout]:
+        """As the store keeps them."""
+        return stored_rollouts(step, self, pieces)
+
+
+def stored_rollouts(step: int, source: StepRollouts, pieces: Pieces | None = None) -> list[StoredRollout]:
+    """The rows of a step, each with its own tokens alone: the padding is left behind."""
+    experience = source.experience
+    if len(source.rollouts) != len(experience):
+        raise ValueError(f"{len(source.rollouts)} rollouts cannot belong to {len(experience)} rows")
+    padded = {name: getattr(experience, field) for name, field in FIELDS.items()}
+    padded |= {"ratio": source.ratios, "clipped": source.clipped}
+    arrays = {name: _numpy(tensor, TOKEN_COLUMNS[name]) for name, tensor in padded.items() if tensor is not None}
+    real = _numpy(experience.attention_mask, "bool")
+    scores = experience.scores.tolist()
+    finals = None if experience.final_values is None else experience.final_values.tolist()
+    return [
+        _stored_row(
+            step,
+            row,
+            rollout,
+            {name: array[row][real[row]] for name, array in arrays.items()},
+            pieces,
+            score=scores[row],
+            temperature=experience.temperature,
+            final_value=None if finals is None else finals[row],
+            parts=dict(source.parts[row]) if source.parts else {},
+            alternatives=alternatives_of(experience, row, pieces) if pieces is not None else None,
+        )
+        for row, rollout in enumerate(source.rollouts)
+    ]
+
+
+def _stored_row(
+    step: int, row: int, rollout: Rollout, columns: dict[str, Column], pieces: Pieces | None, **numbers: object
+) -> StoredRollout:
+    texts = pieces(columns["token"].tolist()) if pieces is not None else []
+    return StoredRollout(
+        step=step,
+        row=row,
+        prompt_id=rollout.prompt.id,
+        group_id=rollout.group_id,
+        sample_id=rollout.sample_id,
+        prompt_text=prompt_text(rollout.prompt),
+        completion=rollout.completion,
+        finish=rollout.finish,
+        columns=columns,
+        pieces=texts,
+        messages=tuple(dict(message) for message in rollout.prompt.messages),
+        tools=tuple(rollout.prompt.tools),
+        **numbers,  # pyright: ignore[reportArgumentType]
+    )
+
+
+def alternatives_of(experience: Experience, row: int, pieces: Pieces) -> Alternatives | None:
+    """What a row's policy might have said instead, and had at least LEAST_LIKELY for; None where nobody looked."""
+    if experience.likeliest is None or experience.likeliest_logprobs is None:
+        return None
+    real = experience.attention_mask[row]
+    tokens = _numpy(experience.likeliest[row][real], "int32")  # (T, K)
+    logprobs = _numpy(experience.likeliest_logprobs[row][real], "float32")
+    own = _numpy(experience.tokens[row][real], "int32")
+    answer = _numpy(experience.response_mask[row][real], "bool")
+    kept = answer[:, None] & (tokens != own[:, None]) & (logprobs >= math.log(LEAST_LIKELY))
+    chosen = tokens[kept]
+    return Alternatives(
+        counts=kept.sum(axis=1).astype(np.uint8),
+        tokens=chosen,
+        logprobs=logprobs[kept].astype(np.float16),
+        texts={token: pieces([token])[0] for token in np.unique(chosen).tolist()},
+    )
+
+
+def prompt_text(prompt: Prompt) -> str:
+    """What was asked, to be read: the one message, or all of them with their speakers."""
+    if len(prompt.messages) == 1:
+        return prompt.messages[0]["content"]
+    return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.messages)
+
+
+def padded_columns(rollouts: Sequence[StoredRollout]) -> dict[str, Tensor]:
+    """(B, T) every column that the rollouts have, padded on the right with zeros, and their "attention" mask."""
+    longest = max((len(rollout.columns["token"]) for rollout in rollouts), default=0)
+    names = [name for name in TOKEN_COLUMNS if all(name in rollout.columns for rollout in rollouts)]
+    padded = {name: np.zeros((len(rollouts), longest), dtype=TOKEN_COLUMNS[name]) for name in names}
+    attention = np.zeros((len(rollouts), longest), dtype=bool)
+    for place, rollout in enumerate(rollouts):
+        length = len(rollout.columns["token"])
+        attention[place, :length] = True
+        for name in names:
+            padded[name][place, :length] = rollout.columns[name]
+    return {name: torch.from_numpy(array) for name, array in (padded | {"attention": attention}).items()}
+
+
+def stored_experience(rollouts: Sequence[StoredRollout], *, pad_id: int = 0) -> Experience:
+    """The batch that a step learned from, its rows in the order in which they are given."""
+    columns = padded_columns(rollouts)
+    fields = {field: columns.get(name) for name, field in FIELDS.items()}
+    fields["tokens"] = columns["token"].long().masked_fill(~columns["attention"], pad_id)
+    finals = [rollout.final_value for rollout in rollouts]
+    known = [value for value in finals if value is not None]
+    return Experience(
+        **fields,  # pyright: ignore[reportArgumentType]
+        attention_mask=columns["attention"],
+        temperature=rollouts[0].temperature,
+        scores=torch.tensor([rollout.score for rollout in rollouts], dtype=torch.float32),
+        group_ids=torch.tensor([rollout.group_id for rollout in rollouts]),
+        truncated=torch.tensor([rollout.finish == "length" for rollout in rollouts]),
+        final_values=torch.tensor(known, dtype=torch.float32) if len(known) == len(finals) else None,
+    )
+
+
+def _numpy(tensor: Tensor, kind: str) -> Column:
+    """A tensor as an array of the stored kind; bfloat16 and float16 fit into float32 exactly."""
+    tensor = tensor.detach().cpu()
+    return (tensor.float() if tensor.is_floating_point() else tensor).numpy().astype(kind, copy=False)

@@ -1,0 +1,329 @@
+"""From a recipe to the parts of a run."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from tether.algorithms.algorithm import ExtraGradient
+from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
+from tether.algorithms.select import build_algorithm
+from tether.config.methods import DPOSettings
+from tether.config.recipes import DPORecipe, PPORecipe, Recipe, RecordsRecipe, RewardRecipe, RLRecipe, SFTRecipe
+from tether.config.sections import DataSettings, OptimizerSettings
+from tether.data.cursor import DataOrder
+from tether.data.examples import (
+    Ranking,
+    collate_pairs,
+    collate_rankings,
+    collate_rows,
+    encode_demonstrations,
+    encode_rankings,
+)
+from tether.data.rows import RowEncoder
+from tether.data.split import Example, split_by_prompt
+from tether.data.texts import read_texts
+from tether.errors import ConfigError
+from tether.learner.batching import micro_batches
+from tether.learner.learner import Learner, LearnerSettings
+from tether.learner.out_of_memory import within_memory
+from tether.models.backbones import recompute_layers
+from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.load import LoadedModel, load_causal_lm, resolve_device
+from tether.models.roles import ActorCritic, ReferencePolicy, Roles
+from tether.models.sharing import Sharing, build_sharing
+from tether.models.tokenizer import TextModel
+from tether.protocols import Sampling
+from tether.rewards.combine import check_reward
+from tether.rewards.parts import build_reward
+from tether.rollout.native import NativeEngine
+from tether.seeds import derive_seed
+from tether.store.find import find_model
+from tether.store.retention import KeepRollouts
+from tether.train.critic_init import check_critic_start, load_critic
+from tether.train.inputs import Inputs, checked, read_inputs
+from tether.train.reward_model import centred, finish_reward_model
+from tether.train.rl import RLParts
+from tether.train.supervised import SupervisedParts
+from tether.types import Measures, PairBatch
+
+
+def load_policy(recipe: Recipe, *, verify: bool = True) -> LoadedModel:
+    """The recipe's model on its device; without `verify` the caller compares it with what it was."""
+    settings = recipe.model
+    check_critic_start(recipe)
+    if settings.quantize != "none" and recipe.roles.mode != "adapters":
+        raise ConfigError(
+            f"model.quantize is {settings.quantize}, whose weights cannot be trained: use roles.mode adapters, or set "
+            "model.quantize none"
+        )
+    return load_causal_lm(
+        find_model(settings.path),
+        dtype=settings.dtype,
+        device=resolve_device(settings.device),
+        seed=derive_seed(recipe.run.seed, "model"),
+        attention=settings.attention,
+        quantize=settings.quantize,
+        verify=verify,
+    )
+
+
+def learner_settings(optimizer: OptimizerSettings, seed: int = 0) -> LearnerSettings:
+    """The recipe's optimiser; a reward model learns at the critic's rate. `seed` is the run's."""
+    return LearnerSettings(
+        rates={
+            "policy": optimizer.policy_rate,
+            "critic": optimizer.critic_rate,
+            "reward": optimizer.critic_rate,
+        },
+        micro_tokens=optimizer.micro_tokens,
+        max_grad_norm=optimizer.max_grad_norm,
+        schedule=optimizer.schedule,
+        warmup=optimizer.warmup,
+        betas=optimizer.betas,
+        epsilon=optimizer.epsilon,
+        weight_decay=optimizer.weight_decay,
+        masters=optimizer.masters,
+        state=optimizer.state,
+        seed=derive_seed(seed, "optimizer"),
+    )
+
+
+def make_learner(recipe: Recipe, model: ActorCritic | ScalarModel, policy: LoadedModel) -> Learner:
+    """The learner of this recipe for a model on the policy's device."""
+    if recipe.model.gradient_checkpointing:
+        recompute_layers(model)
+    return Learner(model, learner_settings(recipe.optimizer, recipe.run.seed), policy.model.device)
+
+
+def sharing_of(recipe: Recipe, policy: LoadedModel) -> Sharing:
+    """How this recipe's roles share memory."""
+    return build_sharing(policy.model, recipe.roles, derive_seed(recipe.run.seed, "adapters"))
+
+
+def build_rl(recipe: RLRecipe, policy: LoadedModel, inputs: Inputs | None = None) -> RLParts:
+    """The parts of a run that learns from rollouts."""
+    algorithm = build_algorithm(recipe)
+    task = (inputs or read_inputs(recipe, TextModel.of(recipe.model.path, policy))).task
+    assert task is not None
+    sharing = sharing_of(recipe, policy)
+    policy = dataclasses.replace(policy, model=sharing.policy)
+    start = None
+    if recipe.roles.critic_from is not None:
+        start, longest = load_critic(recipe.roles.critic_from, sharing, policy)
+        if longest < policy.context_length:  # prompts must fit the critic too
+            policy = dataclasses.replace(policy, context_length=longest)
+            task = checked(recipe, task, TextModel.of(recipe.model.path, policy))
+    roles = Roles.build(
+        sharing,
+        critic=recipe.roles.critic if algorithm.needs_critic else None,
+        with_reference=algorithm.needs_reference,
+        seed=derive_seed(recipe.run.seed, "critic"),
+        start_critic_from=start,
+        offload_frozen=recipe.roles.offload_frozen,
+    )
+    rollout, kept = recipe.rollout, KeepRollouts(recipe.store.rollouts_every)
+    reward = build_reward(
+        recipe.reward.parts,
+        own=task.reward(),
+        policy=policy,
+        seed=recipe.run.seed,
+        load_shared=sharing.load_scalar,
+        timeout=recipe.reward.timeout_seconds,
+    )
+    check_reward(reward, task.prompts())
+    return RLParts(
+        algorithm=algorithm,
+        roles=roles,
+        learner=make_learner(recipe, roles.actor, policy),
+        engine=NativeEngine(
+            policy,
+            max_batch=rollout.max_batch,
+            states_for=sharing.shared,
+            general=rollout.engine == "general",
+        ),
+        reward=reward,
+        prompts=DataOrder(task.prompts(), derive_seed(recipe.run.seed, "prompts")),
+        sampling=Sampling(
+            max_new_tokens=rollout.max_new_tokens,
+            temperature=rollout.temperature,
+            top_p=rollout.top_p,
+            top_k=rollout.top_k,
+            stop_token_ids=rollout.stop_token_ids,
+        ),
+        prompts_per_step=rollout.prompts_per_step,
+        samples_per_prompt=rollout.samples_per_prompt,
+        max_failure_rate=recipe.reward.max_failure_rate,
+        max_skipped=recipe.run.max_skipped,
+        pad_id=policy.pad_id,
+        seed=recipe.run.seed,
+        steps=recipe.run.steps,
+        mix_in=mixed_in(recipe, policy) if isinstance(recipe, PPORecipe) and recipe.ptx.data else None,
+        held_out=list(task.held_out())[: recipe.evaluation.prompts],
+        evaluate_every=recipe.evaluation.every,
+        shared=sharing.shared,
+        likeliest_at=lambda step: recipe.store.alternatives if kept.wants(step) else 0,
+    )
+
+
+def mixed_in(recipe: PPORecipe, policy: LoadedModel) -> Callable[[int], ExtraGradient]:
+    """PPO-ptx: every optimiser step also follows the log-likelihood of pretraining or SFT data."""
+    settings, seed = recipe.ptx, derive_seed(recipe.run.seed, "ptx")
+    assert settings.data is not None
+    encode = RowEncoder(policy.tokenizer, policy.end_id, min(settings.max_length, policy.context_length))
+    rows = read_texts(settings.data, encode)
+    objective = SFTObjective(settings.coef)
+
+    def for_iteration(step: int) -> ExtraGradient:
+        order, taken = DataOrder(rows, derive_seed(seed, step)), itertools.count()
+
+        def add(learner: Learner) -> Measures:
+            batch = order.take(next(taken) * settings.batch_size, settings.batch_size)
+            seen = learner.backward(collate_rows(batch, policy.pad_id), objective)
+            measures = Measures()
+            measures.add("ptx_loss", seen.mean("loss"))
+            return measures
+
+        return add
+
+    return for_iteration
+
+
+def build_supervised(recipe: Recipe, policy: LoadedModel, inputs: Inputs | None = None) -> SupervisedParts[Any]:
+    """The parts of a run that learns from records."""
+    match recipe:
+        case SFTRecipe():
+            return _sft(recipe, policy, inputs or read_inputs(recipe))
+        case RewardRecipe():
+            return _reward_model(recipe, policy, inputs or read_inputs(recipe))
+        case DPORecipe():
+            return _dpo(recipe, policy, inputs or read_inputs(recipe))
+        case _:
+            raise ValueError(f"{recipe.method} does not learn from records")
+
+
+def length_of(recipe: RecordsRecipe, records: int, batch_size: int) -> dict[str, Any]:
+    """How long the run is: its steps, or its epochs and the steps they come to."""
+    held = {"evaluate_every": recipe.evaluation.every, "max_skipped": recipe.run.max_skipped}
+    if recipe.run.epochs is None:
+        return {"steps": recipe.run.steps, "records": None, **held}
+    seen = max(1, round(recipe.run.epochs * records))
+    return {"steps": math.ceil(seen / batch_size), "records": seen, **held}
+
+
+def _in_order(
+    recipe: RecordsRecipe, train: list[Example], held_out: list[Example]
+) -> tuple[DataOrder[Example], list[Example]]:
+    """The training records in their order, and the held-out ones."""
+    fraction, seed = recipe.data.held_out_fraction, recipe.run.seed
+    if fraction is not None:
+        train, held_out = split_by_prompt(train, fraction, derive_seed(seed, "held-out"), str(recipe.data.train))
+    return DataOrder(train, derive_seed(seed, "data")), held_out[: recipe.evaluation.records]
+
+
+def _sft(recipe: SFTRecipe, policy: LoadedModel, inputs: Inputs) -> SupervisedParts[Any]:
+    assert inputs.train is not None
+    encode = _encoder(recipe.data, policy)
+    held = encode_demonstrations(inputs.held_out, encode) if inputs.held_out else []
+    examples, held_out = _in_order(recipe, encode_demonstrations(inputs.train, encode), held)
+    sharing = sharing_of(recipe, policy)
+    roles = Roles.build(sharing, critic=None, with_reference=False, seed=0)
+    return SupervisedParts(
+        learner=make_learner(recipe, roles.actor, policy),
+        objective=SFTObjective(),
+        examples=examples,
+        held_out=held_out,
+        collate=lambda rows: collate_rows(rows, policy.pad_id),
+        batch_size=recipe.sft.batch_size,
+        **length_of(recipe, len(examples.items), recipe.sft.batch_size),
+        shared=sharing.shared,
+    )
+
+
+def _reward_model(recipe: RewardRecipe, policy: LoadedModel, inputs: Inputs) -> SupervisedParts[Any]:
+    width = policy.model.config.get_text_config().hidden_size
+    # A fresh head drawn with deviation 1 / sqrt(width + 1), as in Stiennon et al. (2020).
+    seed = derive_seed(recipe.run.seed, "reward head")
+    head = ScalarHead.like_output(policy.model, deviation=(width + 1) ** -0.5, seed=seed)
+    sharing = sharing_of(recipe, policy)
+    model = ScalarModel(sharing.scalar_trunk(seed), head, "reward")
+    examples, held_out = _in_order(recipe, *_rankings(recipe.data, policy, inputs))
+    centre = encode_demonstrations(inputs.centre, _encoder(recipe.data, policy)) if inputs.centre else []
+    return SupervisedParts(
+        learner=make_learner(recipe, model, policy),
+        objective=RewardModelObjective(),
+        examples=examples,
+        held_out=held_out,
+        collate=lambda rankings: collate_rankings(rankings, policy.pad_id),
+        batch_size=recipe.reward.batch_size,
+        **length_of(recipe, len(examples.items), recipe.reward.batch_size),
+        report=lambda parts: finish_reward_model(parts, centre),
+        as_saved=lambda parts: centred(parts, centre),
+        shared=sharing.shared,
+    )
+
+
+def _dpo(recipe: DPORecipe, policy: LoadedModel, inputs: Inputs) -> SupervisedParts[Any]:
+    sharing = sharing_of(recipe, policy)
+    offload = recipe.roles.offload_frozen
+    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0, offload_frozen=offload)
+    assert roles.reference is not None
+    reference, settings = roles.reference, recipe.dpo
+    learner = make_learner(recipe, roles.actor, policy)
+    examples, held_out = _in_order(recipe, *_rankings(recipe.data, policy, inputs))
+
+    def collate(rankings: Sequence[Ranking]) -> PairBatch:
+        return with_reference(collate_pairs(rankings, policy.pad_id), reference, learner)
+
+    return SupervisedParts(
+        learner=learner,
+        objective=_dpo_objective(settings),
+        examples=examples,
+        held_out=held_out,
+        collate=collate,
+        batch_size=settings.batch_size,
+        **length_of(recipe, len(examples.items), settings.batch_size),
+        shared=sharing.shared,
+    )
+
+
+def _dpo_objective(settings: DPOSettings) -> DPOObjective:
+    return DPOObjective(settings.beta, settings.label_smoothing)
+
+
+@torch.no_grad()
+def with_reference(batch: PairBatch, reference: ReferencePolicy, learner: Learner) -> PairBatch:
+    """The batch with the reference's log-probs filled in, in the micro-batches that will be trained on."""
+
+    def attempt() -> PairBatch:
+        column = torch.zeros(batch.tokens.shape)
+        for rows in micro_batches(batch, learner.micro_tokens):
+            micro = batch.select(rows)
+            first, last = micro.span()
+            column[rows, first:last] = reference.logprobs(micro.trimmed().to(learner.device)).float().cpu()
+        return dataclasses.replace(batch, ref_logprobs=column)
+
+    return within_memory(attempt, lambda: learner.halve([batch]))
+
+
+def _encoder(data: DataSettings, policy: LoadedModel) -> RowEncoder:
+    longest = min(data.max_length, policy.context_length)
+    return RowEncoder(
+        policy.tokenizer,
+        policy.end_id,
+        longest,
+        truncate=data.truncate,
+        overlong=data.overlong,
+        turns=data.assistant_turns,
+    )
+
+
+def _rankings(data: DataSettings, policy: LoadedModel, inputs: Inputs) -> tuple[list[Ranking], list[Ranking]]:
+    encode = _encoder(data.model_copy(update={"assistant_turns": "last"}), policy)
+    assert inputs.train is not None
+    return encode_rankings(inputs.train, encode), encode_rankings(inputs.held_out, encode) if inputs.held_out else []

@@ -1,0 +1,236 @@
+"""Going on with a run, and branching off from one: finding its folder, its recipe and its checkpoints."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from tether.config.code_names import code_names
+from tether.config.load import change_settings, recipe_from_record
+from tether.config.recipes import Recipe, RecordsRecipe, RLRecipe
+from tether.config.rewards import ModelPart
+from tether.config.sections import PromptSettings, TaskSettings
+from tether.data.sampled import tokenizer_digest
+from tether.errors import ConfigError, UsageError
+from tether.models.load import resolve_device
+from tether.models.precision import AUTO
+from tether.models.save import save_model
+from tether.progress import say
+from tether.rewards.agree import agree_to_names, agree_to_run
+from tether.store import checkpoints
+from tether.store.database.open import FILE, absolute
+from tether.store.environment import describe_environment
+from tether.store.folder import RECIPE, RunFolder, is_run, recipe_record, run_path
+from tether.store.header import protected_recipe
+from tether.store.lineage import models_of
+from tether.store.own_files import check_own_files
+from tether.train.build import load_policy
+from tether.train.provenance import ground_of, other_models
+from tether.train.run import Forked, run_recipe
+from tether.train.session import ground_changes
+from tether.train.training import build_training
+
+
+def run_folder(words: str, directory: str = "runs") -> Path:
+    """The folder of a run that a person means, by its path or by its name in the workspace."""
+    for place in (Path(words).expanduser(), Path(directory) / words):
+        if is_run(place):
+            return place
+    raise ConfigError(
+        f"there is no run at {words}, nor at {Path(directory) / words}: `tether runs` lists what there is"
+    )
+
+
+def stored_recipe(folder: Path, *, original: bool = False) -> Recipe:
+    """The recipe that a run was begun with, pointing at the folder where it is now.
+
+    Raises ConfigError where `recipe.json` is another; with `original` that is told and passed over.
+    """
+    record = protected_recipe(folder, say, original=original)
+    try:
+        recipe = recipe_from_record(record)
+    except ValueError as error:
+        raise ConfigError(f"{folder / RECIPE} is damaged, or of another version: {error}") from error
+    if recipe.run.name is not None and run_path(recipe).resolve() == folder.resolve():
+        return recipe
+    place, workspace = _workspace_around(folder, recipe.run.name)
+    name = place.relative_to(workspace).as_posix()
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"directory": str(workspace), "name": name})})
+
+
+def _workspace_around(folder: Path, name: str | None) -> tuple[Path, Path]:
+    """The folder, and the workspace of a run whose folder was moved, renamed, or is looked at from elsewhere.
+
+    It is as far up as the run's name has parts, if the folder still ends in that name; else where the nearest store is.
+    A folder that a link leads to belongs where the link is, if there is a store.
+    """
+    parts = Path(name).parts if name else ()
+    for place in (absolute(folder), folder.resolve()):
+        if parts and place.parts[-len(parts) :] == parts:
+            found = place.parents[len(parts) - 1]
+        else:
+            found = next((above for above in place.parents if (above / FILE).is_file()), place.parent)
+        if (found / FILE).is_file():
+            break
+    return place, found
+
+
+def resume_run(words: str, directory: str, *, json_output: bool) -> int:
+    """Go on with a run to its last step."""
+    folder = run_folder(words, directory)
+    recipe = stored_recipe(folder)
+    if not RunFolder(folder).is_finished:
+        agree_to_run(recipe, folder)
+    return _go_on(recipe, folder, json_output=json_output)
+
+
+def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
+    """`--resume auto`: go on with the run of this name if there is one, else begin it."""
+    if recipe.run.name is None:
+        raise ConfigError("--resume auto needs run.name: without a name there is no telling which run is meant")
+    folder = run_path(recipe)
+    if not is_run(folder) or RunFolder(folder).is_free:
+        return run_recipe(recipe, json_output=json_output)
+    stored = stored_recipe(folder)
+    before, now = _flat(recipe_record(stored)), _flat(recipe_record(recipe))
+    if now.get("run.epochs") is not None and before.get("run.epochs") == now["run.epochs"]:
+        now["run.steps"] = before.get("run.steps")  # follows from the data, which is looked at as the run goes on
+    changed = [key for key in {**before, **now} if not _agree(key, before.get(key), now.get(key))]
+    if changed:
+        raise ConfigError(
+            f"{folder} was begun with another recipe ({', '.join(changed)} differ): give it another run.name, or "
+            f"branch off with `tether fork {folder}`"
+        )
+    # As it is recorded, precisions and all; but for a database's password, which is not.
+    begun = stored.model_copy(update={"run": recipe.run, "store": recipe.store})
+    return _go_on(begun, folder, json_output=json_output)
+
+
+def _go_on(recipe: Recipe, folder: Path, *, json_output: bool) -> int:
+    if not RunFolder(folder).is_finished:
+        check_own_files(folder)
+        check_precision(recipe, folder)
+    return run_recipe(recipe, json_output=json_output, resume=True)
+
+
+def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str], *, json_output: bool) -> int:
+    """Continue from one of a run's checkpoints with changed settings, as a run of its own."""
+    folder = run_folder(words, directory)
+    parent = stored_recipe(folder, original=True)
+    path = _checkpoint_at(folder, step)
+    checkpoint = checkpoints.read(path)
+    parent_name = parent.run.name or folder.name
+    named = parent.run.model_copy(update={"name": f"{parent_name}-fork-{checkpoint.step}"})
+    child = change_settings(parent.model_copy(update={"run": named}), flags)
+    from_epochs = isinstance(child, RecordsRecipe) and child.run.epochs is not None  # known once the data is read
+    if checkpoint.step >= child.run.steps and not from_epochs:
+        raise ConfigError(f"run.steps is {child.run.steps}, and step {checkpoint.step} is not before it: set it higher")
+    if child.model.dtype not in (parent.model.dtype, AUTO):
+        raise ConfigError(
+            f"--model.dtype {child.model.dtype}: {folder} was begun in {parent.model.dtype}, and a fork goes on in the "
+            "precision of its checkpoint: leave it out, or start a new run"
+        )
+    check_precision(child, folder)
+    agree_to_names(code_names(child), code_names(parent), folder, flags)
+    return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, parent_name, str(folder)))
+
+
+def export_checkpoint(options: argparse.Namespace) -> int:
+    """Write the model that a checkpoint holds, for a run that was stopped and is good enough as it is."""
+    if not options.model or options.to or options.rollouts or options.metrics or options.best:
+        raise UsageError("--checkpoint goes with --model DIR alone, or with --merge, --gguf or --push")
+    folder, target = run_folder(options.run, options.workspace or "runs"), Path(options.model).expanduser()
+    if target.exists():
+        raise UsageError(f"--model: {target} exists already; name a new folder")
+    step = checkpoint_model(folder, options.checkpoint, target)
+    print(json.dumps({"model": str(target), "step": step}) if options.json else f"model: {target}")
+    return 0
+
+
+def checkpoint_model(folder: Path, step: int, target: Path) -> int:
+    """Write the model after `step` steps of a run (-1: of its newest checkpoint) to a folder; returns the step."""
+    checkpoint = checkpoints.read(_checkpoint_at(folder, step if step >= 0 else None))
+    recipe = stored_recipe(folder)
+    check_precision(recipe, folder)
+    recipe = without_code(recipe)
+    policy = load_policy(recipe)
+    environment = describe_environment(seed=recipe.run.seed, device=str(policy.model.device))
+    environment["tokenizer"] = tokenizer_digest(policy.tokenizer)
+    ground = ground_of(policy) | {"models": other_models(list(models_of(recipe_record(recipe))))}
+    if changed := ground_changes(checkpoint, ground, environment):
+        raise ConfigError(
+            f"{', '.join(changed)} changed since the run {folder} began, so its checkpoint is not the model it was: "
+            "put the old one back"
+        )
+    training = build_training(recipe, policy)
+    training.restore(checkpoint)
+    save_model(training.model, policy.tokenizer, target)
+    return checkpoint.step
+
+
+def without_code(recipe: Recipe) -> Recipe:
+    """The recipe with the same model and roles, whose task and reward are Tether's own: nothing that it names runs.
+
+    A reward model on the shared trunk stays, for it is part of what the roles share.
+    """
+    if not isinstance(recipe, RLRecipe):
+        return recipe
+    shared = tuple(part for part in recipe.reward.parts if isinstance(part, ModelPart) and part.shared)
+    return recipe.model_copy(
+        update={
+            "task": TaskSettings(),
+            "data": PromptSettings(),
+            "reward": recipe.reward.model_copy(update={"parts": shared}),
+            "evaluation": recipe.evaluation.model_copy(update={"every": 0, "patience": 0}),
+        }
+    )
+
+
+def check_precision(recipe: Recipe, folder: Path) -> None:
+    """Refuse to go on where the device cannot compute in the run's precision: a checkpoint's weights keep theirs."""
+    if resolve_device(recipe.model.device).type != "cpu":
+        return
+    if recipe.model.dtype == "bfloat16":
+        raise ConfigError(
+            f"{folder} was begun in bfloat16, which is slow and imprecise on the CPU, and its checkpoints stay in it: "
+            "go on, or export it, on a CUDA device, or start a new run here"
+        )
+    for place, part in enumerate(recipe.reward.parts if isinstance(recipe, RLRecipe) else ()):
+        if isinstance(part, ModelPart) and part.dtype == "bfloat16":
+            raise ConfigError(
+                f"{folder} was begun with its reward model (reward.parts.{place}) in bfloat16, which is slow and "
+                "imprecise on the CPU: go on on a CUDA device, or start a new run here"
+            )
+
+
+def _agree(key: str, before: object, now: object) -> bool:
+    """Whether a key of a recipe leaves a run as it was begun."""
+    if key in ("run.directory", "run.name"):  # which may be spelt in many ways; the folder is the same
+        return True
+    chosen_then = key.endswith("dtype") and now == AUTO  # and recorded as what it was where the run began
+    return chosen_then or before == now
+
+
+def _checkpoint_at(folder: Path, step: int | None) -> Path:
+    """The checkpoint after `step` steps, or the newest."""
+    found = dict(checkpoints.listed(RunFolder(folder).checkpoints))
+    if not found:
+        raise ConfigError(f"{folder} has no checkpoint to branch off from: set checkpoint.every for the next run")
+    if step is None:
+        return found[max(found)]
+    if step not in found:
+        steps = ", ".join(map(str, found))
+        raise ConfigError(f"--step: {folder} has checkpoints after {steps} steps; checkpoint.keep_every keeps more")
+    return found[step]
+
+
+def _flat(record: object, prefix: str = "") -> dict[str, object]:
+    """A nested record by dotted keys; the items of a list by their places."""
+    if not isinstance(record, dict | list):
+        return {prefix: record}
+    flat: dict[str, object] = {}
+    for key, value in record.items() if isinstance(record, dict) else enumerate(record):
+        flat |= _flat(value, f"{prefix}.{key}" if prefix else str(key))
+    return flat

@@ -1,0 +1,339 @@
+"""Running a recipe from beginning to end: folder, progress, interruption, the saved model."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from shlex import quote
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from tether.config.recipes import Recipe
+from tether.ending import silence
+from tether.errors import ConfigError, Stopped, StorageError
+from tether.models.load import resolve_device
+from tether.models.precision import precision_notice, with_precision
+from tether.plan.memory_fit import free_memory
+from tether.plan.model_shape import Shape
+from tether.plan.table import plan_text
+from tether.progress import PlainProgress, numbers_of, say
+from tether.reports.safe_text import clean
+from tether.rewards import consent
+from tether.rewards.pool import close_workers
+from tether.store.checkpoints import Checkpoint
+from tether.store.database.open import workspace_at
+from tether.store.folder import FINISHED, RunFolder, json_line, run_path
+from tether.train.build import load_policy
+from tether.train.inputs import read_before_loading
+from tether.train.provenance import ground_of
+from tether.train.run_plan import RunPlan, check_room, check_weights
+from tether.train.run_state import seed_everything
+from tether.train.session import Session
+from tether.train.training import build_training
+from tether.types import Rollout
+from tether.user_code import end_process, exits_told
+
+Advance = Callable[[int, dict[str, float]], None]
+Begin = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class Forked:
+    """Where a fork begins: another run's checkpoint, and which run that was."""
+
+    checkpoint: Checkpoint
+    run: str  # its name in the workspace
+    folder: str
+
+    def record(self) -> dict[str, Any]:
+        """What the new run's folder keeps of it."""
+        return {"run": self.run, "folder": self.folder, "step": self.checkpoint.step}
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training left behind."""
+
+    folder: RunFolder
+    steps: int
+    total: int  # steps that the recipe comes to
+    finished: bool  # all were taken, or evaluation.patience ended it
+    plan: RunPlan | None = None  # where a step was taken
+    ended: str = ""  # why there are fewer steps than in all, where it is finished
+
+
+class Watch:
+    """Who is told of a run while it goes: how many steps there are, each step, what comes next."""
+
+    def check(self) -> None:
+        """Raise, after the run, where it could not be told."""
+
+    def begin(self, total: int, done: int) -> None:
+        """There are `total` steps, of which `done` are taken."""
+
+    def advance(self, step: int, metrics: dict[str, float]) -> None:
+        """A step was taken."""
+
+    def doing(self, words: str) -> None:
+        """Something is begun within a step."""
+
+
+def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forked: Forked | None = None) -> int:
+    """Train as the recipe says; 0 when every step was taken. Raises `Stopped` when interrupted, after a checkpoint."""
+    console = Console(stderr=True)
+    with interruptions() as stop, progress_bar(recipe, json_output, console) as watch:
+        trained = train_recipe(
+            recipe,
+            stop=stop,
+            advance=watch.advance,
+            begin=watch.begin,
+            doing=watch.doing,
+            notify=lambda text: tell(console, clean(text), style="dim"),
+            resume=resume,
+            forked=forked,
+        )
+    place = trained.folder.path
+    if trained.plan is not None and not json_output:
+        with suppress(OSError, SystemExit):  # as in `tell`
+            for part in plan_text(trained.plan.plan, measured=trained.plan.measured):
+                Console(stderr=True, width=None if console.is_terminal else 160).print(part)
+    if not trained.finished:
+        raise Stopped(
+            f"stopped after {trained.steps} of {trained.total} steps; go on with: tether resume {quote(str(place))}"
+        )
+    model = f" The model is in {trained.folder.model_path}." if recipe.run.save else ""
+    best = f" The best is in {trained.folder.best_path}." if trained.folder.best_path.is_dir() else ""
+    early = f" of {trained.total}: {trained.ended}" if trained.ended else ""
+    told = f"Done: {trained.steps} steps{early}.{model}{best} Look at it: tether show {quote(str(place))}"
+    tell(console, told)
+    watch.check()
+    return 0
+
+
+def tell(console: Console, text: str, style: str | None = None) -> None:
+    """A sentence on its own line, never broken up by us; a reader that went away, or a full disk, ends nothing."""
+    if not console.is_terminal:
+        say(text)
+        return
+    with suppress(OSError, SystemExit):  # rich leaves by SystemExit where a pipe is closed
+        console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
+
+
+def train_recipe(
+    recipe: Recipe,
+    *,
+    stop: Callable[[], bool],
+    advance: Advance,
+    notify: Callable[[str], None],
+    look_at: Callable[[int, Rollout], None] = lambda step, sample: None,  # noqa: ARG005
+    begin: Begin = lambda total, done: None,  # noqa: ARG005
+    doing: Callable[[str], None] = lambda words: None,  # noqa: ARG005
+    resume: bool = False,
+    forked: Forked | None = None,
+) -> Trained:
+    """Train, recording each step, and save the model at the end; with `resume`, from the newest whole checkpoint on.
+
+    `look_at` is shown one rollout of each iteration, where there are rollouts; `begin` is told how many steps there are
+    and how many are taken. A run that is stopped before its end leaves a checkpoint. `forked` begins with another
+    run's.
+    """
+    try:
+        with exits_told():
+            return _train(recipe, stop, advance, notify, look_at, begin, doing, resume, forked)
+    finally:
+        close_workers()  # of reward functions that run in processes of their own
+
+
+def _train(
+    recipe: Recipe,
+    stop: Callable[[], bool],
+    advance: Advance,
+    notify: Callable[[str], None],
+    look_at: Callable[[int, Rollout], None],
+    begin: Begin,
+    doing: Callable[[str], None],
+    resume: bool,
+    forked: Forked | None,
+) -> Trained:
+    recipe = named(recipe)
+    if resume and (folder := RunFolder(run_path(recipe))).is_finished:
+        return Trained(folder, folder.steps_taken, recipe.run.steps, finished=True)
+    if resume and RunFolder(run_path(recipe)).finish_is_damaged:
+        notify(f"{run_path(recipe) / FINISHED} is damaged: what follows the last step is done again.")
+    seed_everything(recipe.run.seed)
+    asked, recipe = recipe, with_precision(recipe, resolve_device(recipe.model.device))
+    inputs = read_before_loading(recipe)
+    check_weights(recipe)
+    policy = load_policy(recipe, verify=not resume)
+    loaded = ground_of(policy)
+    shape = Shape.of(policy.model)
+    training = build_training(recipe, policy, inputs)
+    recipe = lasting(recipe, training.total)
+    if forked is not None and forked.checkpoint.step >= training.total:
+        raise ConfigError(
+            f"the run comes to {training.total} steps, and step {forked.checkpoint.step} is not before the last: raise "
+            "run.steps or run.epochs"
+        )
+    told = inputs.notices if inputs is not None else ()
+    for notice in dict.fromkeys((*told, precision_notice(asked, recipe), *policy.notices, *training.notices)):
+        if notice is not None:
+            notify(notice)
+    workspace_at(recipe.run.directory, recipe.store.url).name_of(run_path(recipe))
+    if forked is not None:
+        training.restore(forked.checkpoint)
+    planned = RunPlan.of(recipe, shape, training, policy)
+    check_room(recipe, planned.plan, training, free_memory(policy.model.device), notify)
+    # Once everything that can be wrong with the recipe has been looked at.
+    origin = forked.record() if forked is not None else None
+    folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin, consent.current().root)
+    with Session(
+        recipe, folder, training, policy, planned=planned, loaded=loaded, resumes=resume, notify=notify
+    ) as session:
+        start = session.resume() if resume else session.fork(forked.checkpoint) if forked is not None else 0
+        begin(training.total, start)
+
+        def next_is(words: str) -> None:
+            session.doing(words)
+            doing(words)
+
+        for taken in training.steps(start, stop, next_is) if not session.best.is_over else ():
+            session.keep(taken)
+            advance(taken.step, taken.metrics)
+            if taken.result is not None:
+                look_at(taken.step, taken.result.rollouts[0])
+            if session.best.is_over:
+                break
+        if session.is_over:
+            session.finish()
+        else:
+            session.stop()
+        ended = session.best.words if session.is_over and session.done < training.total else ""
+        shown = planned if planned.measured.iterations else None
+        return Trained(folder, session.done, training.total, session.is_over, shown, ended)
+
+
+def lasting(recipe: Recipe, steps: int) -> Recipe:
+    """The recipe with the steps that its epochs come to."""
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": steps})})
+
+
+def named(recipe: Recipe) -> Recipe:
+    """The recipe with a name for its run: one that has none is called by its method and the time."""
+    name = recipe.run.name or f"{recipe.method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
+
+
+@contextmanager
+def interruptions() -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C or SIGTERM asks the loop to end after the step at hand; the second ends at once.
+
+    Ending at once needs no farewell: what is half written has no name yet, and resuming finds the last checkpoint.
+    """
+    asked = False
+
+    def ask(*_: object) -> None:
+        nonlocal asked
+        if asked:
+            os.write(2, b"\x1b[?25h" if os.isatty(2) else b"")  # a progress bar hides the cursor
+            os.write(2, b"\ntether: stopped at once; resuming goes on from the last checkpoint\n")
+            end_process(Stopped.exit_code)
+        os.write(2, b"\ntether: stopping after the step at hand; once more stops at once\n")
+        asked = True
+
+    previous = {number: signal.signal(number, ask) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield lambda: asked
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+class JsonLines(Watch):
+    """One line a step on standard output; a reader that went away, or a full disk there, does not end a run."""
+
+    def __init__(self) -> None:
+        self.lost: OSError | None = None  # why the first line that is missing could not be written
+
+    def advance(self, step: int, metrics: dict[str, float]) -> None:
+        """A step was taken."""
+        try:
+            print(json_line(step, metrics), flush=True)
+        except BrokenPipeError:
+            silence(sys.stdout)
+        except OSError as error:
+            self.lost = self.lost or error
+
+    def check(self) -> None:
+        """Raise where lines are missing; the run itself is whole."""
+        if self.lost is not None:
+            silence(sys.stdout)
+            raise StorageError(
+                f"not every step's line of JSON could be written to standard output ({self.lost.strerror}): the run "
+                "goes on without, and its store holds all metrics"
+            )
+
+
+class PlainLines(Watch):
+    """A line every few seconds on standard error, where it is no terminal."""
+
+    def __init__(self, title: str) -> None:
+        self.title = title
+        self.lines: PlainProgress | None = None
+
+    def begin(self, total: int, done: int) -> None:
+        """There are `total` steps."""
+        self.lines = PlainProgress(self.title, total, done)
+
+    def advance(self, step: int, metrics: dict[str, float]) -> None:
+        """A step was taken."""
+        if self.lines is not None:
+            self.lines.advance(step + 1, numbers_of(metrics))
+
+    def doing(self, words: str) -> None:
+        """A phase of a step has begun."""
+        if self.lines is not None:
+            self.lines.doing(words)
+
+
+class Bar(Watch):
+    """A bar with the few numbers that matter, for a terminal."""
+
+    def __init__(self, title: str, progress: Progress) -> None:
+        self.progress = progress
+        self.task = progress.add_task(title, total=None, numbers="")
+
+    def begin(self, total: int, done: int) -> None:
+        """There are `total` steps."""
+        self.progress.update(self.task, total=total, completed=done)
+
+    def advance(self, step: int, metrics: dict[str, float]) -> None:
+        """A step was taken."""
+        self.progress.update(self.task, completed=step + 1, numbers=numbers_of(metrics))
+
+
+@contextmanager
+def progress_bar(recipe: Recipe, json_output: bool, console: Console) -> Iterator[Watch]:
+    """JSON for scripts, a bar on a terminal, plain lines in a file."""
+    if json_output:
+        yield JsonLines()
+        return
+    if not console.is_terminal or console.is_dumb_terminal:
+        say(f"{recipe.method}: loading {recipe.model.path}")
+        yield PlainLines(recipe.method)
+        return
+    columns = (
+        TextColumn(recipe.method),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[numbers]}"),
+    )
+    with Progress(*columns, console=console) as progress:
+        yield Bar(recipe.method, progress)
