@@ -81,6 +81,15 @@ def test_a_package_imports_only_packages_above_it(file: Path):
 
 
 @pytest.mark.parametrize("file", each_file())
+def test_accel_is_reached_through_one_door(file: Path):
+    """So that the package can be removed: see tests/accel/test_without_accel.py."""
+    if package_of(file) == "accel" or file == SOURCE / "models" / "acceleration.py":
+        return
+    wrong = [f"line {line}" for line, name in imported_packages(file) if name == "accel"]
+    assert not wrong, f"{file.relative_to(ROOT)}: {wrong}: import from tether.models.acceleration"
+
+
+@pytest.mark.parametrize("file", each_file())
 def test_nothing_is_unpickled_or_evaluated(file: Path):
     wrong = [f"line {line} imports {name}" for line, name in imports(file) if name.split(".")[0] in UNSAFE_MODULES]
     for node in ast.walk(tree_of(file)):

@@ -8,12 +8,15 @@ The products stay with the library and keep the states' type; each kernel reads 
 from __future__ import annotations
 
 import importlib.util
-from typing import Any
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from tether.accel.gradient_accumulation import Gradients
+from tether.device_transfer import at
+from tether.ops.logprobs import chunked_logprobs, rows_at_a_time
 
 HALF = (torch.bfloat16, torch.float16)
 CHUNK_ELEMENTS = 2**27  # logits held at a time: 256 MiB in half precision
@@ -26,8 +29,34 @@ def applies(states: Tensor, weight: Tensor, softcap: float | None) -> bool:
     return weight.dtype == states.dtype and importlib.util.find_spec("triton") is not None
 
 
+def logprobs(
+    states: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    *,
+    temperature: float = 1.0,
+    bias: Tensor | None = None,
+    scale: float = 1.0,
+    softcap: float | None = None,
+    chunk_elements: int | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `chunked_logprobs`: by kernels where they are made for such inputs, else by that function."""
+    if not applies(states, weight, softcap):
+        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "scale": scale, "softcap": softcap}
+        return chunked_logprobs(states, weight, targets, **options, chunk_elements=chunk_elements)
+    rows = rows_at_a_time(weight, chunk_elements or CHUNK_ELEMENTS)
+    apply = cast("Callable[..., tuple[Tensor, Tensor]]", FusedLogprobs.apply)
+    with at(states.device):
+        return apply(states, weight, bias, targets, scale / temperature, rows)
+
+
+def chunk_elements(states: Tensor, weight: Tensor, softcap: float | None) -> int | None:
+    """How many logits to hold at a time; None where the plain way decides."""
+    return CHUNK_ELEMENTS if applies(states, weight, softcap) else None
+
+
 class FusedLogprobs(torch.autograd.Function):
-    """As `_ChunkedLogprobs` in `logprobs.py`, where `factor` is scale / temperature."""
+    """As `chunked_logprobs` in `ops/logprobs.py`, where `factor` is scale / temperature."""
 
     @staticmethod
     def forward(

@@ -11,7 +11,6 @@ from transformers import (
     Gemma3ForCausalLM,
     LlamaForCausalLM,
     MistralForCausalLM,
-    PreTrainedModel,
     Qwen2ForCausalLM,
     Qwen3ForCausalLM,
 )
@@ -30,17 +29,13 @@ HALF_TOLERANCE = 0.05  # nats between the distributions, with weights of 16 bits
 HALF = (torch.bfloat16, torch.float16)
 
 
-def plain_model(model: PreTrainedModel) -> Any:
-    """The causal language model inside a model with adapters, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # pyright: ignore[reportCallIssue]
-
-
-def unsupported(model: PreTrainedModel) -> str | None:
+def unsupported(model: Any, base: Any = None) -> str | None:
     """Why a model cannot be decoded by `LlamaDecoder` or `GpuDecoder`, or None where it can be.
 
-    Looks at the model as it is now and computes nothing.
+    `base` is the causal language model inside `model`, where that has adapters around it. Looks at the model as it is
+    now and computes nothing.
     """
-    base = plain_model(model)
+    base = model if base is None else base
     if type(base) not in KINDS:
         return f"{type(base).__name__} is not one of {', '.join(kind.__name__ for kind in KINDS)}"
     named = list(base.named_parameters())
@@ -58,18 +53,19 @@ def unsupported(model: PreTrainedModel) -> str | None:
 
 
 @torch.inference_mode()
-def disagreement(model: PreTrainedModel) -> str | None:
+def disagreement(model: Any, base: Any = None) -> str | None:
     """What is wrong when the decoder's logits on a few tokens are not the model's own; None where they are."""
+    base = model if base is None else base
     device = next(model.parameters()).device
     if device.type == "cuda":
         try:
-            logits = _gpu_trial(model)
+            logits = _gpu_trial(base)
         except torch.cuda.OutOfMemoryError:
             raise
         except Exception as error:  # a machine that cannot build the kernels, or a device that they do not fit
             return f"its kernels do not run here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     else:
-        logits = _trial(model)
+        logits = _trial(base)
     expected = torch.stack(
         [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1] for ids in TRIAL]
     )
@@ -88,17 +84,17 @@ def nats_apart(logits: Tensor, expected: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(dim=-1).max())
 
 
-def _trial(model: PreTrainedModel) -> Tensor:
+def _trial(base: Any) -> Tensor:
     """(trials, V) logits after each trial, by `LlamaDecoder`."""
-    decoder = LlamaDecoder(plain_model(model), slots=len(TRIAL), length=max(map(len, TRIAL)))
+    decoder = LlamaDecoder(base, slots=len(TRIAL), length=max(map(len, TRIAL)))
     decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
     lengths = torch.tensor([len(ids) for ids in TRIAL])
     return decoder.step(torch.tensor([ids[-1] for ids in TRIAL]), lengths - 1, int(lengths.max())).t()
 
 
-def _gpu_trial(model: PreTrainedModel) -> Tensor:
+def _gpu_trial(base: Any) -> Tensor:
     """(trials, V) logits after each trial, by `GpuDecoder`."""
-    decoder = GpuDecoder(plain_model(model), slots=len(TRIAL), length=max(map(len, TRIAL)), room=1)
+    decoder = GpuDecoder(base, slots=len(TRIAL), length=max(map(len, TRIAL)), room=1)
     decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
     decoder.state.tokens.copy_(torch.tensor([ids[-1] for ids in TRIAL]))
     decoder.state.columns.copy_(torch.tensor([len(ids) - 1 for ids in TRIAL]))

@@ -10,7 +10,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.accel.fused_pass.packed import release_captured
 from tether.errors import Diverged
 from tether.learner.batch_parts import Part, Parts
 from tether.learner.gradients import clip, read_norms, total_norm
@@ -20,6 +19,7 @@ from tether.learner.out_of_memory import free_cache, is_out_of_memory, smaller_b
 from tether.learner.overflow import cannot_overflow
 from tether.learner.schedule import rate_factor
 from tether.learner.settings import LearnerSettings
+from tether.models.acceleration import release_captured
 from tether.protocols import Objective, TrainedModel
 from tether.types import Measures, Sequences
 

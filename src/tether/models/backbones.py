@@ -14,9 +14,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.accel.families import departure
-from tether.accel.fused_pass.packed import Way, captured_pass, packed_states, way_for
 from tether.errors import ConfigError
+from tether.models.acceleration import MISSING, SLOWER, Way, captured_pass, departure, packed_states, way_for
 from tether.models.forward import hidden_states
 from tether.types import Sequences
 
@@ -138,10 +137,9 @@ class Fast:
 def trunk_notices(model: nn.Module) -> tuple[str, ...]:
     """A sentence for each reason for which trunks of the model are run by their own modules."""
     reasons = [module.fast.reason for module in model.modules() if isinstance(module, Trunk)]
+    said = "Training runs the model's own modules, not the pass over packed tokens, which is faster: {}."
     return tuple(
-        f"Training runs the model's own modules, not the pass over packed tokens, which is faster: {reason}."
-        for reason in dict.fromkeys(reasons)
-        if reason is not None
+        SLOWER if reason == MISSING else said.format(reason) for reason in dict.fromkeys(reasons) if reason is not None
     )
 
 

@@ -13,7 +13,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError
-from tether.ops.logprobs import chunked_logprobs, log_distributions, token_logprobs
+from tether.models import acceleration
+from tether.ops.logprobs import log_distributions, token_logprobs
 from tether.ops.masks import position_ids
 from tether.types import Sequences
 
@@ -90,7 +91,7 @@ class OutputLayer:
         with torch.no_grad():
             hidden = hidden_states(trunk_of(model), probe)
             targets = tokens[0].flip(0)
-            ours, _ = chunked_logprobs(hidden[0], self.weight, targets, **self.options(1.0))
+            ours, _ = acceleration.logprobs(hidden[0], self.weight, targets, **self.options(1.0))
             logits = model(input_ids=tokens, use_cache=False).logits[0].float()
             theirs = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
         tolerance = 1e-3 if self.weight.dtype == torch.float32 else 0.1
@@ -106,8 +107,8 @@ class OutputLayer:
 
     def logprobs(self, hidden: Tensor, batch: Sequences) -> tuple[Tensor, Tensor]:
         """`(logprobs, entropy)` (B, T) at the batch's temperature, on its response mask."""
-        options = self.options(batch.temperature)
-        return token_logprobs(hidden, self.weight, batch.tokens, batch.response_mask, **options)
+        given = (hidden, self.weight, batch.tokens, batch.response_mask)
+        return token_logprobs(*given, **self.options(batch.temperature), by=acceleration.logprobs)
 
     def distributions(self, hidden: Tensor, batch: Sequences) -> Tensor:
         """(N, V) whole log-distributions at the batch's response tokens."""

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.accel.fused_pass.packed import packing_of, rows_of
 from tether.device_transfer import sent
+from tether.models import acceleration
 from tether.models.backbones import Trunk
 from tether.models.cpu_offload import Waiting
 from tether.models.forward import OutputLayer
@@ -25,6 +25,7 @@ from tether.models.sharing import Separate, Sharing, trainable
 from tether.ops.aggregation import true_places, true_rows
 from tether.ops.logprobs import places_before, places_of
 from tether.ops.masks import last_places
+from tether.ops.packing import packing_of, rows_of
 from tether.ops.top_logprobs import likeliest_tokens
 from tether.tensor_cache import remembered
 from tether.types import BatchT, Sequences, TokenOutputs
@@ -159,7 +160,8 @@ class ActorCritic(nn.Module):
     def _likeliest(self, hidden: Tensor, batch: Sequences, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         options = self.output.options(batch.temperature)
         given = (hidden, self.output.weight, batch.tokens, logprobs, batch.response_mask, count)
-        return likeliest_tokens(*given, **options)
+        chunk = acceleration.chunk_elements(hidden, self.output.weight, self.output.softcap)
+        return likeliest_tokens(*given, **options, chunk_elements=chunk)
 
     def forget_ahead(self) -> None:
         """Let a kept pass go: its memory is wanted."""

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tether.accel.families import departure
 from tether.errors import ConfigError
+from tether.models.acceleration import departure
 from tether.models.backbone_cache import TrunkStates
 from tether.models.backbones import Fast, Trunk, layer_list, layers_between, probe_batch
 from tether.models.forward import hidden_states

@@ -13,10 +13,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tether.accel import fused_logprobs
 from tether.device_transfer import at
 from tether.tensor_cache import remembered
 
+StateLogprobs = Callable[..., tuple[Tensor, Tensor]]  # as `chunked_logprobs`
 CHUNK_ELEMENTS = 2**23  # logits held at a time: 32 MiB in fp32, small enough to stay near the cores
 
 
@@ -56,13 +56,15 @@ def token_logprobs(
     scale: float = 1.0,
     softcap: float | None = None,
     chunk_elements: int | None = None,
+    by: StateLogprobs | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs, entropy)`, each (B, T) and 0 off the mask, of the tokens on it.
 
-    `hidden` (B, T, H), `weight` (V, H), `tokens` (B, T); the rest as in `chunked_logprobs`. Both carry gradients.
+    `hidden` (B, T, H), `weight` (V, H), `tokens` (B, T); the rest as in `chunked_logprobs`, which `by` may stand in
+    for. Both carry gradients.
     """
     states, targets = states_before(hidden, mask), tokens.flatten().index_select(0, places_of(mask))
-    logprobs, entropy = chunked_logprobs(
+    logprobs, entropy = (by or chunked_logprobs)(
         states,
         weight,
         targets,
@@ -92,25 +94,21 @@ def chunked_logprobs(
         z = softcap * tanh(y / softcap) / temperature       (y / temperature without a softcap)
         logprob = z[target] - logsumexp(z),   entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
-    Logits exist for a few rows at a time (`chunk_elements` numbers, by default what suits the device), forward and
+    Logits exist for a few rows at a time (`chunk_elements` numbers, by default `CHUNK_ELEMENTS`), forward and
     backward; the backward makes them anew. Half-precision inputs are multiplied as they are and reduced in fp32. Where
     the output layer is frozen, the gradient of logprob is (W[target] - sum_v softmax(z)_v W_v) * scale / temperature,
     so the mean row of W is found in the forward pass and the backward needs no logits, unless a gradient comes through
     the entropy.
     """
-    fused = fused_logprobs.applies(states, weight, softcap)
-    rows = rows_at_a_time(states, weight, softcap, chunk_elements)
-    function: Any = fused_logprobs.FusedLogprobs if fused else _ChunkedLogprobs
-    how = scale / temperature if fused else _ToLogits(temperature, scale, softcap)
-    apply = cast("Callable[..., tuple[Tensor, Tensor]]", function.apply)
+    to_logits = _ToLogits(temperature, scale, softcap)
+    apply = cast("StateLogprobs", _ChunkedLogprobs.apply)  # pyright: ignore[reportUnknownMemberType]
     with at(states.device):
-        return apply(states, weight, bias, targets, how, rows)
+        return apply(states, weight, bias, targets, to_logits, rows_at_a_time(weight, chunk_elements))
 
 
-def rows_at_a_time(states: Tensor, weight: Tensor, softcap: float | None, chunk_elements: int | None) -> int:
-    """For how many tokens logits are held at once: `chunk_elements` numbers, by default what suits the device."""
-    suits = fused_logprobs.CHUNK_ELEMENTS if fused_logprobs.applies(states, weight, softcap) else CHUNK_ELEMENTS
-    return max(1, (chunk_elements or suits) // weight.shape[0])
+def rows_at_a_time(weight: Tensor, chunk_elements: int | None) -> int:
+    """For how many tokens logits are held at once: `chunk_elements` numbers, by default `CHUNK_ELEMENTS`."""
+    return max(1, (chunk_elements or CHUNK_ELEMENTS) // weight.shape[0])
 
 
 def log_distributions(

@@ -12,7 +12,7 @@ One uniform per (sample, step), from a stream that depends on the seed, the prom
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -170,3 +170,16 @@ def inverse_cdf(logprobs: Tensor, uniforms: Tensor) -> Tensor:
     # A parallel scan may round up at an id of probability 0; then, about once in 2**50 draws, take the likeliest.
     possible = probabilities.gather(-1, tokens) > 0
     return torch.where(possible, tokens, probabilities.argmax(dim=-1, keepdim=True)).squeeze(-1)
+
+
+def by_sequence(history: list[tuple[list[int], Draw]], count: int) -> list[Draw]:
+    """Steps of many sequences -> sequences of many steps, on the CPU.
+
+    A step is `(rows, drawn)`: the sequence that each drawn token belongs to, -1 where it had finished before.
+    """
+    owners = torch.tensor([row for rows, _ in history for row in rows])
+    order = owners.argsort(stable=True)[(owners < 0).sum() :]  # by sequence, and within it by step
+    lengths = cast("list[int]", owners[owners >= 0].bincount(minlength=count).tolist())  # pyright: ignore[reportUnknownMemberType]
+    steps = zip(*(drawn for _, drawn in history), strict=True)
+    columns = [torch.split(torch.cat(column).cpu()[order], lengths) for column in steps]
+    return [Draw(*column) for column in zip(*columns, strict=True)]

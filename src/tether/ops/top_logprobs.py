@@ -45,7 +45,7 @@ def likeliest_tokens(
     targets, known = (column.flatten().index_select(0, places)[:, None] for column in (tokens, logprobs))
     ids = torch.empty(len(places), kept, dtype=torch.int32, device=hidden.device)
     found = torch.empty(len(places), kept, dtype=torch.float32, device=hidden.device)
-    rows = rows_at_a_time(states, weight, softcap, chunk_elements)
+    rows = rows_at_a_time(weight, chunk_elements)
     for start in range(0, len(places), rows):
         part = slice(start, start + rows)
         logits = torch.nn.functional.linear(states[part], weight, bias)

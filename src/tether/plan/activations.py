@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from tether.accel.fused_logprobs import CHUNK_ELEMENTS as FUSED_CHUNK
+from tether.models.acceleration import FUSED_CHUNK_ELEMENTS as FUSED_CHUNK
 from tether.ops.logprobs import CHUNK_ELEMENTS
 from tether.plan.model_shape import Shape
 

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from tether.accel.fused_pass.packed import MOST_WORK
 from tether.config.recipes import Recipe, RLRecipe
 from tether.learner.adamw import BUCKET
 from tether.learner.quantize import BLOCK, PART
+from tether.models.acceleration import MOST_WORK
 from tether.plan.activations import Pass, Way
 from tether.plan.model_shape import Shape
 from tether.plan.workload import Work

@@ -10,7 +10,6 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from tether.accel.families import departure
 from tether.config.recipes import Recipe
 from tether.errors import ConfigError
 from tether.hub.catalog import EMBEDDED, cached_model, looks_like_path
@@ -18,6 +17,7 @@ from tether.hub.folder_check import check_model_path
 from tether.hub.safe_files import check_folder
 from tether.hub.tiny_model import tiny_model
 from tether.hub.verify_models import check_digests
+from tether.models.acceleration import departure
 from tether.models.backbones import PROBE_LENGTH, layer_list
 from tether.models.load import ask_hub
 from tether.models.lora import CONFIG as ADAPTER_CONFIG

@@ -23,7 +23,7 @@ MOST_HITS = 120
 @cache
 def chart_css() -> str:
     """The style that every chart is drawn with."""
-    return files("tether.store").joinpath("chart_style.css").read_text(encoding="utf-8")
+    return files("tether.reports").joinpath("chart_style.css").read_text(encoding="utf-8")
 
 
 def render_svg(chart: Chart, *, name: str = "chart", standalone: bool = False) -> str:

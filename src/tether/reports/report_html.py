@@ -25,7 +25,7 @@ _MARK = (
 
 @cache
 def _css() -> str:
-    style = files("tether.store").joinpath("report_style.css").read_text(encoding="utf-8")
+    style = files("tether.reports").joinpath("report_style.css").read_text(encoding="utf-8")
     return f"{style}\n{chart_css()}"
 
 

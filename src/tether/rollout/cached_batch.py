@@ -8,20 +8,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.accel.supported import plain_model
 from tether.errors import ConfigError
 from tether.models.load import LoadedModel
+from tether.models.lora import causal_lm_of
 
 
 def check_cached(model: Any) -> None:
     """Raise where a model's forward pass knows no cache of keys and values, which every engine needs."""
-    if "past_key_values" not in inspect.signature(plain_model(model).forward).parameters:
+    if "past_key_values" not in inspect.signature(causal_lm_of(model).forward).parameters:
         raise _no_cache(model)
 
 
 def _no_cache(model: Any) -> ConfigError:
     return ConfigError(
-        f"model.path: {type(plain_model(model)).__name__} returns no cache, which sampling needs: use a model whose "
+        f"model.path: {type(causal_lm_of(model)).__name__} returns no cache, which sampling needs: use a model whose "
         "forward pass takes and returns past_key_values"
     )
 
@@ -44,7 +44,7 @@ class CachedBatch:
         self.mask: Tensor | None = None  # (B, width + room) int64, 0 on padding
         self.lengths = torch.empty(0)  # (B, 1) int64 real tokens so far
         self.width = 0
-        self.accepts = set(inspect.signature(plain_model(self.model).forward).parameters)
+        self.accepts = set(inspect.signature(causal_lm_of(self.model).forward).parameters)
 
     def read(self, prompts: list[list[int]], rows: list[int]) -> Tensor:
         """(B, V) logits after the prompts, where row b continues `prompts[rows[b]]`.

@@ -20,21 +20,17 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, Protocol
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
-from tether.accel.decode_cpu.cpu_batch import ContinuousBatch
-from tether.accel.decode_cpu.cpu_decoder import LlamaDecoder
-from tether.accel.decode_gpu.decoder_cache import MOST_SLOTS, DecoderKeeper
-from tether.accel.decode_gpu.gpu_batch import GpuBatch
-from tether.accel.supported import disagreement, plain_model, unsupported
 from tether.data.chat import prompt_token_ids
-from tether.device_transfer import at
 from tether.errors import ConfigError, DataError, Diverged
+from tether.models.acceleration import AVAILABLE, MISSING, SLOWER, DecodeRequest, FastDecoder, StateKeeper
 from tether.models.load import LoadedModel, embedding_count
-from tether.ops.sampling import Draw, check_sampling, draw, draw_columns, sample_uniforms
+from tether.models.lora import causal_lm_of
+from tether.ops.sampling import Draw, by_sequence, check_sampling, draw, sample_uniforms
 from tether.protocols import Sampling
 from tether.rollout.assemble import assemble_rollout, check_request
 from tether.rollout.cached_batch import CachedBatch, check_cached
@@ -45,19 +41,6 @@ BATCH = 64  # answers decoded at once where nothing else is said
 
 class LogitsNotFinite(Diverged, FloatingPointError):  # noqa: N818 (the run's state, not a fault)
     """The model gives no distribution to sample from."""
-
-
-class StateKeeper(Protocol):
-    """Who wants to know what layer `depth` was given for each token: a trunk that would find it out again."""
-
-    @property
-    def depth(self) -> int:
-        """The layer."""
-        ...
-
-    def keep(self, tokens: Tensor, states: Tensor) -> None:
-        """Its inputs (T, H) for the sequence of token ids (T,)."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -105,32 +88,40 @@ class NativeEngine:
         self.policy_version = 0
         self.states_for = states_for
         self.notices: tuple[str, ...] = ()
-        self.gpu = DecoderKeeper()  # its captured steps read the parameters in place, and are kept between calls
+        self.fast = FastDecoder() if AVAILABLE else None
         check_cached(loaded.model)
-        self._distrusted = "rollout.engine asks for it" if general else unsupported(loaded.model)
-        if self._distrusted is None:
+        self._distrusted = "rollout.engine asks for it" if general else self._unsupported()
+        if self._distrusted is None and self.fast is not None:
             with _eval_mode(loaded.model):
-                self._distrusted = disagreement(loaded.model)
+                self._distrusted = self.fast.disagreement(loaded.model, causal_lm_of(loaded.model))
         self._notice(self._distrusted)
+
+    def _unsupported(self) -> str | None:
+        """Why the fast decoder cannot be taken for the model as it is now."""
+        model = self.loaded.model
+        return MISSING if self.fast is None else self.fast.unsupported_reason(model, causal_lm_of(model))
 
     @property
     def cache_bytes(self) -> int:
         """The most device memory that its cache has taken; torch's counters do not see it."""
-        return self.gpu.cache_bytes
+        return 0 if self.fast is None else self.fast.gpu.cache_bytes
 
     def release(self) -> None:
         """Hand back the device memory of the cache, as every call does at its end; the next one takes it again."""
-        self.gpu.release()
+        if self.fast is not None:
+            self.fast.gpu.release()
 
     def _at_once(self, fast: bool) -> int:
         """How many answers are decoded at once, at most: those asked for, or what suits the device."""
         if isinstance(self.max_batch, int):
             return self.max_batch
-        return MOST_SLOTS if fast and self.loaded.model.device.type == "cuda" else BATCH
+        most = self.fast.most_slots(self.loaded.model.device) if fast and self.fast is not None else None
+        return most or BATCH
 
     def _notice(self, reason: str | None) -> None:
         if reason and not self.notices:
-            self.notices = (f"Rollouts take the general way, not the fast decoder: {reason}.",)
+            said = f"Rollouts take the general way, not the fast decoder: {reason}."
+            self.notices = (SLOWER if reason == MISSING else said,)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, samples_per_prompt: int, seed: int
@@ -148,12 +139,11 @@ class NativeEngine:
         work.sort(key=lambda item: -len(item.prompt_ids))  # stable: samples of one prompt stay side by side
         rollouts: list[Rollout] = []
         with _eval_mode(self.loaded.model):
-            reason = self._distrusted or unsupported(self.loaded.model)
+            reason = self._distrusted or self._unsupported()
             self._notice(reason)
             size = self._at_once(fast=False) if reason else len(work)
             for start in range(0, len(work), size):
-                fast = self._decode_gpu if self.loaded.model.device.type == "cuda" else self._decode_slots
-                decode = self._decode if reason else fast
+                decode = self._decode if reason else self._decode_fast
                 rollouts += self._sample_chunk(work[start : start + size], sampling, seed, decode)
         return sorted(rollouts, key=lambda rollout: (rollout.group_id, rollout.sample_id))
 
@@ -204,45 +194,17 @@ class NativeEngine:
             for item, tokens, answer, text in zip(chunk, ids, answers, texts, strict=True)
         ]
 
-    @torch.inference_mode()
-    def _decode_slots(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
+    def _decode_fast(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
         """As `_decode`, for any number of sequences, by the decoder that is written for the model."""
-        slots = min(self._at_once(fast=True), len(work))
-        length = max(len(item.prompt_ids) for item in work) + sampling.max_new_tokens
-        keeper = self.states_for
-        decoder = LlamaDecoder(plain_model(self.loaded.model), slots, length, keeper.depth if keeper else None)
-        prompts = {item.group: item.prompt_ids for item in work}
-        batch = ContinuousBatch(decoder, slots, prompts, [item.group for item in work], sampling.max_new_tokens)
-
-        def draw_next(logits: Tensor, due: list[tuple[int, int]]) -> Draw:
-            sequences, steps = zip(*due, strict=True)
-            drawn = draw_columns(logits, uniforms[list(sequences), list(steps)], sampling)
-            for token, row, step in zip(drawn.tokens.tolist(), sequences, steps, strict=True):
-                _check_finite([token], [row], work, step)
-            return drawn
-
-        answers = _by_sequence(batch.run(draw_next, stops), len(work))
-        if keeper is not None:
-            for row, states in batch.traces.items():
-                keeper.keep(torch.tensor([*work[row].prompt_ids, *answers[row].tokens.tolist()]), states)
-        return answers
-
-    @torch.inference_mode()
-    def _decode_gpu(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
-        """As `_decode_slots`, on a CUDA device. No states are kept for `states_for`."""
-        slots = min(self._at_once(fast=True), len(work))
-        length = max(len(item.prompt_ids) for item in work) + sampling.max_new_tokens
+        assert self.fast is not None
         prompts, groups = {item.group: item.prompt_ids for item in work}, [item.group for item in work]
-        try:
-            with at(self.loaded.model.device):
-                decoder = self.gpu.ready(plain_model(self.loaded.model), slots, length, sampling.max_new_tokens)
-                slots = min(slots, decoder.slots)
-                answers = GpuBatch(decoder, slots, prompts, groups, uniforms, sampling, stops).run()
-        finally:
-            self.release()
-        for row, answer in enumerate(answers):
-            _check_finite([int(answer.tokens[-1])], [row], work, len(answer.tokens) - 1)
-        return answers
+        request = DecodeRequest(prompts, groups, uniforms, sampling, stops)
+
+        def check(token: int, row: int, step: int) -> None:
+            _check_finite([token], [row], work, step)
+
+        base, slots = causal_lm_of(self.loaded.model), self._at_once(fast=True)
+        return self.fast.draw(base, request, slots, check, self.states_for)
 
     @torch.inference_mode()
     def _decode(self, chunk: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
@@ -273,7 +235,7 @@ class NativeEngine:
                 batch.select(kept)
                 inputs, uniforms, rows = inputs[kept], uniforms[kept], [rows[place] for place in running]
             logits = batch.step(inputs)
-        return _by_sequence(history, len(chunk))
+        return by_sequence(history, len(chunk))
 
 
 def _check_finite(tokens: list[int], rows: list[int], chunk: list[_Sequence], step: int) -> None:
@@ -283,15 +245,6 @@ def _check_finite(tokens: list[int], rows: list[int], chunk: list[_Sequence], st
                 f"the model's logits are not finite at step {step} of prompt {chunk[row].prompt.id!r}: its weights "
                 "have diverged or its dtype overflows; go back to an earlier checkpoint, or use float32 or bfloat16"
             )
-
-
-def _by_sequence(history: list[tuple[list[int], Draw]], count: int) -> list[Draw]:
-    """Steps of many sequences -> sequences of many steps; what finished rows (-1) drew afterwards is left out."""
-    owners = torch.tensor([row for rows, _ in history for row in rows])
-    order = owners.argsort(stable=True)[(owners < 0).sum() :]  # by sequence, and within it by step
-    lengths = owners[owners >= 0].bincount(minlength=count).tolist()
-    columns = [torch.cat(column).cpu()[order].split(lengths) for column in zip(*(d for _, d in history), strict=True)]
-    return [Draw(*column) for column in zip(*columns, strict=True)]
 
 
 @contextmanager

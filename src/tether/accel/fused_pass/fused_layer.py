@@ -22,9 +22,9 @@ from tether.accel.fused_pass.flash import Attention
 from tether.accel.fused_pass.fused_ops import add_norm, add_norm_backward, column_sums, gate, gate_backward, rotate
 from tether.accel.fused_pass.lora_linear import Linear, Readers
 from tether.accel.fused_pass.lora_swiglu import GateAdapters
-from tether.accel.fused_pass.packing import Packing, Rows
 from tether.accel.fused_pass.side_stream import Aside
 from tether.accel.gradient_accumulation import Gradients
+from tether.ops.packing import Packing, Rows
 
 
 @dataclass(frozen=True)

@@ -25,9 +25,9 @@ from tether.accel.fused_pass.fused_layer import (
     norm_backward,
 )
 from tether.accel.fused_pass.fused_ops import add_norm
-from tether.accel.fused_pass.packing import Packing, Rows
 from tether.accel.fused_pass.side_stream import Aside
 from tether.accel.gradient_accumulation import Gradients
+from tether.ops.packing import Packing, Rows
 
 
 @dataclass(frozen=True)

@@ -22,26 +22,13 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tether.accel.fused_pass import plain_ops as plain
-from tether.accel.fused_pass.packing import Packing, Rows
 from tether.device_transfer import at
-from tether.tensor_cache import remembered
+from tether.ops.packing import Packing, Rows, packing_of, rows_of
 from tether.types import Sequences
 
 HALF = (torch.bfloat16, torch.float16)
 # tokens x twice a layer's large weights, up to which a fused pass is captured: the host may be slower than the device
 MOST_WORK = 8 * 10**11
-
-
-@remembered
-def packing_of(mask: Tensor) -> Packing:
-    """Where the real tokens of an attention mask stand."""
-    return Packing.of(mask)
-
-
-@remembered
-def rows_of(wanted: Tensor, packing: Packing) -> Rows:
-    """Where the wanted tokens stand among those."""
-    return packing.rows(wanted)
 
 
 Way = Literal["plain", "fused"]

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tether.accel.fused_pass.packing import Packing, Rows
 from tether.accel.kernels.attention import forward_kernel, grad_key_kernel, grad_query_kernel
+from tether.ops.packing import Packing, Rows
 
 SHORT_ROWS = True  # whether these kernels are used at all
 LONGEST = 512  # tokens in a row; above, flash attention is good

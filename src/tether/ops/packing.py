@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from tether.device_transfer import sent
+from tether.tensor_cache import remembered
 
 Moved = TypeVar("Moved", "Rows", "Packing")
 
@@ -73,8 +74,9 @@ class Packing:
         ends = torch.zeros(len(packed) + 1, dtype=torch.bool, device=wanted.device)
         ends[self.starts.long()] = True
         broken = (follows & ~ends[1:]).any()
-        most, is_suffix = torch.stack([counts.max() if len(counts) else counts.sum(), (~broken).long()]).tolist()
-        return Rows(tokens, _starts(counts) if is_suffix else None, int(most))
+        most = counts.max() if len(counts) else counts.sum()
+        both = torch.stack([most, (~broken).long()]).cpu()  # the host waits for the device once
+        return Rows(tokens, _starts(counts) if both[1] else None, int(both[0]))
 
     def pack(self, x: Tensor) -> Tensor:
         """(N, ...) the real tokens of x (B, T, ...)."""
@@ -90,7 +92,8 @@ class Packing:
         """(B, heads, L, D) of x (N, heads, D); what stands on padding is any token's."""
         if self.padded is not None:
             assert self.sources is not None
-            x = cast("Callable[..., Tensor]", _Reorder.apply)(x, self.sources, self.padded)
+            reorder = cast("Callable[..., Tensor]", _Reorder.apply)  # pyright: ignore[reportUnknownMemberType]
+            x = reorder(x, self.sources, self.padded)
         return x.view(self.shape[0], self.longest, *x.shape[1:]).transpose(1, 2)
 
     def from_attention(self, x: Tensor) -> Tensor:
@@ -122,3 +125,15 @@ class _Reorder(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
+
+
+@remembered
+def packing_of(mask: Tensor) -> Packing:
+    """Where the real tokens of an attention mask stand."""
+    return Packing.of(mask)
+
+
+@remembered
+def rows_of(wanted: Tensor, packing: Packing) -> Rows:
+    """Where the wanted tokens stand among those."""
+    return packing.rows(wanted)

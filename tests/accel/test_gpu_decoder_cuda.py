@@ -105,7 +105,7 @@ def test_captured_steps_survive_updates_in_place_and_are_made_again_for_new_para
     engine = NativeEngine(loaded, max_batch=8)
     given = {"samples_per_prompt": 2, "seed": 0}
     engine.generate(PROMPTS, Sampling(10), **given)
-    decoder = engine.gpu.decoder
+    decoder = engine.fast.gpu.decoder
     assert decoder is not None and not decoder.cache.memory.mapped, "the cache's memory is handed back"
     captures = decoder.captures
     other = torch.full((64 << 20,), 7.0, device="cuda")  # somebody else has the memory meanwhile
@@ -113,12 +113,12 @@ def test_captured_steps_survive_updates_in_place_and_are_made_again_for_new_para
         for parameter in loaded.model.parameters():
             parameter.mul_(1.1)
     assert gap(loaded, engine.generate(PROMPTS, Sampling(10), **given)) < 2e-4
-    assert engine.gpu.decoder is decoder and decoder.captures == captures
+    assert engine.fast.gpu.decoder is decoder and decoder.captures == captures
     with torch.no_grad():
         for parameter in loaded.model.parameters():
             parameter.data = parameter.data * 0.9
     assert gap(loaded, engine.generate(PROMPTS, Sampling(10), **given)) < 2e-4
-    assert engine.gpu.decoder is not decoder
+    assert engine.fast.gpu.decoder is not decoder
     assert bool((other == 7.0).all())
 
 
@@ -129,7 +129,7 @@ def test_the_cache_takes_its_share_of_what_is_free_and_no_more():
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tether.accel.decode_gpu.decoder_cache.free_memory", lambda _: 3 << 20)  # a slot takes 256 KiB
         rollouts = engine.generate(PROMPTS, Sampling(10), samples_per_prompt=20, seed=0)
-        assert engine.gpu.decoder is not None and engine.gpu.decoder.slots == 9
+        assert engine.fast.gpu.decoder is not None and engine.fast.gpu.decoder.slots == 9
     assert gap(loaded, rollouts) < 2e-4
     assert free - torch.cuda.mem_get_info()[0] < 256 << 20
 

@@ -21,9 +21,9 @@ from tether.accel.fused_pass.embedding import embedded
 from tether.accel.fused_pass.lora_linear import Adapter, Linear
 from tether.accel.fused_pass.lora_swiglu import GateAdapters
 from tether.accel.fused_pass.packed import packed_states
-from tether.accel.fused_pass.packing import Packing
 from tether.models.lora import inject_lora, lora_config
 from tether.ops.logprobs import chunked_logprobs
+from tether.ops.packing import Packing
 from tether.types import Sequences
 
 

@@ -194,7 +194,7 @@ def test_models_that_it_is_not_written_for_take_the_general_way(case: str):
 def test_an_adapter_of_virtual_tokens_is_refused():
     config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
     adapted = get_peft_model(build(KINDS["llama"]).model, config)
-    assert "tokens of its own" in str(unsupported(adapted))
+    assert "tokens of its own" in str(unsupported(adapted, adapted.get_base_model()))
 
 
 def test_distributions_are_as_many_nats_apart_as_the_row_that_is_most():

@@ -14,8 +14,8 @@ interpret()
 from tether.accel.fused_pass import short_sequence_attention
 from tether.accel.fused_pass.flash import Attention
 from tether.accel.fused_pass.packed import packed_states
-from tether.accel.fused_pass.packing import Packing, Rows
 from tether.accel.fused_pass.short_sequence_attention import TILES, Tile, Tiles
+from tether.ops.packing import Packing, Rows
 from tether.types import Sequences
 
 LENGTHS = (1, 130, 2, 63, 64, 256, 65)

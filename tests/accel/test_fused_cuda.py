@@ -20,7 +20,6 @@ from tether.accel.fused_pass.flash import Attention
 from tether.accel.fused_pass.lora_linear import Adapter
 from tether.accel.fused_pass.lora_swiglu import GateAdapters
 from tether.accel.fused_pass.packed import packed_states
-from tether.accel.fused_pass.packing import Packing
 from tether.device_transfer import brought, sent
 from tether.hub.tiny_model import VOCABULARY, tiny_model
 from tether.models.backbones import Trunk
@@ -31,6 +30,7 @@ from tether.models.precision import hold_in
 from tether.models.roles import Roles, onto
 from tether.models.sharing import Separate
 from tether.ops.masks import last_places
+from tether.ops.packing import Packing
 from tether.types import Sequences
 
 SHAPE = {

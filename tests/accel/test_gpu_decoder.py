@@ -47,7 +47,13 @@ SHAPE: dict[str, Any] = {
 def gpu_engine(loaded: LoadedModel, **given: Any) -> NativeEngine:
     """An engine that takes the GPU's way on this model, wherever it lies."""
     engine = NativeEngine(loaded, **given)
-    engine._decode_slots = engine._decode_gpu
+    fast = engine.fast
+    assert fast is not None
+
+    def draw(base, request, slots, check, _):
+        return fast.draw_on_gpu(base, request, min(slots, len(request.groups)), check)
+
+    fast.draw = draw
     return engine
 
 
@@ -100,20 +106,20 @@ def test_a_decoder_is_kept_between_calls_and_its_memory_is_not(
     monkeypatch.setattr("tether.accel.decode_gpu.slot_state.cache_memory", Returned)
     engine = gpu_engine(exact, max_batch=8)
     engine.generate(prompts, Sampling(20, temperature=0.3), samples_per_prompt=4, seed=9)
-    kept = engine.gpu.decoder
+    kept = engine.fast.gpu.decoder
     assert kept is not None and not kept.cache.memory.mapped and kept.cache.keys.isnan().all()
     again = engine.generate(prompts[2:5], Sampling(9, stop_token_ids=OFTEN), samples_per_prompt=3, seed=1)
-    assert engine.gpu.decoder is kept and engine.gpu.made == 1
+    assert engine.fast.gpu.decoder is kept and engine.fast.gpu.made == 1
     fresh = gpu_engine(exact).generate(prompts[2:5], Sampling(9, stop_token_ids=OFTEN), samples_per_prompt=3, seed=1)
     assert_same_rollouts(again, fresh)
     engine.generate(prompts, Sampling(90), samples_per_prompt=1, seed=1)
-    assert engine.gpu.made == 2, "longer answers need a longer cache"
+    assert engine.fast.gpu.made == 2, "longer answers need a longer cache"
 
 
 def test_memory_that_cannot_be_handed_back_goes_with_the_decoder(exact: LoadedModel, prompts: list[Prompt]):
     engine = gpu_engine(exact, max_batch=8)
     engine.generate(prompts, Sampling(3), samples_per_prompt=1, seed=9)
-    assert engine.gpu.decoder is None and engine.gpu.cache_bytes > 0
+    assert engine.fast.gpu.decoder is None and engine.fast.gpu.cache_bytes > 0
 
 
 def test_a_cache_that_finds_too_little_memory_has_fewer_slots(monkeypatch: pytest.MonkeyPatch):

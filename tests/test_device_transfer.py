@@ -1,4 +1,4 @@
-"""Tensors arrive as they left. (On a device: tests/models/test_fused_cuda.py.)"""
+"""Tensors arrive as they left. (On a device: tests/accel/test_fused_cuda.py.)"""
 
 from __future__ import annotations
 

@@ -23,10 +23,10 @@ from transformers import (
 )
 
 from tether.accel.fused_pass.packed import packed_states
-from tether.accel.fused_pass.packing import Packing
 from tether.models.backbones import Trunk, trunk_notices
 from tether.models.forward import hidden_states
 from tether.models.shared_backbone import SharedTrunk, TopTrunk
+from tether.ops.packing import Packing
 from tether.types import Sequences
 
 SHAPE = {

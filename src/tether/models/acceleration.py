@@ -1,0 +1,75 @@
+"""The only door to `tether.accel`, the package that is there for speed alone.
+
+Nothing outside that package imports it but this file (`tests/test_house.py` holds that). Without it models are run by
+their own modules and log-probabilities are found in plain torch: the results agree within rounding, and take longer.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any, Literal
+
+from tether.ops.logprobs import CHUNK_ELEMENTS
+from tether.ops.logprobs import chunked_logprobs as plain_logprobs
+
+AVAILABLE = importlib.util.find_spec("tether.accel") is not None
+MISSING = "the package tether.accel is not installed"
+SLOWER = f"Sampling and training run the model's own modules, which is slower: {MISSING}."
+
+if TYPE_CHECKING or AVAILABLE:
+    from tether.accel.engine import DecodeRequest, FastDecoder, StateKeeper
+    from tether.accel.families import departure
+    from tether.accel.fused_logprobs import CHUNK_ELEMENTS as FUSED_CHUNK_ELEMENTS
+    from tether.accel.fused_logprobs import chunk_elements, logprobs
+    from tether.accel.fused_pass.packed import (
+        MOST_WORK,
+        Way,
+        captured_pass,
+        packed_states,
+        release_captured,
+        way_for,
+    )
+else:
+    Way = Literal["plain", "fused"]
+    FUSED_CHUNK_ELEMENTS, MOST_WORK = CHUNK_ELEMENTS, 0
+    DecodeRequest, FastDecoder, StateKeeper = None, None, Any
+    logprobs = plain_logprobs
+
+    def departure(*_: Any) -> str:
+        """Why the fast pass is not taken."""
+        return MISSING
+
+    def chunk_elements(states: Any, weight: Any, softcap: Any) -> None:
+        """How many logits to hold at a time: the plain way decides."""
+
+    def release_captured() -> None:
+        """There are no CUDA graphs."""
+
+    def captured_pass() -> None:
+        """There are no CUDA graphs."""
+
+    def way_for(trunk: Any) -> None:
+        """There is no fast pass."""
+
+    def packed_states(*args: Any, **settings: Any) -> None:
+        """There is no fast pass."""
+
+
+__all__ = [
+    "AVAILABLE",
+    "FUSED_CHUNK_ELEMENTS",
+    "MISSING",
+    "MOST_WORK",
+    "SLOWER",
+    "DecodeRequest",
+    "FastDecoder",
+    "StateKeeper",
+    "Way",
+    "captured_pass",
+    "chunk_elements",
+    "departure",
+    "logprobs",
+    "packed_states",
+    "release_captured",
+    "way_for",
+]
