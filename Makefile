@@ -4,10 +4,11 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.stamp
 TOOLS := .venv/tools
+SITE := .venv/site
 LOCKED := $(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all:
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo conformance algorithms soak fuzz attack families lock sbom audit licences clean
+.PHONY: help setup test check format demo conformance algorithms soak fuzz attack families lock sbom audit licences docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -79,6 +80,16 @@ licences: setup  ## write docs/licences.md: the licences of all that is installe
 
 audit: $(TOOLS)/.stamp  ## look every locked version up among known vulnerabilities; exit 3 where that could not be reached
 	@$(BIN)/python locks/audit.py --pip-audit $(TOOLS)/bin/pip-audit
+
+docs: $(SITE)/.stamp  ## build the documentation site into dist/site; any warning fails
+	@PYTHONPATH=$(SITE) NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+	@echo "dist/site/index.html"
+
+# What builds the site lies in a folder of its own, beside the packages that `make setup` installs.
+$(SITE)/.stamp: $(STAMP) locks/docs.txt
+	@rm -rf $(SITE)
+	@$(LOCKED) --target $(SITE) -r locks/docs.txt
+	@touch $@
 
 # The programs of `make lock` and `make audit`, apart from what Tether runs on.
 $(TOOLS)/.stamp: $(STAMP) locks/tools.txt

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 HERE = Path(__file__).parent
-LOCKS = ("torch.txt", "dev.txt", "cuda.txt", "extras.txt", "tools.txt")
+LOCKS = ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", "tools.txt")
 UNREACHED = 3
 SECONDS = 300
 

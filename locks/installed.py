@@ -65,7 +65,7 @@ def normal(name: str) -> str:
 def locked() -> dict[str, tuple[str, ...]]:
     """`name==version` -> the hashes of its files, over all locks."""
     found: dict[str, tuple[str, ...]] = {}
-    for name in ("torch.txt", "dev.txt", "cuda.txt", "extras.txt"):
+    for name in ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt"):
         for block in re.split(r"\n(?=\S)", (HERE / name).read_text(encoding="utf-8")):
             head = re.match(r"([^\s;=]+==[^\s;]+)", block)
             if head:

@@ -3,6 +3,7 @@
     torch.txt   PyTorch: the builds of the registry, and those of other-builds.txt
     dev.txt     what else `make setup` installs: Tether's own packages, those of `.[dev]`, and those that build it
     cuda.txt    what PyTorch's build for CUDA needs beside it, on Linux
+    docs.txt    what `make docs` installs beside those
     extras.txt  what the other extras need, which `make setup` leaves out
     tools.txt   what `make lock` and `make audit` run
 
@@ -42,6 +43,12 @@ def inputs_digest() -> str:
         (ROOT / "constraints.txt").read_text(encoding="utf-8"),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
+
+
+def extra_names() -> set[str]:
+    """The extras of `pyproject.toml`."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    return set(project["optional-dependencies"])
 
 
 def compile_with(uv: str, sources: list[str], output: Path, *more: str) -> Blocks:
@@ -98,19 +105,24 @@ def main() -> None:
     parser.add_argument("--uv", default="uv", help="the program that resolves")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that are allowed")
     options = parser.parse_args()
-    files = [HERE / name for name in ("torch.txt", "dev.txt", "cuda.txt", "extras.txt", "tools.txt")]
+    files = [HERE / name for name in ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", "tools.txt")]
     before = "".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
     with tempfile.TemporaryDirectory() as work:
-        everything, developed, tools = (Path(work) / name for name in ("all.txt", "dev.txt", "tools.txt"))
+        names = ("all.txt", "dev.txt", "docs.txt", "tools.txt")
+        everything, developed, documented, tools = (Path(work) / name for name in names)
         if not options.upgrade:
             developed.write_text(before, encoding="utf-8")
             tools.write_text(before, encoding="utf-8")
         sources = ["pyproject.toml", "locks/build.in", "--constraint=constraints.txt"]
         small = compile_with(options.uv, sources, developed, "--extra=dev")
+        documented.write_text(developed.read_text(encoding="utf-8") + before, encoding="utf-8")
+        site = compile_with(options.uv, sources, documented, "--extra=dev", "--extra=docs")
         everything.write_text(
-            developed.read_text(encoding="utf-8") + before, encoding="utf-8"
+            documented.read_text(encoding="utf-8") + before, encoding="utf-8"
         )  # the same, if it can be
-        whole = compile_with(options.uv, sources, everything, "--all-extras")
+        whole = compile_with(
+            options.uv, sources, everything, *(f"--extra={name}" for name in sorted(extra_names() - {"docs"}))
+        )
         tool = compile_with(options.uv, ["locks/tools.in"], tools)
     cuda = {head: block for head, block in small.items() if CUDA.match(name_of(head))}
     torch = {head: block for head, block in small.items() if name_of(head) == "torch"}
@@ -118,6 +130,8 @@ def main() -> None:
     write("torch.txt", "What `make setup` installs first.", with_other_builds(torch))
     write("dev.txt", "What `make setup` installs.", with_other_builds(dev))
     write("cuda.txt", "What PyTorch's build for CUDA needs beside it.", cuda)
+    docs = {head: block for head, block in site.items() if head not in small}
+    write("docs.txt", "What `make docs` installs beside what `make setup` does.", docs)
     extras = {head: block for head, block in whole.items() if head not in small}
     write("extras.txt", "What the extras need that `make setup` leaves out.", extras)
     write("tools.txt", "What `make lock` and `make audit` run.", tool)

@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "locks"
-FILES = ("torch.txt", "dev.txt", "cuda.txt", "extras.txt", "tools.txt")
+FILES = ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", "tools.txt")
 
 
 def load(name: str):
@@ -56,7 +56,8 @@ def test_the_locks_were_made_from_what_is_there():
 
 
 def test_exact_versions_and_direct_dependencies_are_in_the_locks():
-    locked = {head.partition(" ;")[0] for name in ("torch.txt", "dev.txt", "extras.txt") for head in blocks(name)}
+    files = ("torch.txt", "dev.txt", "docs.txt", "extras.txt")
+    locked = {head.partition(" ;")[0] for name in files for head in blocks(name)}
     pins = [line for line in (ROOT / "constraints.txt").read_text().splitlines() if line and line[0] not in "#"]
     missing = [pin for pin in pins if f"{normal(pin.partition('==')[0])}=={pin.partition('==')[2]}" not in locked]
     assert not missing, f"constraints.txt has other versions than locks/: {missing}; run `make lock`"
