@@ -1,6 +1,6 @@
-"""Which package imports which, read off the code: `python tools/import_graph.py [--check | --write docs/architecture.md]`.
+"""Which package imports which, read off the code: `python tools/import_graph.py [--check | --write FILE]`.
 
-`--check` exits with 1 where files import each other in a circle. Imports inside functions and under TYPE_CHECKING do not
+`--check` exits with 1 where files import each other in a circle. Imports in functions and under TYPE_CHECKING do not
 count: they run after their file was read, or never.
 """
 
@@ -25,7 +25,11 @@ def statements(body: list[ast.stmt]) -> Iterator[ast.stmt]:
     """The statements that run when a file is imported."""
     for node in body:
         yield node
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test) and " or " not in ast.unparse(node.test):
+        if (
+            isinstance(node, ast.If)
+            and "TYPE_CHECKING" in ast.unparse(node.test)
+            and " or " not in ast.unparse(node.test)
+        ):
             yield from statements(node.orelse)
         elif isinstance(node, ast.If | ast.Try | ast.With):
             for part in ("body", "orelse", "finalbody"):

@@ -98,7 +98,8 @@ def is_memory(error: BaseException) -> bool:
             return True
         if isinstance(each, OSError) and each.errno in (errno.ENOMEM, errno.EAGAIN):
             return True
-        if isinstance(each, (RuntimeError, ImportError, SystemError)):
+        # A library written in Rust, such as tokenizers, panics where it cannot start its threads.
+        if isinstance(each, (RuntimeError, ImportError, SystemError)) or type(each).__name__ == "PanicException":
             said = str(each)
             if any(words.lower() in said.lower() for words in NO_MEMORY):
                 return True

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import mmap
 import resource
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -11,6 +13,7 @@ RUN = [
     *("train", "ppo", "--model.path=tiny-bytes", "--model.device=cpu", "--run.steps=2", "--run.name=x"),
     *("--rollout.prompts_per_step=2", "--rollout.max_new_tokens=2"),
 ]
+TAKEN: list[bytearray] = []
 
 
 def test_a_run_goes_on_where_its_lines_cannot_be_written(command, refusal, tmp_path: Path) -> None:
@@ -26,9 +29,20 @@ def test_a_command_whose_output_cannot_be_written(words: list[str], command, ref
     refusal(command(*words, out="/dev/full"), 6)
 
 
-def test_short_memory(command, refusal) -> None:
-    def limit() -> None:
-        now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-        resource.setrlimit(resource.RLIMIT_AS, (now + (24 << 20), resource.RLIM_INFINITY))
+@pytest.mark.parametrize("megabytes", [24, 40, 60])
+def test_short_memory(megabytes: int, command, refusal) -> None:
+    """It runs out while the model is loaded, in the rollout, and where the thread that records has none left either."""
+    words = (*RUN, "--rollout.prompts_per_step=1024", "--rollout.max_new_tokens=128")
+    refusal(command(*words, before=lambda: leave_memory(megabytes << 20)), 6)
 
-    refusal(command(*RUN, "--rollout.prompts_per_step=1024", "--rollout.max_new_tokens=128", before=limit), 6)
+
+def leave_memory(size: int) -> None:
+    """Limit this process to `size` more bytes. What earlier cases freed counts as well, so it is taken first."""
+    reserve = mmap.mmap(-1, size)
+    now = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    resource.setrlimit(resource.RLIMIT_AS, (now, resource.RLIM_INFINITY))
+    for block in (1 << 20, 1 << 16, 1 << 12):
+        with suppress(MemoryError):
+            while True:
+                TAKEN.append(bytearray(block))
+    reserve.close()

@@ -181,6 +181,10 @@ class OutOfMemoryError(RuntimeError):
     """Named as torch names its own."""
 
 
+class PanicException(BaseException):
+    """Named as libraries written in Rust name theirs."""
+
+
 @pytest.mark.parametrize(
     ("error", "code"),
     [
@@ -194,6 +198,8 @@ class OutOfMemoryError(RuntimeError):
         (StorageError("x"), 6),
         (MemoryError(), 6),
         (OutOfMemoryError("CUDA out of memory.\nTried"), 6),
+        (PanicException("no thread pool: Resource temporarily unavailable"), 6),
+        (PanicException("an index is out of range"), 5),
         (OSError(errno.ENOSPC, "No space left on device"), 6),
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, BaseException) else str(value),

@@ -8,6 +8,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from tether.store import checkpoints
 from tether.store.folder import RunFolder
 
@@ -67,6 +70,10 @@ def _bits(value: float | None) -> bytes | None:
     return None if value is None else struct.pack("<d", value)
 
 
+def _tensor_bits(tensor: Tensor) -> tuple[str, bytes]:
+    return f"{tensor.dtype} {tuple(tensor.shape)}", tensor.reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
 def _files(one: Path, other: Path, name: str) -> Iterator[str]:
     folders = one / name, other / name
     names = sorted({path.name for folder in folders if folder.is_dir() for path in folder.iterdir()})
@@ -90,7 +97,7 @@ def _last_checkpoints(one: Path, other: Path) -> Iterator[str]:
     for kind in first.tensors.keys() | second.tensors.keys():
         mine, its = first.tensors.get(kind, {}), second.tensors.get(kind, {})
         for name in mine.keys() | its.keys():
-            if name not in mine or name not in its or mine[name].numpy().tobytes() != its[name].numpy().tobytes():
+            if name not in mine or name not in its or _tensor_bits(mine[name]) != _tensor_bits(its[name]):
                 yield f"the last checkpoint's {kind} differs in {name}"
     for name in first.values.keys() | second.values.keys():
         if name not in ABOUT_THE_PLACE and first.values.get(name) != second.values.get(name):

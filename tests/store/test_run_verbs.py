@@ -162,6 +162,25 @@ def test_export_copies_the_model_and_everything_at_once(workspace, capsys):
     assert not list(workspace.glob("all/.*")), "nothing half-written is left"
 
 
+@pytest.mark.parametrize(("option", "file"), [("--metrics", "m.csv"), ("--rollouts", "r.jsonl")])
+def test_export_overwrites_a_file_only_with_force(workspace, capsys, option, file):
+    Path(file).write_text("mine")
+    told = out(capsys, "export", "demo/ppo", option, file, "--model", "copy", code=2)
+    assert f"{option}: {file} exists already" in told and "--force" in told
+    assert Path(file).read_text() == "mine" and not Path("copy").exists(), "nothing is written"
+    out(capsys, "export", "demo/ppo", option, file, "--force")
+    assert "answer" in Path(file).read_text() or "score" in Path(file).read_text()
+
+
+def test_export_to_a_folder_keeps_the_metrics_that_are_there(workspace, capsys):
+    Path("all").mkdir()
+    Path("all/metrics.csv").write_text("mine")
+    assert "--metrics: all/metrics.csv exists already" in out(capsys, "export", "demo/ppo", "--to", "all", code=2)
+    assert [path.name for path in Path("all").iterdir()] == ["metrics.csv"]
+    out(capsys, "export", "demo/ppo", "--to", "all", "--force")
+    assert Path("all/metrics.csv").read_text().startswith("step,")
+
+
 def test_the_verbs_need_no_torch(workspace):
     script = (
         "import sys; from tether.cli import main; assert main(['runs']) == 0; assert main(['show', 'demo/ppo', "

@@ -138,6 +138,88 @@ def test_a_resumed_run_takes_in_what_waits_and_rewinds_it(tmp_path: Path):
         assert [row["step"] for row in rows] == [0, 1] and "again" in rows[1]
 
 
+# -- memory that is short
+
+
+class UntellableError(Exception):
+    """Short of memory, even making the text of an error fails."""
+
+    def __repr__(self) -> str:
+        raise MemoryError
+
+
+def test_the_thread_outlives_an_error_that_cannot_be_told(tmp_path: Path, monkeypatch):
+    recording = Recording(tmp_path)
+    write = recording.recorder._journal.write
+
+    def fails_at_step_1(record):
+        if record.data.get("step") == 1:
+            raise UntellableError
+        write(record)
+
+    monkeypatch.setattr(recording.recorder._journal, "write", fails_at_step_1)
+    recording.steps(0, 1, 2)
+    assert recording.recorder.flush()
+    assert recording.recorder.close("done")
+    assert recorded_steps(tmp_path) == [0, 2]
+
+
+def test_a_flush_that_fails_is_answered(tmp_path: Path, monkeypatch):
+    recording = Recording(tmp_path)
+
+    def no_memory():
+        raise MemoryError
+
+    monkeypatch.setattr(recording.recorder._log, "sync", no_memory)
+    assert answered(recording.recorder.flush) is False
+    monkeypatch.undo()
+    assert recording.recorder.flush(), "the thread goes on"
+    recording.recorder.close("done")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_nobody_waits_for_a_thread_that_is_gone(tmp_path: Path, monkeypatch):
+    monkeypatch.setattr(writer_module, "LOOK_EVERY", 0.01)
+    recording = Recording(tmp_path)
+    assert recording.recorder.flush()
+
+    def ends(record):
+        raise SystemExit
+
+    monkeypatch.setattr(recording.recorder._journal, "write", ends)
+    recording.steps(0)
+    assert answered(recording.recorder.flush) is False
+    assert answered(lambda timeout: recording.recorder.close("failed", timeout)) is False
+
+
+def answered(call, timeout: float = 3600.0):
+    """What `call(timeout)` returns, long before its time is over."""
+    found = []
+    thread = threading.Thread(target=lambda: found.append(call(timeout)), daemon=True)
+    thread.start()
+    thread.join(60.0)
+    assert found, "it was waited for"
+    return found[0]
+
+
+def test_a_record_that_finds_no_memory_waits_on_disk(tmp_path: Path, monkeypatch):
+    recording = Recording(tmp_path)
+    recording.steps(0)
+    assert recording.recorder.flush()
+    apply, fails = journal_module.apply_record, [MemoryError()]
+
+    def short(*given):
+        if fails:
+            raise fails.pop()
+        apply(*given)
+
+    monkeypatch.setattr(journal_module, "apply_record", short)
+    recording.steps(1, 2)
+    assert recording.recorder.close("done")
+    assert fails == [] and recording.recorder.dropped == 0
+    assert recorded_steps(tmp_path) == [0, 1, 2]
+
+
 # -- a disk that cannot be written
 
 

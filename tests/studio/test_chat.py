@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from live_server import messages
 from studio_browser import Served, Visitor, expect, record_steps, serving, start_run
-from studio_clients import Clients, settings
+from studio_clients import ADDRESS, TOKEN, Clients, settings
 
 from tether.models.load import load_causal_lm
 from tether.models.save import save_model
 from tether.protocols import Sampling
 from tether.store.database.open import Workspace, workspace_at
-from tether.studio.answer_stream import as_prompt, growing_text, stream_answer
+from tether.studio.answer_stream import Token, as_prompt, growing_text, stream_answer
 from tether.studio.app import create_app
+from tether.studio.model_host import Said
+from tether.studio.model_threads import AT_ONCE
 
 QUESTION = {"run": 1, "messages": [{"role": "user", "content": "4 lower:"}], "temperature": 1.0, "seed": 3}
 
@@ -95,6 +99,44 @@ def test_pieces_of_characters_are_held_back_until_they_are_whole(text, cuts):
     add = growing_text(lambda tokens: b"".join(pieces[token] for token in tokens).decode("utf-8", "replace"))
     told = [add(token, token + 1 == len(pieces)) for token in range(len(pieces))]
     assert "".join(told) == b"".join(pieces).decode("utf-8", "replace")
+
+
+# -- many at once --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_many_long_questions_leave_threads_to_other_routes(workspace: Workspace, monkeypatch, stream: bool):
+    app = create_app(workspace, settings(most_streams=100))
+    inside, go_on = threading.Semaphore(0), threading.Event()
+
+    def waits(*given, **named):
+        inside.release()
+        assert go_on.wait(120)
+        return [Said("a", "stop", 1)]
+
+    def waits_and_streams(*given, **named):
+        yield Token("a", waits()[0].finish)
+
+    monkeypatch.setattr(app.state.studio.models, "answer", waits)
+    monkeypatch.setattr(app.state.studio.models, "stream", waits_and_streams)
+
+    async def ask_all() -> list[int]:
+        transport, known = httpx.ASGITransport(app), {"authorization": f"Bearer {TOKEN}"}
+        async with httpx.AsyncClient(transport=transport, base_url=ADDRESS, headers=known, timeout=None) as client:
+            asked = [
+                asyncio.create_task(client.post("/api/chat", json=QUESTION | {"stream": stream})) for _ in range(50)
+            ]
+            for _ in range(AT_ONCE):
+                await asyncio.to_thread(inside.acquire)
+            try:
+                other = await asyncio.wait_for(client.get("/api/runs"), 60)
+                waiting = not inside.acquire(blocking=False) and not any(task.done() for task in asked)
+            finally:
+                go_on.set()
+            assert waiting, "the others wait without a thread"
+            return [other.status_code, *(reply.status_code for reply in await asyncio.gather(*asked))]
+
+    assert asyncio.run(ask_all()) == [200] * 51
 
 
 # -- in the browser ------------------------------------------------------------------------------------------------

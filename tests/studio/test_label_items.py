@@ -66,10 +66,11 @@ def test_a_ranking_is_one_record_with_ends_ties_and_tokens_as_they_were(clients:
     for name in ("prompt", "answers", "ended", "token_ids", "prompt_token_ids", "tokenizer", "tags", "tools"):
         assert row[name] == ranked()[name]
     places = {4: 0, 0: 1, 2: 1, 3: 2, 1: 3}  # shown place -> rank
-    assert row["ranks"] == [places[item["order"].index(own)] for own in range(5)]
+    shown = [int(answer["text"].removeprefix("answer ")) for answer in item["answers"]]  # own places
+    assert row["ranks"] == [places[shown.index(own)] for own in range(5)]
     assert len(records(clients.owner, queue, "pairs")) == 9, "ten pairs, of which one ties"
     [best] = records(clients.owner, queue, "messages")
-    own = item["order"][4]
+    own = shown[4]
     assert best["messages"] == [*CHAT, {"role": "assistant", "content": f"answer {own}"}]
     assert best["ended"] == (own % 2 == 0) and best["token_ids"] == [ranked()["token_ids"][own]]
 
@@ -83,7 +84,9 @@ def test_what_is_exported_is_imported_and_exported_as_it_was(plain: Clients, kin
     people = [plain.annotator(queue, name) for name in ("ann", "bob")]
     for number, person in enumerate(people):
         rated = [{"overall": 1 + place} for place in range(count)]
-        cast(person, queue, [3, [1, 0], 2, 4] if kind == "ranking" else "left", comment="why", ratings=rated)
+        shown = person.get(f"/api/label/queues/{queue}/next").json()["item"]["answers"]
+        side = "left" if shown[0]["text"] == "answer 0" else "right"  # both prefer the same: a majority is exported
+        cast(person, queue, [3, [1, 0], 2, 4] if kind == "ranking" else side, comment="why", ratings=rated)
         cast(person, queue, [0, 1, 2, 3, 4] if kind == "ranking" else "both_bad" if number else "tie")
         cast(person, queue, "skip")
     before = records(plain.owner, queue, form)

@@ -41,19 +41,49 @@ def test_a_queue_is_asked_to_its_end(clients: Clients):
 
 def test_answers_are_shown_in_the_order_that_is_recorded(clients: Clients):
     queue = clients.queue(records=pairs(12))
-    orders = []
+    shown = []
     for number in range(12):
         item = clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"]
         again = clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"]
         assert item == again, "looking again does not shuffle again"
-        texts = [f"good {number}", f"bad {number}"]
-        assert [answer["text"] for answer in item["answers"]] == [texts[place] for place in item["order"]]
         assert set(item["answers"][0]) == {"text", "ended"}
-        orders.append(item["order"])
+        texts = [f"good {number}", f"bad {number}"]
+        shown.append([texts.index(answer["text"]) for answer in item["answers"]])
         cast(clients.owner, queue)
-    assert [0, 1] in orders and [1, 0] in orders
+    assert [0, 1] in shown and [1, 0] in shown
     kept = clients.app.state.studio.labels.standing_votes(queue)
-    assert [vote.order for vote in kept] == orders
+    assert [vote.order for vote in kept] == shown
+
+
+def test_a_page_may_show_the_answers_in_another_order(clients: Clients):
+    queue = clients.queue(records=pairs(6))
+    for number in range(6):
+        item = clients.owner.get(f"/api/label/queues/{queue}/next").json()["item"]
+        turned = item["answers"][::-1]
+        choice = "left" if turned[0]["text"].startswith("good") else "right"
+        body = {"client_uid": f"turned-{number}", "item_id": item["id"], "order": item["order"][::-1]}
+        assert clients.owner.post("/api/label/votes", json=body | {"choice": choice}).status_code == 200
+    assert {row["chosen"] for row in records(clients.owner, queue)} == {f"good {number}" for number in range(6)}
+
+
+def test_nothing_that_an_annotator_can_see_tells_which_answer_is_whose(clients: Clients):
+    """Own places are those of two models, or of the chosen answer: who sees them is not blind."""
+    mine = [clients.queue(records=pairs(40), name=name) for name in ("one", "other")]
+    ann = clients.annotator()
+    [person] = [row["id"] for row in clients.owner.get("/api/raters").json()["raters"] if row["name"] == "ann"]
+    swaps = []
+    for queue in mine:
+        for _ in range(40):
+            item = ann.get(f"/api/label/queues/{queue}/next").json()["item"]
+            assert item["order"] == [0, 1], "the same whatever stands where"
+            own = [0 if answer["text"].startswith("good") else 1 for answer in item["answers"]]
+            swaps.append(own == shown_order("", item["id"], person, 2))
+            cast(ann, queue)
+    assert True in swaps and False in swaps, "without the queue's key the shuffle is not to be computed"
+    keys = [clients.app.state.studio.labels.queue(queue).meta["shuffle_key"] for queue in mine]
+    assert len(set(keys)) == 2
+    for path in ("/api/label/queues", *(f"/api/label/queues/{queue}/next" for queue in mine)):
+        assert not any(key in ann.get(path).text for key in keys)
 
 
 def test_a_choice_means_the_answer_that_stood_there(clients: Clients):
@@ -304,8 +334,10 @@ def test_a_token_is_told_once_and_kept_as_a_hash(clients: Clients):
 
 
 def test_the_shuffle_is_fair_and_the_same_each_time():
-    assert shown_order(3, 4, 5) == shown_order(3, 4, 5) and sorted(shown_order(3, 4, 9)) == list(range(9))
-    lefts = sum(shown_order(item, 1, 2) == [0, 1] for item in range(2000))
+    assert shown_order("k", 3, 4, 5) == shown_order("k", 3, 4, 5)
+    assert sorted(shown_order("k", 3, 4, 9)) == list(range(9))
+    assert any(shown_order("k", item, 4, 2) != shown_order("another", item, 4, 2) for item in range(20))
+    lefts = sum(shown_order("k", item, 1, 2) == [0, 1] for item in range(2000))
     assert 900 < lefts < 1100
 
 
@@ -337,6 +369,16 @@ def test_votes_kept_together_are_kept_as_they_would_be_one_by_one(clients: Clien
         else:
             results = [labels.vote_together([one])[0] for one in sent]
         statuses = [getattr(result, "status_code", 200) for result in results]
-        kept = [(vote.item_id - first, vote.rater_id, vote.order, vote.choice) for vote in labels.standing_votes(queue)]
+        key = labels.queue(queue).meta["shuffle_key"]
+        kept = [
+            (vote.item_id - first, vote.rater_id, as_sent(key, vote), vote.choice)
+            for vote in labels.standing_votes(queue)
+        ]
         told.append((statuses, kept))
     assert told[0] == told[1] and 200 in told[0][0] and {404, 409, 422} & set(told[0][0])
+
+
+def as_sent(key: str, vote) -> list[int]:
+    """A vote's order in the places that were shown."""
+    given = shown_order(key, vote.item_id, vote.rater_id, len(vote.order))
+    return [given.index(own) for own in vote.order]

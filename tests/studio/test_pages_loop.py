@@ -81,3 +81,21 @@ def test_votes_become_a_reward_model_and_a_policy_that_can_be_talked_to(visitor:
     page.keyboard.type("4 lower:")
     visitor.press("Enter")
     expect(page.locator(".heard .text")).not_to_have_text("…", timeout=60_000)
+
+
+@pytest.mark.parametrize("label", ["Steps of the reward model", "Steps of PPO"])
+def test_an_error_of_the_train_dialog_names_the_field_as_the_page_does(visitor: Visitor, served: Served, label: str):
+    queue = served.api("POST", "label/queues", json={"name": "steps", "kind": "pair"})["id"]
+    records = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
+    served.api("POST", f"label/queues/{queue}/fill", json={"from": "file", "records": records})
+    item = served.api("GET", f"label/queues/{queue}/next")["item"]
+    vote = {"client_uid": f"vote-{queue}", "item_id": item["id"], "order": item["order"], "choice": "left"}
+    served.api("POST", "label/votes", json=vote)
+    page = visitor.go("#/train")
+    page.get_by_role("button", name="Train a reward model, then PPO").first.click()
+    page.get_by_label(label).evaluate("field => { field.type = 'text'; field.value = '1e9'; }")
+    page.locator("dialog button.main").click()
+    told = page.locator(".dialog-error")
+    expect(told).to_contain_text(f"{label}: Input should be less than or equal to 1000000")
+    expect(told).not_to_contain_text("_steps")
+    visitor.faults.clear()  # the browser tells of the refusal

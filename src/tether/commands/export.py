@@ -43,6 +43,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         "--step", type=int, action="append", metavar="N", help="rollouts of this step alone; repeatable"
     )
     parser.add_argument("--metrics", metavar="FILE", help=".csv or .jsonl")
+    parser.add_argument("--force", action="store_true", help="overwrite the files of --rollouts and --metrics")
 
 
 def _add_merged_options(parser: argparse.ArgumentParser) -> None:

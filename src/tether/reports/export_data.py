@@ -61,6 +61,11 @@ def _targets(options: argparse.Namespace, summary: RunSummary, run: RecordedRun)
     for step in options.step or ():
         if step not in run.rollout_steps:
             raise UsageError(f"--step: the answers of step {step} were not kept")
+    for name in ("rollouts", "metrics"):
+        if name in targets and os.path.lexists(targets[name]) and not options.force:
+            raise UsageError(
+                f"--{name}: {targets[name]} exists already; name a new file, or add --force to overwrite it"
+            )
     return targets
 
 

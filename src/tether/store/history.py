@@ -234,8 +234,9 @@ def _settle(
     found.faults += [f"{workspace.place}: {fault}" for fault in stored.faults]
     log = logged or Logged()
     is_new = logged is None or (log.start or {}).get("resumes", False)  # begun by a Tether that wrote no log
-    _settle_steps(connection, workspace, folder, run.id, stored, log, is_new, expected, found, repair)
-    _settle_events(connection, workspace, folder, run.id, stored, log, found, repair)
+    pair = _Pair(connection, workspace, folder / LOG, run.id, stored, log, found, repair)
+    _settle_steps(pair, expected, is_new=is_new)
+    _settle_events(pair)
     if logged is not None and log.damaged:
         found.faults.append(f"{folder / LOG}: {len(log.damaged)} lines are not what was written")
         found.told.append(f"{folder / LOG} had {len(log.damaged)} damaged lines, which were left out.")
@@ -244,18 +245,23 @@ def _settle(
     _tell_tokens(workspace, stored, log, found)
 
 
-def _settle_steps(
-    connection: Connection,
-    workspace: Workspace,
-    folder: Path,
-    run_id: int,
-    stored: StoredHistory,
-    log: Logged,
-    is_new: bool,
-    expected: Iterable[int],
-    found: Settled,
-    repair: bool,
-) -> None:
+@dataclass(frozen=True)
+class _Pair:
+    """A run's rows in the store and its log, which are compared; with `repair` each gets what it lacks."""
+
+    connection: Connection
+    workspace: Workspace
+    log_file: Path
+    run_id: int
+    stored: StoredHistory
+    log: Logged
+    found: Settled
+    repair: bool
+
+
+def _settle_steps(pair: _Pair, expected: Iterable[int], *, is_new: bool) -> None:
+    stored, log, found, repair = pair.stored, pair.log, pair.found, pair.repair
+    place = pair.workspace.place
     missing, damaged, lost, unlogged, other = [], [], [], [], []
     for step in expected:
         in_store, in_log = step in stored.steps, step in log.steps
@@ -270,7 +276,7 @@ def _settle_steps(
     found.missing = missing
     if repair:
         for step in (*missing, *damaged, *other):
-            put_step_back(connection, run_id, log.steps[step])
+            put_step_back(pair.connection, pair.run_id, log.steps[step])
             stored.steps[step] = log.steps[step]
         for step in unlogged:
             log.steps[step] = stored.steps[step]
@@ -278,13 +284,13 @@ def _settle_steps(
     for what, at in (("lacked", missing), ("had damaged", damaged), ("had other", other)):
         if at:
             if not repair and at is not damaged:  # which the rows' own digests have told
-                found.faults.append(f"{workspace.place} {what} metrics of {spans(at)}")
-            found.told.append(f"The run store {workspace.place} {what} metrics of {spans(at)}: {verb} {folder / LOG}.")
+                found.faults.append(f"{place} {what} metrics of {spans(at)}")
+            found.told.append(f"The run store {place} {what} metrics of {spans(at)}: {verb} {pair.log_file}.")
     if unlogged and not is_new:
-        found.told.append(f"{folder / LOG} lacked {spans(unlogged)}: {verb} {workspace.place}.")
-        found.faults += [] if repair else [f"{folder / LOG} lacks {spans(unlogged)}"]
+        found.told.append(f"{pair.log_file} lacked {spans(unlogged)}: {verb} {place}.")
+        found.faults += [] if repair else [f"{pair.log_file} lacks {spans(unlogged)}"]
     if lost:
-        text = f"The metrics of {spans(lost)} are neither in {workspace.place} nor in {folder / LOG}: they are lost."
+        text = f"The metrics of {spans(lost)} are neither in {place} nor in {pair.log_file}: they are lost."
         found.told.append(text)
         found.faults.append(text)
     stored.damaged_steps = [step for step in stored.damaged_steps if step not in stored.steps]
@@ -294,31 +300,24 @@ def _digest(data: Mapping[str, Any]) -> str:
     return step_digest(data["step"], data["metrics"])
 
 
-def _settle_events(
-    connection: Connection,
-    workspace: Workspace,
-    folder: Path,
-    run_id: int,
-    stored: StoredHistory,
-    log: Logged,
-    found: Settled,
-    repair: bool,
-) -> None:
+def _settle_events(pair: _Pair) -> None:
+    stored, log, found, repair = pair.stored, pair.log, pair.found, pair.repair
     absent = [uid for uid in log.events if uid not in stored.events]
     if absent:  # a copied run's events have ids of their own: what they say is there
         said = {(row["time"], row["kind"]) for row in stored.events.values()}
         absent = [uid for uid in absent if (log.events[uid]["time"], log.events[uid]["kind"]) not in said]
     if repair and stored.damaged_events:
-        connection.execute(delete(events).where(events.c.run_id == run_id, events.c.id.in_(stored.damaged_events)))
+        mine = events.c.run_id == pair.run_id
+        pair.connection.execute(delete(events).where(mine, events.c.id.in_(stored.damaged_events)))
     if repair:
         for uid in absent:
-            put_event_back(connection, run_id, log.events[uid])
+            put_event_back(pair.connection, pair.run_id, log.events[uid])
     for uid, row in stored.events.items():
         log.events.setdefault(uid, row)
     if absent or stored.damaged_events:
         count = max(len(absent), len(stored.damaged_events))
         verb = "they were put back from" if repair else "--repair puts them back from"
-        text = f"The run store {workspace.place} lacked or had damaged {count} events: {verb} {folder / LOG}."
+        text = f"The run store {pair.workspace.place} lacked or had damaged {count} events: {verb} {pair.log_file}."
         found.told.append(text)
         found.faults += [] if repair else [text]
 

@@ -45,6 +45,8 @@ Rollouts = Unstored | Sequence[StoredRollout]
 
 MOST_WAITING = 16  # steps with rollouts that may wait for the thread
 PATIENCE = 10.0  # seconds that training waits for a thread that is so far behind, before tokens are left out
+LOOK_EVERY = 0.5  # seconds between two looks at whether the thread still runs
+REST = 0.05  # seconds of rest after an error, so that a lasting one does not keep a core busy
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,11 @@ class RunRecorder:
         """Wait until all that was recorded is on disk, in the store or beside it; whether it is."""
         mark = _Flush(threading.Event())
         self._put(mark)
-        return mark.done.wait(timeout if self._thread.is_alive() else 0.0) and mark.durable
+        until = time.monotonic() + timeout
+        while not mark.done.wait(max(0.0, min(LOOK_EVERY, until - time.monotonic()))):
+            if not self._thread.is_alive() or time.monotonic() >= until:
+                break
+        return mark.done.is_set() and mark.durable
 
     def close(self, state: str, timeout: float = 60.0) -> bool:
         """Write the run's last state and let go; whether everything is on disk. Closing twice does nothing."""
@@ -195,25 +201,46 @@ class RunRecorder:
     # -- the thread ---------------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while True:
-            try:
-                item = self._take()
-                if item is None:
-                    self._journal.retry()
-                elif isinstance(item, _Flush):
-                    self._logged(None)
-                    item.durable = self._journal.durable
-                    item.done.set()
-                else:
-                    record = self._step_record(item) if isinstance(item, _Step) else item
-                    self._logged(record)
-                    self._journal.write(record)
-            except StopIteration:
-                self._journal.close()
-                self._log.close()
-                return
-            except Exception as error:  # a bug here must not end a run, nor the recording of later steps
-                self._tell_once(repr(error), f"The run store left something out: {type(error).__name__}: {error}")
+        while self._do_next():
+            pass
+
+    def _do_next(self) -> bool:
+        """Handle one item; False once there will be no more. Raises nothing: out of memory, even a notice can fail."""
+        item = None
+        try:
+            item = self._take()
+            if item is None:
+                self._journal.retry()
+            elif isinstance(item, _Flush):
+                self._logged(None)
+                item.durable = self._journal.durable
+            else:
+                record = self._step_record(item) if isinstance(item, _Step) else item
+                self._logged(record)
+                self._journal.write(record)
+        except StopIteration:
+            self._end()
+            return False
+        except Exception as error:  # a bug here must not end a run, nor the recording of later steps
+            self._left_out(error)
+        finally:
+            if isinstance(item, _Flush):
+                item.done.set()
+        return True
+
+    def _end(self) -> None:
+        try:
+            self._journal.close()
+            self._log.close()
+        except Exception as error:
+            self._left_out(error)
+
+    def _left_out(self, error: Exception) -> None:
+        try:
+            self._tell_once(repr(error), f"The run store left something out: {type(error).__name__}: {error}")
+            time.sleep(REST)
+        except MemoryError:
+            return
 
     def _logged(self, record: Record | None) -> None:
         """Put a record into the run's own log; None: have the log on disk. The store has it all where that fails."""

@@ -10,7 +10,6 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from fastapi import Path, Request
 from pydantic import Field
-from starlette.concurrency import run_in_threadpool
 
 from tether.errors import TetherError
 from tether.redact import redact
@@ -18,6 +17,7 @@ from tether.store.read import RunSummary, read_rollouts
 from tether.studio.context import Studio, person_of, studio_of
 from tether.studio.label_queues import NewItem
 from tether.studio.model_host import Said, answers_of_item
+from tether.studio.model_threads import in_model_thread
 from tether.studio.people import Person
 from tether.studio.queue_items import messages_of
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
@@ -92,11 +92,15 @@ class Judge(Body):
 
 
 @router.post("/chat")
-def chat(request: Request, asked: Question) -> Any:
+async def chat(request: Request, asked: Question) -> Any:
     """What a run's model says next; with `stream` as server-sent events, `token` after `token` and then `done`.
 
     Whoever has heard enough closes the connection, and the model stops.
     """
+    return await in_model_thread(_chat, request, asked)
+
+
+def _chat(request: Request, asked: Question) -> Any:
     studio = studio_of(request)
     run = run_with_id(studio.opened, asked.run)
     turns = [turn.model_dump() for turn in asked.messages]
@@ -116,7 +120,7 @@ async def _spoken(tokens: Iterator[Token]) -> AsyncIterator[str]:
     """The events of an answer that is being written; an error is the last of them."""
     count = 0
     try:
-        while (token := await run_in_threadpool(next, tokens, None)) is not None:
+        while (token := await in_model_thread(next, tokens, None)) is not None:
             count += 1
             if token.text:
                 yield message("token", {"text": token.text}, None)
@@ -130,8 +134,12 @@ async def _spoken(tokens: Iterator[Token]) -> AsyncIterator[str]:
 
 
 @router.post("/arena")
-def new_arena(request: Request, wanted: NewArena) -> Any:
+async def new_arena(request: Request, wanted: NewArena) -> Any:
     """Ask two models the same, and put their answers into a queue to be judged."""
+    return await in_model_thread(_new_arena, request, wanted)
+
+
+def _new_arena(request: Request, wanted: NewArena) -> Any:
     studio, person = studio_of(request), person_of(request)
     sides = [run_with_id(studio.opened, run) for run in (wanted.run_a, wanted.run_b)]
     prompts = [one if isinstance(one, Asked) else Asked(prompt=one) for one in wanted.prompts if one]
@@ -236,8 +244,12 @@ def win_rate(said: Counter[str]) -> dict[str, Any]:
 
 
 @router.post("/arena/{queue}/judge")
-def judge(request: Request, queue: Id, wanted: Judge) -> Any:
+async def judge(request: Request, queue: Id, wanted: Judge) -> Any:
     """Let a reward model vote on every item that it has not voted on."""
+    return await in_model_thread(_judge, request, queue, wanted)
+
+
+def _judge(request: Request, queue: int, wanted: Judge) -> Any:
     studio, person = studio_of(request), person_of(request)
     _arena_queue(studio, queue)
     run = run_with_id(studio.opened, wanted.reward_run)

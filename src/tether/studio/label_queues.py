@@ -63,6 +63,7 @@ DUE = (_to_me.exists() | ~_to_someone.exists()) & or_(
 
 _COUNT_DUE = select(func.count()).where(items.c.queue_id == bindparam("queue"), UNJUDGED, DUE)
 NO_LIMIT = 1_000_000
+SHUFFLE_KEY = "shuffle_key"  # in a queue's `meta`: the secret that its answers are shuffled by
 
 
 def votes_per_item(queue: Row[Any]) -> int:
@@ -212,7 +213,8 @@ class Queues:
         self, by: Person, name: str, kind: str, guidelines: str = "", meta: dict[str, Any] | None = None
     ) -> int:
         """A new, empty queue."""
-        values = {"name": name, "kind": kind, "guidelines": guidelines, "meta": meta or {}, "open": True}
+        own = (meta or {}) | {SHUFFLE_KEY: secrets.token_hex(16)}
+        values = {"name": name, "kind": kind, "guidelines": guidelines, "meta": own, "open": True}
         with self._writing() as connection:
             row = insert(queues).values(workspace=self._key, created=time.time(), **values)
             made = connection.execute(row).inserted_primary_key

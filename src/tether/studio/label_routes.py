@@ -20,6 +20,7 @@ from tether.studio.label_records import item_from_record
 from tether.studio.label_sampling import write_sampling_plan
 from tether.studio.label_staging import ItemWithVotes
 from tether.studio.label_store import Ballot
+from tether.studio.model_threads import in_model_thread
 from tether.studio.people import Role
 from tether.studio.queue_items import RANKED, items_from_run, with_repeats
 from tether.studio.rater_agreement import Vote, agreement
@@ -217,8 +218,12 @@ def _new_items(studio: Studio, kind: str, wanted: Fill) -> list[NewItem]:
 
 
 @router.post("/label/queues/{queue}/rescore")
-def rescore(request: Request, queue: Id, wanted: Rescore | None = None) -> Any:
+async def rescore(request: Request, queue: Id, wanted: Rescore | None = None) -> Any:
     """Ask the pairs that a reward model, by default the newest, is least sure of first."""
+    return await in_model_thread(_rescore, request, queue, wanted)
+
+
+def _rescore(request: Request, queue: int, wanted: Rescore | None) -> Any:
     studio = studio_of(request)
     studio.labels.queue(queue)
     model = reward_model(studio, wanted.reward_run if wanted is not None else None)

@@ -11,6 +11,7 @@ import os
 import secrets
 import socket
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -68,7 +69,7 @@ class Cancelled(Exception):  # noqa: N818 (what was asked for, not a fault)
     """Whoever asked for the import took it back."""
 
 
-class Staging(Items):
+class Staging(Items, ABC):
     """Many items at once."""
 
     def take_in(
@@ -176,11 +177,13 @@ class Staging(Items):
             connection.execute(INSERT_AUDITS, audits)
         return ids, len(said)
 
+    @abstractmethod
     def _given_row(self, rater: int, item: int, vote: GivenVote, kind: str, answers: int) -> dict[str, Any]:
-        raise NotImplementedError
+        """The row of a vote that came with a record."""
 
+    @abstractmethod
     def _without_token(self, connection: Connection, queue_id: int, name: str) -> int:
-        raise NotImplementedError
+        """The id of a person of this name who cannot log in; one is added where there is none."""
 
     def _audit_import(
         self,

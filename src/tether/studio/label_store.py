@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from sqlalchemy import Connection, Row, bindparam, insert, select, update
@@ -18,6 +18,7 @@ from tether.studio.label_queues import (
     DUE,
     INSERT_AUDITS,
     MINE,
+    SHUFFLE_KEY,
     UNJUDGED,
     is_shared_out,
     may_see,
@@ -76,7 +77,7 @@ class Labels(Staging):
             item = self._ask(connection, queue, person.id) if queue.open else None
         about = {name: getattr(queue, name) for name in ("id", "name", "kind", "guidelines")}
         about["axes"] = queue.meta.get("axes", [])
-        shown = None if item is None else _shown(item, person)
+        shown = None if item is None else _shown(queue, item, person)
         return {"item": shown, "remaining": left, "done": done, "queue": about}
 
     def _ask(self, connection: Connection, queue: Row[Any], rater: int) -> Row[Any] | None:
@@ -134,7 +135,8 @@ class Labels(Staging):
             if item.meta.get("assigned"):  # left for `vote`, which looks for whom it is
                 continue
             try:
-                rows[place] = _vote_row(person.id, ballot, item.kind, len(item.answers))
+                own = _in_own_places(_key(item.meta), item.id, person, ballot, len(item.answers))
+                rows[place] = _vote_row(person.id, own, item.kind, len(item.answers))
             except Refused:
                 continue
         if not rows:
@@ -164,7 +166,8 @@ class Labels(Staging):
         assigned = set(connection.execute(_ASSIGNED_TO, {"item": item.id}).scalars())
         if assigned and person.id not in assigned:
             raise Refused(409, "this item was given to someone else to judge")
-        return self._insert_vote(connection, person.id, ballot, item.kind, len(item.answers))
+        own = _in_own_places(_key(queue.meta), item.id, person, ballot, len(item.answers))
+        return self._insert_vote(connection, person.id, own, item.kind, len(item.answers))
 
     def _insert_vote(self, connection: Connection, rater: int, ballot: Ballot, kind: str, count: int) -> int:
         vote_id = connection.execute(_INSERT_VOTES, [_vote_row(rater, ballot, kind, count)]).scalar_one()
@@ -267,9 +270,22 @@ def _choose(rows: Sequence[Any], lately: set[int]) -> int | None:
     return next((row.id for row in ready or rows), None)
 
 
-def _shown(item: Row[Any], person: Person) -> dict[str, Any]:
-    """An item without anything that tells where an answer came from."""
-    order = shown_order(item.id, person.id, len(item.answers))
-    told = [item.answers[place] for place in order]
+def _shown(queue: Row[Any], item: Row[Any], person: Person) -> dict[str, Any]:
+    """An item without anything that tells where an answer came from; its answers are named by the places shown."""
+    count = len(item.answers)
+    told = [item.answers[place] for place in shown_order(_key(queue.meta), item.id, person.id, count)]
     answers = [{"text": answer["text"], "ended": answer.get("ended", True)} for answer in told]
-    return {"id": item.id, "kind": item.kind, "prompt": item.prompt, "answers": answers, "order": order}
+    return {"id": item.id, "kind": item.kind, "prompt": item.prompt, "answers": answers, "order": list(range(count))}
+
+
+def _in_own_places(key: str, item_id: int, person: Person, ballot: Ballot, count: int) -> Ballot:
+    """A ballot on what `_shown` gave this person, with the answers' own places in its `order`."""
+    if sorted(ballot.order) != list(range(count)):
+        return ballot  # it is refused later
+    given = shown_order(key, item_id, person.id, count)
+    return replace(ballot, order=[given[place] for place in ballot.order])
+
+
+def _key(meta: Mapping[str, Any]) -> str:
+    """The shuffle key of the queue whose `meta` this is."""
+    return meta.get(SHUFFLE_KEY, "")

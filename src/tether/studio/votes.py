@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import hmac
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,11 +20,14 @@ LOWEST_RATING, HIGHEST_RATING = 1, 7
 MAX_COMMENT = 5_000  # characters
 
 
-def shown_order(item_id: int, rater_id: int, count: int) -> list[int]:
-    """A shuffle of the answers that is the same whenever this rater sees this item."""
+def shown_order(key: str, item_id: int, rater_id: int, count: int) -> list[int]:
+    """A shuffle of the answers that is the same whenever this rater sees this item.
+
+    `key` is the queue's secret. An annotator who could compute the shuffle would know which answer is whose.
+    """
 
     def lot(place: int) -> str:
-        return hashlib.sha256(f"{item_id}:{rater_id}:{place}".encode()).hexdigest()
+        return hmac.new(key.encode(), f"{item_id}:{rater_id}:{place}".encode(), hashlib.sha256).hexdigest()
 
     return sorted(range(count), key=lot)
 

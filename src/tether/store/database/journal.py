@@ -48,7 +48,7 @@ class Database:
         except (IntegrityError, DataError, LookupError, TypeError, ValueError) as error:
             self.close()
             raise ValueError(_reason(error)) from error
-        except (SQLAlchemyError, OSError, TetherError) as error:
+        except (SQLAlchemyError, OSError, TetherError, MemoryError) as error:
             self.close()
             raise Unavailable(_reason(error)) from error
 

@@ -31,12 +31,18 @@ function sayInside(dialog, text) {
   return box;
 }
 
-/** Run something, and say what went wrong if it does. */
-export async function tried(work) {
+/** Run something, and say what went wrong if it does. `names` are what the page calls the fields of the request. */
+export async function tried(work, names = {}) {
   try {
     return await work();
   } catch (error) {
-    if (error.name !== "AbortError") notice(error.message, "error");
+    if (error.name !== "AbortError") notice(asNamed(error.message, names), "error");
     return undefined;
   }
+}
+
+/** An error of the server begins with the field that is wrong. */
+function asNamed(message, names) {
+  const [field, rest] = message.split(/:(.*)/s);
+  return rest !== undefined && Object.hasOwn(names, field) ? `${names[field]}:${rest}` : message;
 }

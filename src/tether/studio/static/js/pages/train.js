@@ -160,6 +160,12 @@ function drawCurve(page, queue, place) {
   );
 }
 
+const FIELDS = {
+  from_run: "The policy starts from",
+  reward_steps: "Steps of the reward model",
+  ppo_steps: "Steps of PPO",
+};
+
 function askTrain(page, queue) {
   const policies = page.runs
     .filter((run) => run.method === "ppo" && run.state !== "running")
@@ -170,7 +176,7 @@ function askTrain(page, queue) {
   const send = async () => {
     const body = { queue_id: queue.id, reward_steps: Number(reward.value), ppo_steps: Number(policy.value) };
     if (from.value) body.from_run = Number(from.value);
-    const made = await tried(() => post("train", body));
+    const made = await tried(() => post("train", body), FIELDS);
     if (made) notice(`${made.name} has started`);
     return made;
   };
@@ -181,8 +187,8 @@ function askTrain(page, queue) {
       {},
       "First a reward model learns what was preferred, then PPO trains a policy on it. The votes that were used are listed in votes.json beside the run.",
     ),
-    field("The policy starts from", from),
-    field("Steps of the reward model", reward),
-    field("Steps of PPO", policy),
+    field(FIELDS.from_run, from),
+    field(FIELDS.reward_steps, reward),
+    field(FIELDS.ppo_steps, policy),
   );
 }
