@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from pydantic import ValidationError
 from rich.console import Console
@@ -87,14 +87,48 @@ def evaluate(options: argparse.Namespace, console: Console) -> Report:
     if question.reward is not None:
         question = Question(question.prompts, for_all(question.reward, models))
     judges = [find_judge(spec, options, question, models) for spec in options.judge or default_judges(question)]
+    return measure(
+        names,
+        models,
+        question,
+        judges,
+        sampling,
+        samples=options.samples,
+        seed=options.seed,
+        max_batch=options.max_batch or "auto",
+        quiet=console.quiet,
+    )
+
+
+def measure(
+    names: Sequence[str],
+    models: Sequence[LoadedModel],
+    question: Question,
+    judges: Sequence[NamedJudge],
+    sampling: Sampling,
+    *,
+    samples: int,
+    seed: int,
+    max_batch: int | Literal["auto"] = "auto",
+    quiet: bool,
+) -> Report:
+    """Sample and score the answers of one model, or of two, which are then compared."""
     rewards = {SCORE: question.reward} if question.reward else {}
     rewards |= {judge.name: judge.reward for judge in judges if judge.reward and judge.name != "task"}
     evaluations: list[Evaluation] = []
     for name, model in zip(names, models, strict=True):
-        given = {"samples_per_prompt": options.samples, "seed": options.seed, "max_batch": options.max_batch or "auto"}
-        with working(f"{name}: sampling {len(question.prompts)} x {options.samples} answers", quiet=console.quiet):
+        with working(f"{name}: sampling {len(question.prompts)} x {samples} answers", quiet=quiet):
             evaluations.append(
-                evaluate_model(model, question.prompts, sampling=sampling, name=name, rewards=rewards, **given)
+                evaluate_model(
+                    model,
+                    question.prompts,
+                    sampling=sampling,
+                    name=name,
+                    rewards=rewards,
+                    samples_per_prompt=samples,
+                    seed=seed,
+                    max_batch=max_batch,
+                )
             )
     notices = [notice for model in models for notice in model.notices]
     notices += [f"{one.name}: not every answer was scored. {error}" for one in evaluations for error in one.errors]
@@ -102,19 +136,19 @@ def evaluate(options: argparse.Namespace, console: Console) -> Report:
     apart: dict[str, Estimate] = {}
     if len(models) == 2:
         for judge in judges:
-            with working(f"{judge.name} judges", quiet=console.quiet):
-                wins[judge.name] = compare(evaluations[0], evaluations[1], judge.judge, seed=options.seed)
-        apart = differences(evaluations[0], evaluations[1], seed=options.seed)
+            with working(f"{judge.name} judges", quiet=quiet):
+                wins[judge.name] = compare(evaluations[0], evaluations[1], judge.judge, seed=seed)
+        apart = differences(evaluations[0], evaluations[1], seed=seed)
         try:
-            evaluations[0] = with_kl(evaluations[0], models[0], models[1], seed=options.seed)
+            evaluations[0] = with_kl(evaluations[0], models[0], models[1], seed=seed)
         except ConfigError as error:
             notices.append(f"There is no KL: {error}.")
     settings = {
         "prompts": len(question.prompts),
-        "samples": options.samples,
+        "samples": samples,
         "temperature": sampling.temperature,
         "max_new_tokens": sampling.max_new_tokens,
-        "seed": options.seed,
+        "seed": seed,
         "dtype": dtype_name(models[0].model.dtype),
     }
     return Report(tuple(evaluations), apart, wins, settings, tuple(dict.fromkeys(notices)))
