@@ -28,8 +28,8 @@ from tether.store.header import protected_recipe
 from tether.store.lineage import models_of
 from tether.store.own_files import check_own_files
 from tether.train.build import load_policy
-from tether.train.provenance import ground_of, other_models
 from tether.train.objects import Objects, check_objects
+from tether.train.provenance import ground_of, other_models
 from tether.train.run import Forked, run_recipe
 from tether.train.session import ground_changes
 from tether.train.training import build_training
