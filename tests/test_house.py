@@ -18,7 +18,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A package may import only packages above it in this list.
 ORDER = [
     *("config", "types", "protocols", "ops", "accel", "data", "hub", "models", "store", "reports", "learner"),
-    *("algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "demo", "scale"),
+    *("algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "api", "demo", "scale"),
     *("studio", "server", "commands", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
@@ -29,6 +29,7 @@ ABOVE["__main__"] = {"cli"}
 FOR_ALL = {"ending", "errors", "plain_file", "processes", "progress", "rate_limit", "redact", "seal", "seeds"}
 FOR_ALL |= {"device_transfer", "tensor_cache", "time_limit", "user_code", "__init__"}
 ABOVE |= {name: set() for name in FOR_ALL}
+ABOVE["__init__"] = {"api"}  # for type checkers; at run time it is imported when it is first used
 
 # What can run code on being read.
 UNSAFE_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "shelve", "marshal"}

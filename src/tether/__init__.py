@@ -2,6 +2,60 @@
 
 Every update is tethered to the policy that sampled the data (the clip), and the whole run is tethered to the model
 it started from (the KL). Start with `tether.train.rl`, which reads like the paper's pseudo-code.
+
+The Python API stands in `tether.api` and is imported when it is first used, so that `import tether` needs no torch:
+
+    import tether
+    run = tether.ppo("smollm2-135m", prompts, reward=my_function, steps=20)
 """
 
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tether.api import (
+        Answer,
+        Run,
+        Step,
+        dpo,
+        evaluate,
+        grpo,
+        load_run,
+        ppo,
+        reward_model,
+        sft,
+        train_recipe,
+    )
+    from tether.errors import ConfigError, DataError, Stopped, TetherError
+
 __version__ = "0.1.0"
+
+__all__ = [
+    "Answer",
+    "ConfigError",
+    "DataError",
+    "Run",
+    "Step",
+    "Stopped",
+    "TetherError",
+    "dpo",
+    "evaluate",
+    "grpo",
+    "load_run",
+    "ppo",
+    "reward_model",
+    "sft",
+    "train_recipe",
+]
+
+_ERRORS = {"ConfigError", "DataError", "Stopped", "TetherError"}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module("tether.errors" if name in _ERRORS else "tether.api"), name)
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import Any, ClassVar
 
 
 class TetherError(Exception):
@@ -25,9 +25,10 @@ class ConfigError(UsageError, ValueError):
 
 
 class Stopped(TetherError):  # noqa: N818 (the run's state, not a fault)
-    """The run was stopped before its end, and can be resumed."""
+    """The run was stopped before its end, and can be resumed. `run` is the Python API's object of it."""
 
     exit_code: ClassVar[int] = 3
+    run: Any = None
 
 
 class Diverged(TetherError):  # noqa: N818 (the run's state, not a fault)

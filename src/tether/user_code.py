@@ -28,11 +28,17 @@ UNKNOWN = object()
 end_process = os._exit  # for Tether itself, which knows what it is doing
 
 
+class Interrupted(KeyboardInterrupt):
+    """A person wants to end what runs now, whoever's code that is."""
+
+
 def is_its_own(error: BaseException) -> bool:
     """Whether what came out of a user's code is that code's own affair, and no order to end this process.
 
     A KeyboardInterrupt is a person's where Python's own handler of Ctrl-C is installed, which raises it.
     """
+    if isinstance(error, Interrupted):
+        return False
     if isinstance(error, KeyboardInterrupt):
         return signal.getsignal(signal.SIGINT) is not signal.default_int_handler
     return isinstance(error, (Exception, SystemExit, GeneratorExit, asyncio.CancelledError, TimeLimitError))

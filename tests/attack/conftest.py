@@ -51,7 +51,14 @@ class Ended:
 @pytest.fixture(scope="session")
 def imported() -> None:
     """Import what commands need once, so that the first case's seconds are its own."""
-    for name in ("loops.run", "plan.plan", "loops.eval_run", "loops.sample_run", "loops.export_model", "loops.chat"):
+    for name in (
+        "train.run",
+        "plan.plan",
+        "commands.eval_run",
+        "commands.sample_run",
+        "commands.export_model",
+        "commands.chat_session",
+    ):
         import_module(f"tether.{name}")
 
 

@@ -6,7 +6,6 @@ import argparse
 import json
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,46 +18,25 @@ from tether.config.read_yaml import read_value
 from tether.config.reading import Paths, read_columns
 from tether.config.rewards import FunctionPart, ModelPart, RemotePart
 from tether.config.sections import PromptSettings, RewardSettings, TaskSettings
-from tether.data.prompts import PromptRule, read_prompts
+from tether.data.prompts import read_prompts
 from tether.data.sources import shown_source
 from tether.errors import ConfigError, DataError, StorageError, UsageError
-from tether.evaluation.evaluate import Evaluation, WinRate, compare, differences, evaluate_model, with_kl
-from tether.evaluation.intervals import Estimate
-from tether.evaluation.judges import Judge, RemoteJudge, ScoreJudge
+from tether.evaluation.evaluate import Evaluation
+from tether.evaluation.judges import RemoteJudge, ScoreJudge
+from tether.evaluation.measure import NamedJudge, Question, fitting, for_all, measure
 from tether.evaluation.table import Report, as_json, print_report
 from tether.models.load import LoadedModel, load_causal_lm
-from tether.models.precision import AUTO, dtype_name
-from tether.models.tokenizers import tokenizer_difference
+from tether.models.precision import AUTO
 from tether.progress import working
 from tether.protocols import RewardFn, Sampling
 from tether.rewards.agree import agree_to_names
 from tether.rewards.function import FunctionReward
-from tether.rewards.model import RewardModelReward, reading_text
+from tether.rewards.model import RewardModelReward
 from tether.rewards.parts import build_reward
 from tether.rewards.remote import token_from
 from tether.rewards.tasks import build_task
 from tether.seeds import derive_seed
 from tether.store.find import find_model, find_run_or_model, run_config, run_of
-from tether.types import Prompt
-
-SCORE = "score"  # the metric that the task's own reward is reported as
-
-
-@dataclass(frozen=True)
-class Question:
-    """What is asked, and the task's reward where there is a task."""
-
-    prompts: Sequence[Prompt]
-    reward: RewardFn | None
-
-
-@dataclass(frozen=True)
-class NamedJudge:
-    """A judge of the command line; one that scores has a reward too, which is reported by itself."""
-
-    name: str
-    judge: Judge
-    reward: RewardFn | None
 
 
 def evaluate_and_print(options: argparse.Namespace) -> int:
@@ -83,41 +61,21 @@ def evaluate(options: argparse.Namespace, console: Console) -> Report:
     sampling = Sampling(options.max_new_tokens or rollout.get("max_new_tokens", 128), temperature)
     names = [options.model, *([options.against] if options.against else [])]
     models = [load(name, options, console) for name in names]
-    question = fitting(ask(options, models[0]), models, sampling, console)
+    question = fitting(ask(options, models[0]), models, sampling, lambda text: console.print(text, markup=False))
     if question.reward is not None:
         question = Question(question.prompts, for_all(question.reward, models))
     judges = [find_judge(spec, options, question, models) for spec in options.judge or default_judges(question)]
-    rewards = {SCORE: question.reward} if question.reward else {}
-    rewards |= {judge.name: judge.reward for judge in judges if judge.reward and judge.name != "task"}
-    evaluations: list[Evaluation] = []
-    for name, model in zip(names, models, strict=True):
-        given = {"samples_per_prompt": options.samples, "seed": options.seed, "max_batch": options.max_batch or "auto"}
-        with working(f"{name}: sampling {len(question.prompts)} x {options.samples} answers", quiet=console.quiet):
-            evaluations.append(
-                evaluate_model(model, question.prompts, sampling=sampling, name=name, rewards=rewards, **given)
-            )
-    notices = [notice for model in models for notice in model.notices]
-    notices += [f"{one.name}: not every answer was scored. {error}" for one in evaluations for error in one.errors]
-    wins: dict[str, WinRate] = {}
-    apart: dict[str, Estimate] = {}
-    if len(models) == 2:
-        for judge in judges:
-            with working(f"{judge.name} judges", quiet=console.quiet):
-                wins[judge.name] = compare(evaluations[0], evaluations[1], judge.judge, seed=options.seed)
-        apart = differences(evaluations[0], evaluations[1], seed=options.seed)
-        try:
-            evaluations[0] = with_kl(evaluations[0], models[0], models[1], seed=options.seed)
-        except ConfigError as error:
-            notices.append(f"There is no KL: {error}.")
-    settings = {
-        "prompts": len(question.prompts),
-        "samples": options.samples,
-        "temperature": sampling.temperature,
-        "max_new_tokens": sampling.max_new_tokens,
-        "seed": options.seed,
-        "dtype": dtype_name(models[0].model.dtype),
-    }
-    return Report(tuple(evaluations), apart, wins, settings, tuple(dict.fromkeys(notices)))
+    return measure(
+        names,
+        models,
+        question,
+        judges,
+        sampling,
+        samples=options.samples,
+        seed=options.seed,
+        max_batch=options.max_batch or "auto",
+        quiet=console.quiet,
+    )
 
 
 def load(name: str, options: argparse.Namespace, console: Console) -> LoadedModel:
@@ -160,18 +118,6 @@ def reading_of(options: argparse.Namespace) -> PromptSettings:
         return PromptSettings.model_validate({**given, "overlong": "drop"})
     except ValidationError as error:
         raise UsageError(f"--columns: {error.errors()[0]['msg']}") from error
-
-
-def fitting(question: Question, models: Sequence[LoadedModel], sampling: Sampling, console: Console) -> Question:
-    """Without the prompts that are too long for one of the models."""
-    prompts = question.prompts
-    for model in models:
-        rule = PromptRule.of(PromptSettings(), model.context_length, sampling.max_new_tokens)
-        found = rule.apply(prompts, model.tokenizer, "prompts")
-        prompts = found.prompts
-        for notice in found.notices:
-            console.print(notice, markup=False)
-    return Question(prompts, question.reward)
 
 
 def _paths(value: str | list[str]) -> Paths:
@@ -255,13 +201,6 @@ def _reward_model(folder: str, dtype: Any, models: Sequence[LoadedModel]) -> Rew
     """It reads tokens where every model has its tokenizer, else text."""
     part = ModelPart(kind="model", path=folder, dtype=dtype)
     return for_all(RewardModelReward.load(part, models[0]), models)
-
-
-def for_all(reward: RewardFn, models: Sequence[LoadedModel]) -> RewardFn:
-    """The reward, for answers of all models: where their tokenizers differ, token ids mean different texts."""
-    first, *others = models
-    differ = any(tokenizer_difference(first.tokenizer, other.tokenizer) for other in others)
-    return reading_text(reward) if differ else reward
 
 
 def write_answers(path: str, report: Report) -> None:

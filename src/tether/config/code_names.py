@@ -21,6 +21,7 @@ from tether.config.user import seal_of
 
 SEAL = "begun-by.json"  # in a run's folder
 REASONING = "reasoning-gym:"
+OBJECT = "object:"  # before the name of a task that a Python program passed
 MAX_BYTES = 1_000_000  # of a seal
 PLACE_KEYS = ("host", "hostaddr", "port", "dbname", "service", "servicefile", "passfile")  # in a database's query
 
@@ -43,7 +44,7 @@ def names_in(task: TaskSettings | None, parts: Sequence[Any]) -> tuple[CodeName,
     found: list[CodeName] = []
     if task is not None:
         name = task.name or ""
-        if ":" in name and not name.startswith(REASONING) and task.prompts is None:
+        if ":" in name and not name.startswith((REASONING, OBJECT)) and task.prompts is None:
             found.append(CodeName("task.name", name, json.dumps(task.options, sort_keys=True)))
         if task.reward:
             found.append(CodeName("task.reward", task.reward))

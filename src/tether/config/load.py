@@ -7,6 +7,7 @@ update, a section given in part keeps the rest of this recipe's own defaults, an
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
@@ -28,6 +29,7 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Settings)
 
 
 FLAGS = "the flags"
+SETTINGS = "the settings"  # that a Python program gives
 MAX_PROBLEMS, MAX_LINE = 8, 600  # what is told of a recipe that is wrong all over
 
 
@@ -76,22 +78,30 @@ class Keys:
         return f"did you mean {dashes}{nearest}?" if nearest else f"`tether train {self.method} --help` lists them all"
 
 
-def load_recipe(method: str, path: str | None = None, flags: Sequence[str] = ()) -> Recipe:
+def load_recipe(
+    method: str, path: str | None = None, flags: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+) -> Recipe:
     """The recipe for `method`: its defaults, under the YAML file's keys, under the flags (`--ppo.clip_range 0.1`).
 
+    A Python program gives `settings` by dotted key, as values, in place of flags.
     Raises ConfigError, with one line for each problem, that names the place, the dotted key and the repair.
     """
     if method not in RECIPES:
         close = get_close_matches(method, RECIPES, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(RECIPES)}"
         raise ConfigError(f"unknown method {method}: {hint}")
-    return load_settings(RECIPES[method], path, flags)
+    return load_settings(RECIPES[method], path, flags, settings)
 
 
-def load_settings(recipe_class: type[AnyRecipe], path: str | None = None, flags: Sequence[str] = ()) -> AnyRecipe:
+def load_settings(
+    recipe_class: type[AnyRecipe],
+    path: str | None = None,
+    flags: Sequence[str] = (),
+    settings: Mapping[str, Any] | None = None,
+) -> AnyRecipe:
     """The same for any class of recipe."""
     keys = Keys(recipe_class)
-    given = {**read_recipe(keys, path), **read_flags(keys, flags)}
+    given = {**read_recipe(keys, path), **read_flags(keys, flags), **read_settings(keys, settings or {})}
     return _with(recipe_class, defaults(recipe_class), given, keys, path)
 
 
@@ -106,10 +116,11 @@ def recipe_from_record(record: Mapping[str, Any]) -> Recipe:
     return RECIPES[method].model_validate_json(json.dumps(rest), strict=True)
 
 
-def change_settings(recipe: AnyRecipe, flags: Sequence[str]) -> AnyRecipe:
-    """A recipe with what the flags give in place of its own."""
+def change_settings(recipe: AnyRecipe, flags: Sequence[str], settings: Mapping[str, Any] | None = None) -> AnyRecipe:
+    """A recipe with what the flags, or a program's settings, give in place of its own."""
     keys = Keys(type(recipe))
-    return _with(type(recipe), recipe.model_dump(mode="json"), read_flags(keys, flags), keys, None)
+    given = {**read_flags(keys, flags), **read_settings(keys, settings or {})}
+    return _with(type(recipe), recipe.model_dump(mode="json"), given, keys, None)
 
 
 def _with(
@@ -148,7 +159,7 @@ def _one_length(given: dict[str, Given], keys: Keys) -> None:
         if steps not in given:
             continue
         if epochs in given and given[epochs].value is not None:
-            by_flag = {key: given[key].where == FLAGS for key in (steps, epochs)}
+            by_flag = {key: given[key].where in (FLAGS, SETTINGS) for key in (steps, epochs)}
             if by_flag[steps] == by_flag[epochs]:
                 raise ConfigError(
                     f"{steps} ({given[steps].where}) and {epochs} ({given[epochs].where}) both say how long the run "
@@ -263,6 +274,39 @@ def read_flags(keys: Keys, flags: Sequence[str]) -> dict[str, Given]:
             problems.append(keys.unknown(key, "", text, "--"))
     _raise_if_any(problems)
     return given
+
+
+def read_settings(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Given]:
+    """What a Python program gives, by dotted key; a mapping under a section's name is taken apart."""
+    given: dict[str, Given] = {}
+    problems: list[str] = []
+    for key, value in settings.items():
+        if key in keys.leaves:
+            leaf = keys.leaves[key]
+            alone = leaf.is_list and value is not None and not isinstance(value, list | tuple)
+            try:
+                plain = json.loads(json.dumps([value] if alone else value, default=_plain_value))
+            except (TypeError, ValueError):
+                problems.append(f"{key} in {SETTINGS}: expected {_a(leaf.type)}, was given a {type(value).__name__}")
+                continue
+            given[key] = Given(plain, SETTINGS)
+        elif key in keys.sections and isinstance(value, Mapping):
+            given |= read_settings(keys, {f"{key}.{name}": inner for name, inner in value.items()})
+        elif key in keys.sections:
+            problems.append(f"{key} in {SETTINGS}: expected a mapping of its keys, was given a {type(value).__name__}")
+        else:
+            problems.append(keys.unknown(str(key), SETTINGS, str(value)))
+    _raise_if_any(problems)
+    return given
+
+
+def _plain_value(value: Any) -> Any:
+    """A path as text; a number of NumPy's or torch's as Python's."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if callable(item := getattr(value, "item", None)):
+        return item()
+    raise TypeError(type(value).__name__)
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:

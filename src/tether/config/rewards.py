@@ -80,6 +80,12 @@ class FunctionPart(Part):
     )
 
 
+class ObjectPart(Part):
+    """A function that a Python program passes to `tether.ppo` and its like. A recipe file cannot hold one."""
+
+    kind: Literal["object"]
+
+
 class LengthPart(Part):
     """1 within the limits, falling linearly to 0 at `falloff` beyond them."""
 
@@ -207,6 +213,7 @@ RewardPart = Annotated[
     TaskPart
     | ModelPart
     | FunctionPart
+    | ObjectPart
     | LengthPart
     | RegexPart
     | JSONPart

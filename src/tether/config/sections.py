@@ -253,6 +253,11 @@ class RunSettings(Settings):
     )
     tags: tuple[Tag, ...] = Field(default=(), max_length=MAX_TAGS, description="Tags to find the run by.")
     group: str | None = Field(default=None, max_length=MAX_GROUP, description="The group that the run is listed under.")
+    objects: tuple[str, ...] = Field(
+        default=(),
+        description="Written by the Python API: the objects that were passed to it, such as `reward my_reward`. Only a "
+        "Python program that passes them again can resume the run; see docs/python.md.",
+    )
 
     @field_validator("name", "directory", "group")
     @classmethod

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +44,11 @@ class Report:
     win_rates: dict[str, WinRate]  # of the first model, by judge
     settings: dict[str, Any]
     notices: tuple[str, ...]
+
+    @property
+    def metrics(self) -> Mapping[str, Estimate]:
+        """The first model's."""
+        return self.evaluations[0].metrics
 
 
 def as_json(report: Report) -> dict[str, Any]:

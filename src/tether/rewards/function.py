@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext, redirect_stdout
 from difflib import get_close_matches
 from typing import Any
@@ -41,12 +41,26 @@ class FunctionReward:
 
     A function of one answer that raises has failed for it. A function of a batch that raises has failed for that batch;
     where it scored nothing at all, the run ends.
+
+    `function` is an object that a program passes; without it the part's name is resolved.
     """
 
-    def __init__(self, part: FunctionPart, *, field: str, seed: int, limit: float = CALL_SECONDS) -> None:
+    def __init__(
+        self,
+        part: FunctionPart,
+        *,
+        field: str,
+        seed: int,
+        limit: float = CALL_SECONDS,
+        function: Callable[..., Any] | None = None,
+    ) -> None:
         self.name, self.part, self.field, self.seed = part.function, part, field, seed
         self.pool: WorkerPool | None = None
         self._caller: Caller | None = None
+        if function is not None:
+            self.name = part.label
+            self._call_here(function, limit)
+            return
         check_code(part.function, field)
         if part.workers or part.timeout_seconds is not None:
             setup = {"function": part.function, "field": field, "takes": part.takes}
@@ -58,9 +72,13 @@ class FunctionReward:
         else:
             with apart():
                 function = resolve(part.function, field)
-            self.signature = read_signature(function, part.takes, part.function, field)
-            self._caller = Caller(function, self.signature, limit=limit, what=part.function)
+            self._call_here(function, limit)
         self._check_settings()
+
+    def _call_here(self, function: Any, limit: float) -> None:
+        """Call the function in this process."""
+        self.signature = read_signature(function, self.part.takes, self.name, self.field)
+        self._caller = Caller(function, self.signature, limit=limit, what=self.name)
 
     def limit_to(self, seconds: float) -> None:
         """Have a call in this process take no longer; 0: no limit."""

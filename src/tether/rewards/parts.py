@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
-from tether.config.rewards import FunctionPart, MathVerifyPart, ModelPart, Part, RemotePart, TaskPart
+from tether.config.rewards import FunctionPart, MathVerifyPart, ModelPart, ObjectPart, Part, RemotePart, TaskPart
 from tether.errors import ConfigError
 from tether.models.load import LoadedModel
 from tether.protocols import RewardFn
@@ -18,6 +18,9 @@ from tether.rewards.rules import rule_reward
 from tether.seeds import derive_seed
 from tether.types import Rollout, Score
 
+Functions = Mapping[str, Callable[..., Any]]
+"""The functions that a Python program passes, by the names of their parts."""
+
 
 def build_reward(
     parts: Sequence[Part],
@@ -27,19 +30,20 @@ def build_reward(
     seed: int,
     load_shared: LoadShared | None = None,
     timeout: float = CALL_SECONDS,
+    functions: Functions | None = None,
 ) -> RewardFn:
     """The parts combined; where there are none, the task's own reward.
 
     `load_shared` loads a reward model onto the trunk that the run's roles share. Without a policy, as in a reward
     server, a reward model reads texts by its own tokenizer. `timeout` is the most seconds that a call of Python code
-    in this process may take; 0: no limit.
+    in this process may take; 0: no limit. `functions` has the functions of the parts of kind object.
     """
-    own = in_limits(own, "the task's reward", timeout)
+    own, functions = in_limits(own, "the task's reward", timeout), functions or {}
     if not parts:
         return _present(own, "reward.parts is empty and there is no task: name at least one part")
     return CombinedReward(
         tuple(
-            WeightedReward(part.label, part.weight, _part(part, own, policy, seed, load_shared, timeout))
+            WeightedReward(part.label, part.weight, _part(part, own, policy, seed, load_shared, timeout, functions))
             for part in parts
         )
     )
@@ -52,6 +56,7 @@ def _part(
     seed: int,
     load_shared: LoadShared | None,
     timeout: float,
+    functions: Functions,
 ) -> RewardFn:
     match part:
         case TaskPart():
@@ -61,12 +66,26 @@ def _part(
         case FunctionPart():
             seed = derive_seed(seed, "reward", part.label)
             return FunctionReward(part, field="reward.parts: function", seed=seed, limit=timeout)
+        case ObjectPart():
+            return object_reward(part, functions, seed=derive_seed(seed, "reward", part.label), limit=timeout)
         case MathVerifyPart():
             return math_verify_reward(part, seed=derive_seed(seed, "reward", part.label))
         case RemotePart():
             return RemoteReward(part, token=token_from(part.token_env), seed=derive_seed(seed, "reward", part.label))
         case _:
             return CodeReward(rule_reward(part), f"kind {part.kind}", timeout, own=True)
+
+
+def object_reward(part: ObjectPart, functions: Functions, *, seed: int, limit: float) -> FunctionReward:
+    """The function that a Python program passed under the part's name."""
+    if part.label not in functions:
+        raise ConfigError(
+            f"reward.parts: {part.label} is a function that was passed from Python, and a recipe cannot hold it: pass "
+            f"it again (reward={part.label}), or put it into a file and use {{kind: function, function: "
+            f"my_file.py:{part.label}}}"
+        )
+    named = FunctionPart(kind="function", name=part.label, function=f"object:{part.label}")
+    return FunctionReward(named, field="reward", seed=seed, limit=limit, function=functions[part.label])
 
 
 def math_verify_reward(part: MathVerifyPart, *, seed: int) -> RewardFn:

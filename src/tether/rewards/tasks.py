@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from inspect import signature
 
 from tether.config.code_names import BUILT_IN as BUILT_IN_CODE
+from tether.config.code_names import OBJECT
 from tether.config.sections import TOY_TASK, PromptSettings, TaskSettings
 from tether.data.prompts import PromptRule, hold_out, read_prompts, seen_in_training
 from tether.data.sources import places_of, shown_source
@@ -48,13 +49,13 @@ class RecipeTask:
         return self.scorer
 
 
-def build_task(settings: TaskSettings, data: PromptSettings | None = None) -> RecipeTask:
-    """The task that is named, or the user's own prompts; with the recipe's own reward where given."""
+def build_task(settings: TaskSettings, data: PromptSettings | None = None, passed: Task | None = None) -> RecipeTask:
+    """The task that is named or `passed`, or the user's own prompts; with the recipe's own reward where given."""
     own = named_reward(settings.reward, "task.reward") if settings.reward else None
     if settings.prompts is not None:
         training, held_out, notices = _own_prompts(settings, data or PromptSettings())
         return RecipeTask(training, held_out, own, notices)
-    training, held_out, scorer = _asked_of_task(settings)
+    training, held_out, scorer = _asked_of_task(settings, passed)
     told = (
         ()
         if settings.name
@@ -102,12 +103,12 @@ def _own_prompts(settings: TaskSettings, data: PromptSettings) -> tuple[list[Pro
     return training, held_out, (told,) if seen else ()
 
 
-def _asked_of_task(settings: TaskSettings) -> tuple[list[Prompt], list[Prompt], RewardFn | None]:
+def _asked_of_task(settings: TaskSettings, passed: Task | None) -> tuple[list[Prompt], list[Prompt], RewardFn | None]:
     """A task's prompts, those held out and its reward; what its code does wrong is told as the task's fault."""
     name = settings.task_name
     try:
         with apart(), redirect_stdout(sys.stderr):
-            task = _named(settings)
+            task = _named(settings) if passed is None else passed
             training, held_out, scorer = list(task.prompts()), list(task.held_out()), task.reward()
     except TetherError:
         raise
@@ -133,6 +134,11 @@ def _named(settings: TaskSettings) -> Task:
         return _make(BUILT_IN[name], settings)
     if name.startswith(reasoning.PREFIX):
         return reasoning.ReasoningTask(name.removeprefix(reasoning.PREFIX), settings.options)
+    if name.startswith(OBJECT):
+        raise ConfigError(
+            f"task.name: {name.removeprefix(OBJECT)} is a task that was passed from Python, and a recipe cannot hold "
+            "it: pass it again (task=...), or name a factory of it, such as my_file.py:make_task"
+        )
     if ":" in name:
         return _make(resolve(name, "task.name"), settings)
     known = ", ".join(sorted(BUILT_IN))

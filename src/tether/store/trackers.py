@@ -35,8 +35,13 @@ class SinkPlace:
     config: Mapping[str, Any]
 
 
-def open_sinks(names: Sequence[str], place: SinkPlace, notify: Callable[[str], None]) -> Sinks:
-    """The sinks of these names. A name that is not known is an error; one that does not open is told and left out."""
+def open_sinks(
+    names: Sequence[str], place: SinkPlace, notify: Callable[[str], None], trackers: Sequence[Tracker] = ()
+) -> Sinks:
+    """The sinks of these names, and the `trackers` that a program passed.
+
+    A name that is not known is an error; a sink that does not open is told and left out.
+    """
     opened: dict[str, Tracker] = {}
     for name in names:
         if name not in SINKS:
@@ -47,7 +52,8 @@ def open_sinks(names: Sequence[str], place: SinkPlace, notify: Callable[[str], N
             notify(f"{name} is not installed, and gets no metrics: pip install 'tether-rl[{name}]' ({error})")
         except (Exception, SystemExit) as error:
             notify(f"{name} could not be opened, and gets no metrics ({type(error).__name__}: {error})")
-    return Sinks(opened, notify)
+    passed = {f"tracker {place + 1} ({type(each).__name__})": each for place, each in enumerate(trackers)}
+    return Sinks(opened | passed, notify)
 
 
 class Sinks:

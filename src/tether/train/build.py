@@ -47,6 +47,7 @@ from tether.store.find import find_model
 from tether.store.retention import KeepRollouts
 from tether.train.critic_init import check_critic_start, load_critic
 from tether.train.inputs import Inputs, checked, read_inputs
+from tether.train.objects import Objects
 from tether.train.reward_model import centred, finish_reward_model
 from tether.train.rl import RLParts
 from tether.train.supervised import SupervisedParts
@@ -106,10 +107,13 @@ def sharing_of(recipe: Recipe, policy: LoadedModel) -> Sharing:
     return build_sharing(policy.model, recipe.roles, derive_seed(recipe.run.seed, "adapters"))
 
 
-def build_rl(recipe: RLRecipe, policy: LoadedModel, inputs: Inputs | None = None) -> RLParts:
-    """The parts of a run that learns from rollouts."""
-    algorithm = build_algorithm(recipe)
-    task = (inputs or read_inputs(recipe, TextModel.of(recipe.model.path, policy))).task
+def build_rl(
+    recipe: RLRecipe, policy: LoadedModel, inputs: Inputs | None = None, objects: Objects | None = None
+) -> RLParts:
+    """The parts of a run that learns from rollouts; `objects` take the place of what the recipe names."""
+    objects = objects or Objects()
+    algorithm = objects.algorithm_for(build_algorithm(recipe))
+    task = (inputs or read_inputs(recipe, TextModel.of(recipe.model.path, policy), objects.task)).task
     assert task is not None
     sharing = sharing_of(recipe, policy)
     policy = dataclasses.replace(policy, model=sharing.policy)
@@ -135,13 +139,15 @@ def build_rl(recipe: RLRecipe, policy: LoadedModel, inputs: Inputs | None = None
         seed=recipe.run.seed,
         load_shared=sharing.load_scalar,
         timeout=recipe.reward.timeout_seconds,
+        functions=objects.rewards,
     )
     check_reward(reward, task.prompts())
     return RLParts(
         algorithm=algorithm,
         roles=roles,
         learner=make_learner(recipe, roles.actor, policy),
-        engine=NativeEngine(
+        engine=objects.engine_for(policy)
+        or NativeEngine(
             policy,
             max_batch=rollout.max_batch,
             states_for=sharing.shared,

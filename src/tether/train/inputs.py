@@ -12,6 +12,7 @@ from tether.data.prompts import PromptRule
 from tether.data.sources import places_of, shown_source
 from tether.errors import ConfigError, DataError
 from tether.models.tokenizer import TextModel, read_tokenizer
+from tether.protocols import Task
 from tether.rewards.tasks import RecipeTask, build_task, fitted
 from tether.store.find import find_model
 
@@ -31,11 +32,12 @@ class Inputs:
         return self.task.notices if self.task is not None else ()
 
 
-def read_before_loading(recipe: Recipe) -> Inputs | None:
+def read_before_loading(recipe: Recipe, task_object: Task | None = None) -> Inputs | None:
     """The inputs, with the tokenizer alone; None where it cannot be read by itself, and the model must come first."""
     if not isinstance(recipe, RLRecipe):
         return read_inputs(recipe)
-    task = build_task(recipe.task, recipe.data)  # first: a wrong file is told even if the model is wrong too
+    # First: a wrong file is told even if the model is wrong too.
+    task = build_task(recipe.task, recipe.data, task_object)
     try:
         model = read_tokenizer(find_model(recipe.model.path))
     except ConfigError:
@@ -43,12 +45,12 @@ def read_before_loading(recipe: Recipe) -> Inputs | None:
     return Inputs(task=checked(recipe, task, model))
 
 
-def read_inputs(recipe: Recipe, model: TextModel | None = None) -> Inputs:
+def read_inputs(recipe: Recipe, model: TextModel | None = None, task_object: Task | None = None) -> Inputs:
     """All that the recipe reads; prompts are held against the limits of `model`."""
     match recipe:
         case RLRecipe():
             assert model is not None
-            return Inputs(task=checked(recipe, build_task(recipe.task, recipe.data), model))
+            return Inputs(task=checked(recipe, build_task(recipe.task, recipe.data, task_object), model))
         case SFTRecipe():
             return _records(recipe.data, parse_demonstrations)
         case RewardRecipe():

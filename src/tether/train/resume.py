@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from tether.config.code_names import code_names
 from tether.config.load import change_settings, recipe_from_record
@@ -27,6 +28,7 @@ from tether.store.header import protected_recipe
 from tether.store.lineage import models_of
 from tether.store.own_files import check_own_files
 from tether.train.build import load_policy
+from tether.train.objects import Objects, check_objects
 from tether.train.provenance import ground_of, other_models
 from tether.train.run import Forked, run_recipe
 from tether.train.session import ground_changes
@@ -79,11 +81,17 @@ def _workspace_around(folder: Path, name: str | None) -> tuple[Path, Path]:
 
 def resume_run(words: str, directory: str, *, json_output: bool) -> int:
     """Go on with a run to its last step."""
-    folder = run_folder(words, directory)
+    recipe = resumable_recipe(run_folder(words, directory))
+    return run_recipe(recipe, json_output=json_output, resume=True)
+
+
+def resumable_recipe(folder: Path) -> Recipe:
+    """The recipe of a run that is gone on with. Raises ConfigError where it may not, or cannot, go on here."""
     recipe = stored_recipe(folder)
     if not RunFolder(folder).is_finished:
         agree_to_run(recipe, folder)
-    return _go_on(recipe, folder, json_output=json_output)
+        _check_to_go_on(recipe, folder)
+    return recipe
 
 
 def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
@@ -105,25 +113,35 @@ def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
         )
     # As it is recorded, precisions and all; but for a database's password, which is not.
     begun = stored.model_copy(update={"run": recipe.run, "store": recipe.store})
-    return _go_on(begun, folder, json_output=json_output)
-
-
-def _go_on(recipe: Recipe, folder: Path, *, json_output: bool) -> int:
     if not RunFolder(folder).is_finished:
-        check_own_files(folder)
-        check_precision(recipe, folder)
-    return run_recipe(recipe, json_output=json_output, resume=True)
+        _check_to_go_on(begun, folder)
+    return run_recipe(begun, json_output=json_output, resume=True)
+
+
+def _check_to_go_on(recipe: Recipe, folder: Path) -> None:
+    check_own_files(folder)
+    check_precision(recipe, folder)
 
 
 def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str], *, json_output: bool) -> int:
     """Continue from one of a run's checkpoints with changed settings, as a run of its own."""
-    folder = run_folder(words, directory)
+    child, forked = forked_recipe(run_folder(words, directory), step, flags)
+    return run_recipe(child, json_output=json_output, forked=forked)
+
+
+def forked_recipe(
+    folder: Path, step: int | None, flags: Sequence[str] = (), settings: Mapping[str, Any] | None = None
+) -> tuple[Recipe, Forked]:
+    """The recipe of a run that branches off from another's checkpoint, and where it does.
+
+    What changes is given as flags, or as `settings` by a Python program.
+    """
     parent = stored_recipe(folder, original=True)
     path = _checkpoint_at(folder, step)
     checkpoint = checkpoints.read(path)
     parent_name = parent.run.name or folder.name
     named = parent.run.model_copy(update={"name": f"{parent_name}-fork-{checkpoint.step}"})
-    child = change_settings(parent.model_copy(update={"run": named}), flags)
+    child = change_settings(parent.model_copy(update={"run": named}), flags, settings)
     from_epochs = isinstance(child, RecordsRecipe) and child.run.epochs is not None  # known once the data is read
     if checkpoint.step >= child.run.steps and not from_epochs:
         raise ConfigError(f"run.steps is {child.run.steps}, and step {checkpoint.step} is not before it: set it higher")
@@ -133,8 +151,9 @@ def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str],
             "precision of its checkpoint: leave it out, or start a new run"
         )
     check_precision(child, folder)
-    agree_to_names(code_names(child), code_names(parent), folder, flags)
-    return run_recipe(child, json_output=json_output, forked=Forked(checkpoint, parent_name, str(folder)))
+    typed = [*flags, *(f"--{key}" for key in settings or ())]
+    agree_to_names(code_names(child), code_names(parent), folder, typed)
+    return child, Forked(checkpoint, parent_name, str(folder))
 
 
 def export_checkpoint(options: argparse.Namespace) -> int:
@@ -149,10 +168,16 @@ def export_checkpoint(options: argparse.Namespace) -> int:
     return 0
 
 
-def checkpoint_model(folder: Path, step: int, target: Path) -> int:
-    """Write the model after `step` steps of a run (-1: of its newest checkpoint) to a folder; returns the step."""
+def checkpoint_model(folder: Path, step: int, target: Path, objects: Objects | None = None) -> int:
+    """Write the model after `step` steps of a run (-1: of its newest checkpoint) to a folder; returns the step.
+
+    Of `objects` only the algorithm counts, which decides whether the checkpoint holds a critic.
+    """
     checkpoint = checkpoints.read(_checkpoint_at(folder, step if step >= 0 else None))
     recipe = stored_recipe(folder)
+    if any(name.startswith("algorithm ") for name in recipe.run.objects):
+        check_objects(recipe, objects or Objects(), folder, "resume")
+    objects = Objects(algorithm=objects.algorithm) if objects is not None else None
     check_precision(recipe, folder)
     recipe = without_code(recipe)
     policy = load_policy(recipe)
@@ -164,7 +189,7 @@ def checkpoint_model(folder: Path, step: int, target: Path) -> int:
             f"{', '.join(changed)} changed since the run {folder} began, so its checkpoint is not the model it was: "
             "put the old one back"
         )
-    training = build_training(recipe, policy)
+    training = build_training(recipe, policy, objects=objects)
     training.restore(checkpoint)
     save_model(training.model, policy.tokenizer, target)
     return checkpoint.step

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from shlex import quote
-from typing import Any
+from typing import Any, NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
@@ -32,6 +35,7 @@ from tether.store.database.open import workspace_at
 from tether.store.folder import FINISHED, RunFolder, json_line, run_path
 from tether.train.build import load_policy
 from tether.train.inputs import read_before_loading
+from tether.train.objects import Objects, check_objects
 from tether.train.provenance import ground_of
 from tether.train.run_plan import RunPlan, check_room, check_weights
 from tether.train.run_state import seed_everything
@@ -89,16 +93,7 @@ def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forke
     """Train as the recipe says; 0 when every step was taken. Raises `Stopped` when interrupted, after a checkpoint."""
     console = Console(stderr=True)
     with interruptions() as stop, progress_bar(recipe, json_output, console) as watch:
-        trained = train_recipe(
-            recipe,
-            stop=stop,
-            advance=watch.advance,
-            begin=watch.begin,
-            doing=watch.doing,
-            notify=lambda text: tell(console, clean(text), style="dim"),
-            resume=resume,
-            forked=forked,
-        )
+        trained = train_watched(recipe, watch, console, stop=stop, resume=resume, forked=forked)
     place = trained.folder.path
     if trained.plan is not None and not json_output:
         with suppress(OSError, SystemExit):  # as in `tell`
@@ -117,8 +112,34 @@ def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forke
     return 0
 
 
+def train_watched(
+    recipe: Recipe,
+    watch: Watch,
+    console: Console,
+    *,
+    stop: Callable[[], bool],
+    resume: bool = False,
+    forked: Forked | None = None,
+    objects: Objects | None = None,
+) -> Trained:
+    """Train with `watch` hearing of every step and the console of every notice."""
+    return train_recipe(
+        recipe,
+        stop=stop,
+        advance=watch.advance,
+        begin=watch.begin,
+        doing=watch.doing,
+        notify=lambda text: tell(console, clean(text), style="dim"),
+        resume=resume,
+        forked=forked,
+        objects=objects,
+    )
+
+
 def tell(console: Console, text: str, style: str | None = None) -> None:
     """A sentence on its own line, never broken up by us; a reader that went away, or a full disk, ends nothing."""
+    if console.quiet:
+        return
     if not console.is_terminal:
         say(text)
         return
@@ -137,16 +158,17 @@ def train_recipe(
     doing: Callable[[str], None] = lambda words: None,  # noqa: ARG005
     resume: bool = False,
     forked: Forked | None = None,
+    objects: Objects | None = None,
 ) -> Trained:
     """Train, recording each step, and save the model at the end; with `resume`, from the newest whole checkpoint on.
 
     `look_at` is shown one rollout of each iteration, where there are rollouts; `begin` is told how many steps there are
     and how many are taken. A run that is stopped before its end leaves a checkpoint. `forked` begins with another
-    run's.
+    run's. `objects` take the place of what the recipe names.
     """
     try:
         with exits_told():
-            return _train(recipe, stop, advance, notify, look_at, begin, doing, resume, forked)
+            return _train(recipe, stop, advance, notify, look_at, begin, doing, resume, forked, objects or Objects())
     finally:
         close_workers()  # of reward functions that run in processes of their own
 
@@ -161,20 +183,25 @@ def _train(
     doing: Callable[[str], None],
     resume: bool,
     forked: Forked | None,
+    objects: Objects,
 ) -> Trained:
     recipe = named(recipe)
     if resume and (folder := RunFolder(run_path(recipe))).is_finished:
         return Trained(folder, folder.steps_taken, recipe.run.steps, finished=True)
     if resume and RunFolder(run_path(recipe)).finish_is_damaged:
         notify(f"{run_path(recipe) / FINISHED} is damaged: what follows the last step is done again.")
+    if forked is None:
+        check_objects(recipe, objects, run_path(recipe))
+    else:
+        check_objects(recipe, objects, forked.folder, "fork")
     seed_everything(recipe.run.seed)
     asked, recipe = recipe, with_precision(recipe, resolve_device(recipe.model.device))
-    inputs = read_before_loading(recipe)
+    inputs = read_before_loading(recipe, objects.task)
     check_weights(recipe)
     policy = load_policy(recipe, verify=not resume)
     loaded = ground_of(policy)
     shape = Shape.of(policy.model)
-    training = build_training(recipe, policy, inputs)
+    training = build_training(recipe, policy, inputs, objects)
     recipe = lasting(recipe, training.total)
     if forked is not None and forked.checkpoint.step >= training.total:
         raise ConfigError(
@@ -194,7 +221,15 @@ def _train(
     origin = forked.record() if forked is not None else None
     folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin, consent.current().root)
     with Session(
-        recipe, folder, training, policy, planned=planned, loaded=loaded, resumes=resume, notify=notify
+        recipe,
+        folder,
+        training,
+        policy,
+        planned=planned,
+        loaded=loaded,
+        resumes=resume,
+        notify=notify,
+        trackers=objects.trackers,
     ) as session:
         start = session.resume() if resume else session.fork(forked.checkpoint) if forked is not None else 0
         begin(training.total, start)
@@ -226,24 +261,39 @@ def lasting(recipe: Recipe, steps: int) -> Recipe:
 
 def named(recipe: Recipe) -> Recipe:
     """The recipe with a name for its run: one that has none is called by its method and the time."""
-    name = recipe.run.name or f"{recipe.method}-{time.strftime('%Y%m%d-%H%M%S')}"
-    return recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
+    if recipe.run.name is not None:
+        return recipe
+    stamp = f"{recipe.method}-{time.strftime('%Y%m%d-%H%M%S')}"
+    for number in itertools.count(1):
+        name = stamp if number == 1 else f"{stamp}-{number}"  # a small run takes less than a second
+        recipe = recipe.model_copy(update={"run": recipe.run.model_copy(update={"name": name})})
+        if not run_path(recipe).exists():
+            break
+    return recipe
+
+
+def end_at_once() -> NoReturn:
+    """End the process: what is half written has no name yet, and resuming finds the last checkpoint."""
+    os.write(2, b"\x1b[?25h" if os.isatty(2) else b"")  # a progress bar hides the cursor
+    os.write(2, b"\ntether: stopped at once; resuming goes on from the last checkpoint\n")
+    end_process(Stopped.exit_code)
 
 
 @contextmanager
-def interruptions() -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C or SIGTERM asks the loop to end after the step at hand; the second ends at once.
+def interruptions(at_once: Callable[[], NoReturn] = end_at_once) -> Iterator[Callable[[], bool]]:
+    """The first Ctrl-C or SIGTERM asks the loop to end after the step at hand; the second calls `at_once`.
 
-    Ending at once needs no farewell: what is half written has no name yet, and resuming finds the last checkpoint.
+    Python lets only the main thread handle signals; in another thread nothing is asked.
     """
     asked = False
+    if threading.current_thread() is not threading.main_thread():
+        yield lambda: False
+        return
 
     def ask(*_: object) -> None:
         nonlocal asked
         if asked:
-            os.write(2, b"\x1b[?25h" if os.isatty(2) else b"")  # a progress bar hides the cursor
-            os.write(2, b"\ntether: stopped at once; resuming goes on from the last checkpoint\n")
-            end_process(Stopped.exit_code)
+            at_once()
         os.write(2, b"\ntether: stopping after the step at hand; once more stops at once\n")
         asked = True
 
@@ -320,11 +370,15 @@ class Bar(Watch):
 
 @contextmanager
 def progress_bar(recipe: Recipe, json_output: bool, console: Console) -> Iterator[Watch]:
-    """JSON for scripts, a bar on a terminal, plain lines in a file."""
+    """JSON for scripts, a bar on a terminal or in a notebook, plain lines in a file."""
     if json_output:
         yield JsonLines()
         return
-    if not console.is_terminal or console.is_dumb_terminal:
+    if console.quiet:
+        yield Watch()
+        return
+    in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # without it rich shows no bar there
+    if not in_notebook and (not console.is_terminal or console.is_dumb_terminal):
         say(f"{recipe.method}: loading {recipe.model.path}")
         yield PlainLines(recipe.method)
         return

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from shlex import quote
 from types import TracebackType
@@ -18,6 +18,7 @@ from tether.doctor.doctor import LiveDoctor
 from tether.errors import ConfigError, StorageError, TetherError
 from tether.models.load import LoadedModel
 from tether.models.save import save_model
+from tether.protocols import Tracker
 from tether.seal import files_damage, recover
 from tether.store.checkpoint_writer import CheckpointWriter
 from tether.store.checkpoints import Checkpoint, listed, read_newest
@@ -63,6 +64,7 @@ class Session:
         loaded: dict[str, Any],
         resumes: bool,
         notify: Callable[[str], None],
+        trackers: Sequence[Tracker] = (),
     ) -> None:
         self.recipe, self.folder, self.training, self.policy = recipe, folder, training, policy
         self.notify, self.planned = notify, planned
@@ -103,7 +105,8 @@ class Session:
         )
         for text in identity.told:
             self._trouble(text)
-        self.sinks = open_sinks(recipe.store.sinks, SinkPlace(self.recorder.name, folder.path, config), notify)
+        place = SinkPlace(self.recorder.name, folder.path, config)
+        self.sinks = open_sinks(recipe.store.sinks, place, notify, trackers)
         rules = recipe.checkpoint
         self.checkpoints = CheckpointWriter(
             folder.checkpoints, keep=rules.keep, keep_every=rules.keep_every, notify=self._trouble

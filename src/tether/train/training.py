@@ -18,6 +18,7 @@ from tether.models.roles import ActorCritic
 from tether.store.checkpoints import Checkpoint
 from tether.train.build import build_rl, build_supervised
 from tether.train.inputs import Inputs
+from tether.train.objects import Objects
 from tether.train.rl import StepResult, train_rl
 from tether.train.run_state import capture, restore
 from tether.train.supervised import train_supervised
@@ -82,8 +83,10 @@ class Training(Protocol):
 class FromRollouts:
     """Reinforcement learning."""
 
-    def __init__(self, recipe: RLRecipe, policy: LoadedModel, inputs: Inputs | None = None) -> None:
-        self.parts = build_rl(recipe, policy, inputs)
+    def __init__(
+        self, recipe: RLRecipe, policy: LoadedModel, inputs: Inputs | None = None, objects: Objects | None = None
+    ) -> None:
+        self.parts = build_rl(recipe, policy, inputs, objects)
         self.learner, self.total = self.parts.learner, self.parts.steps
         self.model = self.parts.roles.actor.policy
         self.notices: tuple[str, ...] = getattr(self.parts.engine, "notices", ())
@@ -152,7 +155,10 @@ class FromRecords:
         return report
 
 
-def build_training(recipe: Recipe, policy: LoadedModel, inputs: Inputs | None = None) -> Training:
+def build_training(
+    recipe: Recipe, policy: LoadedModel, inputs: Inputs | None = None, objects: Objects | None = None
+) -> Training:
     """The training that a recipe asks for; its `inputs` are read here where they were not read before."""
-    kind = FromRollouts if isinstance(recipe, RLRecipe) else FromRecords
-    return kind(recipe, policy, inputs)  # pyright: ignore[reportArgumentType]
+    if isinstance(recipe, RLRecipe):
+        return FromRollouts(recipe, policy, inputs, objects)
+    return FromRecords(recipe, policy, inputs)

@@ -1,0 +1,339 @@
+"""Training from Python: one function for each method, and one for any recipe."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NoReturn
+
+from rich.console import Console
+
+from tether.api.given import model_name, reward_of, source_of
+from tether.api.run import Run
+from tether.config.code_names import OBJECT
+from tether.config.load import load_recipe
+from tether.config.recipes import RECIPES, Recipe, RLRecipe
+from tether.errors import ConfigError, Stopped
+from tether.protocols import Task, Tracker
+from tether.rewards.agree import agree_to_recipe
+from tether.train.objects import Objects, name_of
+from tether.train.run import Forked, Watch, interruptions, progress_bar, train_watched
+from tether.user_code import Interrupted
+
+OnStep = Callable[["Step"], object]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a run, as `on_step` hears of it."""
+
+    step: int  # 0 for the first, as in the run's metrics and answers
+    total: int
+    metrics: Mapping[str, float]
+    seconds_left: float  # an estimate from the steps so far
+
+
+def ppo(
+    model: str | Path | Run,
+    prompts: Any = None,
+    reward: Any = None,
+    *,
+    steps: int | None = None,
+    held_out: Any = None,
+    settings: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    directory: str | Path = "runs",
+    seed: int = 0,
+    on_step: OnStep | None = None,
+    progress: bool = True,
+    task: str | Task | None = None,
+    engine: Any = None,
+    algorithm: Any = None,
+    trackers: Sequence[Tracker] = (),
+) -> Run:
+    """Train a model by PPO so that its answers to the prompts get more reward.
+
+    `prompts` is a file, a list of texts or mappings, or a `datasets.Dataset`; `held_out` is the same, or the fraction
+    of the prompts to hold out. `reward` is a function `f(prompt, completion, **columns)` that gives a number, or any
+    other form that docs/python.md lists. `settings` are keys of the recipe, such as {"rollout.samples_per_prompt": 4}.
+    `on_step` is called with a `Step` after each step, and may return False to stop. `task` stands in for prompts and
+    reward. `engine`, `algorithm` and `trackers` are objects of `tether.protocols` and `tether.algorithms`.
+
+    Ctrl-C ends the run after the step at hand and raises `Stopped`, whose `run` can be resumed.
+    """
+    return _from_rollouts("ppo", locals())
+
+
+def grpo(
+    model: str | Path | Run,
+    prompts: Any = None,
+    reward: Any = None,
+    *,
+    steps: int | None = None,
+    held_out: Any = None,
+    settings: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    directory: str | Path = "runs",
+    seed: int = 0,
+    on_step: OnStep | None = None,
+    progress: bool = True,
+    task: str | Task | None = None,
+    engine: Any = None,
+    algorithm: Any = None,
+    trackers: Sequence[Tracker] = (),
+) -> Run:
+    """Train a model by GRPO: as `ppo`, with advantages relative to a group of answers and no critic."""
+    return _from_rollouts("grpo", locals())
+
+
+def sft(
+    model: str | Path | Run,
+    data: Any,
+    *,
+    steps: int | None = None,
+    epochs: float | None = None,
+    held_out: Any = None,
+    settings: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    directory: str | Path = "runs",
+    seed: int = 0,
+    on_step: OnStep | None = None,
+    progress: bool = True,
+    trackers: Sequence[Tracker] = (),
+) -> Run:
+    """Fine-tune a model on demonstrations: a file, or a list of mappings such as {"prompt": ..., "completion": ...}."""
+    return _from_records("sft", data, locals())
+
+
+def reward_model(
+    model: str | Path | Run,
+    preferences: Any,
+    *,
+    steps: int | None = None,
+    epochs: float | None = None,
+    held_out: Any = None,
+    settings: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    directory: str | Path = "runs",
+    seed: int = 0,
+    on_step: OnStep | None = None,
+    progress: bool = True,
+    trackers: Sequence[Tracker] = (),
+) -> Run:
+    """Train a reward model on preferences: mappings such as {"prompt": ..., "chosen": ..., "rejected": ...}.
+
+    The run can be passed as `reward` to `ppo`, `grpo` and `evaluate`.
+    """
+    return _from_records("reward", preferences, locals())
+
+
+def dpo(
+    model: str | Path | Run,
+    preferences: Any,
+    *,
+    steps: int | None = None,
+    epochs: float | None = None,
+    held_out: Any = None,
+    settings: Mapping[str, Any] | None = None,
+    name: str | None = None,
+    directory: str | Path = "runs",
+    seed: int = 0,
+    on_step: OnStep | None = None,
+    progress: bool = True,
+    trackers: Sequence[Tracker] = (),
+) -> Run:
+    """Train a model on preferences by DPO, without a reward model; `preferences` as for `reward_model`."""
+    return _from_records("dpo", preferences, locals())
+
+
+def train_recipe(
+    method: str,
+    recipe: str | Path | None = None,
+    *,
+    settings: Mapping[str, Any] | None = None,
+    reward: Any = None,
+    on_step: OnStep | None = None,
+    progress: bool = True,
+    task: str | Task | None = None,
+    engine: Any = None,
+    algorithm: Any = None,
+    trackers: Sequence[Tracker] = (),
+) -> Run:
+    """Train as a recipe file says, with `settings` in place of its keys: `tether train METHOD RECIPE` from Python.
+
+    `method` is one of `tether train --help`: sft, reward, ppo, reinforce, rloo, grpo, trpo, dpo.
+    """
+    given: dict[str, Any] = {}
+    objects = _objects(given, reward, task, engine, algorithm, trackers)
+    path = None if recipe is None else str(recipe)
+    return _begin(method, path, _merged(settings, given), objects, on_step, progress)
+
+
+# -- from arguments to a recipe -----------------------------------------------------------------------------------
+
+
+def _from_rollouts(method: str, arguments: dict[str, Any]) -> Run:
+    prompts, reward, task = (arguments[name] for name in ("prompts", "reward", "task"))
+    if prompts is None and task is None:
+        raise ConfigError("prompts is missing: give a list of texts, a file, or a task in its place (task=...)")
+    if prompts is not None and task is not None:
+        raise ConfigError("prompts and task are both given, and a task has prompts of its own: leave one out")
+    if prompts is not None and reward is None and not _sets_reward(arguments["settings"] or {}):
+        raise ConfigError("reward is missing: give a function such as f(prompt, completion) that returns a number")
+    given = _common(arguments)
+    directory = str(arguments["directory"])
+    if prompts is not None:
+        given["task.prompts"] = source_of(prompts, directory, "prompts", texts=True)
+    given |= _held_out("task", arguments["held_out"], directory, texts=True)
+    objects = _objects(given, reward, task, *(arguments[name] for name in ("engine", "algorithm", "trackers")))
+    settings = _merged(arguments["settings"], given)
+    return _begin(method, None, settings, objects, arguments["on_step"], arguments["progress"])
+
+
+def _from_records(method: str, records: Any, arguments: dict[str, Any]) -> Run:
+    directory = str(arguments["directory"])
+    given = _common(arguments) | {"run.epochs": arguments["epochs"]}
+    given["data.train"] = source_of(records, directory, "preferences" if method != "sft" else "data")
+    given |= _held_out("data", arguments["held_out"], directory)
+    settings = _merged(arguments["settings"], given)
+    objects = Objects(trackers=tuple(arguments["trackers"]))
+    return _begin(method, None, settings, objects, arguments["on_step"], arguments["progress"])
+
+
+def _common(arguments: dict[str, Any]) -> dict[str, Any]:
+    return {
+        "model.path": model_name(arguments["model"]),
+        "run.steps": arguments["steps"],
+        "run.name": arguments["name"],
+        "run.directory": str(arguments["directory"]),
+        "run.seed": arguments["seed"],
+    }
+
+
+def _held_out(section: str, held_out: Any, directory: str, *, texts: bool = False) -> dict[str, Any]:
+    if held_out is None:
+        return {}
+    if isinstance(held_out, float):
+        return {f"{section}.held_out_fraction": held_out}
+    return {f"{section}.held_out": source_of(held_out, directory, "held_out", texts=texts)}
+
+
+def _sets_reward(settings: Mapping[str, Any]) -> bool:
+    return any(str(key).partition(".")[0] in ("reward", "task") for key in settings)
+
+
+def _objects(
+    given: dict[str, Any], reward: Any, task: Any, engine: Any, algorithm: Any, trackers: Sequence[Tracker]
+) -> Objects:
+    """The objects among the arguments; what a recipe can say of them is put into `given`."""
+    functions: dict[str, Callable[..., Any]] = {}
+    if reward is not None:
+        given["reward.parts"], functions = reward_of(reward)
+    if task is not None:
+        given["task.name"] = task if isinstance(task, str) else f"{OBJECT}{name_of(task)}"
+    objects = Objects(functions, None if isinstance(task, str) else task, engine, algorithm, tuple(trackers))
+    if objects.names():
+        given["run.objects"] = objects.names()
+    return objects
+
+
+def _merged(settings: Mapping[str, Any] | None, given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with the arguments that were given; what is given twice is refused."""
+    flat = dict[str, Any]()
+    for key, value in (settings or {}).items():
+        nested = isinstance(value, Mapping) and "." not in str(key)
+        flat |= {f"{key}.{name}": inner for name, inner in value.items()} if nested else {str(key): value}
+    own = {key: value for key, value in given.items() if value is not None}
+    defaults = {"run.directory": "runs", "run.seed": 0}
+    for key in [key for key in own if key in flat]:
+        if own[key] != defaults.get(key):
+            raise ConfigError(f"{key} is given twice, by an argument and in settings: leave one out")
+        del own[key]
+    return flat | own
+
+
+# -- running ------------------------------------------------------------------------------------------------------
+
+
+def _begin(
+    method: str,
+    path: str | None,
+    settings: dict[str, Any],
+    objects: Objects,
+    on_step: OnStep | None,
+    progress: bool,
+) -> Run:
+    recipe = load_recipe(method, path, settings=settings)
+    if objects.names() and not isinstance(recipe, RLRecipe):
+        rollouts = ", ".join(name for name, kind in RECIPES.items() if issubclass(kind, RLRecipe))
+        raise ConfigError(f"{method} learns from records, and takes no {objects.names()[0]}: that is for {rollouts}")
+    agree_to_recipe(recipe, path, [f"--{key}" for key in settings])
+    return go(recipe, objects, on_step=on_step, progress=progress)
+
+
+def go(
+    recipe: Recipe,
+    objects: Objects,
+    *,
+    on_step: OnStep | None,
+    progress: bool,
+    resume: bool = False,
+    forked: Forked | None = None,
+) -> Run:
+    """Run a recipe to its end, or until it is stopped."""
+    console = Console(stderr=True, quiet=not progress)
+    with interruptions(_interrupt) as asked, progress_bar(recipe, False, console) as bar:
+        watch = _StepWatch(bar, on_step)
+        trained = train_watched(
+            recipe,
+            watch,
+            console,
+            stop=lambda: asked() or watch.stopped,
+            resume=resume,
+            forked=forked,
+            objects=objects,
+        )
+    run = Run(trained.folder.path, objects=objects, store_url=recipe.store.url)
+    if not trained.finished and not watch.stopped:
+        stopped = Stopped(
+            f"stopped after {trained.steps} of {trained.total} steps; nothing is lost: resume with "
+            f"tether.load_run({str(run.path)!r}).resume()"
+        )
+        stopped.run = run
+        raise stopped
+    return run
+
+
+def _interrupt() -> NoReturn:
+    """The second Ctrl-C in a program: a KeyboardInterrupt at once, which no reward's failure hides."""
+    raise Interrupted
+
+
+class _StepWatch(Watch):
+    """Tells the progress bar, then the program's own function, of every step."""
+
+    def __init__(self, bar: Watch, on_step: OnStep | None) -> None:
+        self.bar, self.on_step = bar, on_step
+        self.stopped = False
+        self._total, self._first, self._began = 0, 0, 0.0
+
+    def begin(self, total: int, done: int) -> None:
+        """There are `total` steps."""
+        self.bar.begin(total, done)
+        self._total, self._first, self._began = total, done, time.monotonic()
+
+    def advance(self, step: int, metrics: dict[str, float]) -> None:
+        """A step was taken."""
+        self.bar.advance(step, metrics)
+        if self.on_step is None:
+            return
+        passed, done = time.monotonic() - self._began, step + 1
+        left = passed / (done - self._first) * (self._total - done)
+        if self.on_step(Step(step, self._total, dict(metrics), left)) is False:
+            self.stopped = True
+
+    def doing(self, words: str) -> None:
+        """A phase of a step has begun."""
+        self.bar.doing(words)

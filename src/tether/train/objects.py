@@ -1,0 +1,83 @@
+"""Python objects that a program passes in place of names in a recipe."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tether.algorithms.algorithm import Algorithm
+from tether.config.recipes import Recipe
+from tether.errors import ConfigError
+from tether.models.load import LoadedModel
+from tether.protocols import RolloutEngine, Task, Tracker
+
+
+@dataclass(frozen=True)
+class Objects:
+    """What a program passes. `run.objects` records all of it but the trackers, which leave no trace in the weights."""
+
+    rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])  # by part
+    task: Task | None = None
+    engine: RolloutEngine | Callable[[LoadedModel], RolloutEngine] | None = None
+    algorithm: Algorithm | Callable[[Algorithm], Algorithm] | None = None
+    trackers: Sequence[Tracker] = ()
+
+    def names(self) -> tuple[str, ...]:
+        """As `run.objects` records them."""
+        others = {"task": self.task, "engine": self.engine, "algorithm": self.algorithm}
+        return (
+            *(f"reward {name}" for name in self.rewards),
+            *(f"{role} {name_of(one)}" for role, one in others.items() if one is not None),
+        )
+
+    def engine_for(self, policy: LoadedModel) -> RolloutEngine | None:
+        """The engine that was passed; where a factory was, what it makes for the policy."""
+        if self.engine is None:
+            return None
+        is_factory = isinstance(self.engine, type) or not hasattr(self.engine, "generate")
+        engine: Any = self.engine(policy) if is_factory else self.engine  # pyright: ignore[reportCallIssue]
+        if not callable(getattr(engine, "generate", None)):
+            raise ConfigError(
+                f"engine: {name_of(self.engine)} has no method generate: see tether.protocols.RolloutEngine"
+            )
+        return engine
+
+    def algorithm_for(self, recipe_algorithm: Algorithm) -> Algorithm:
+        """The algorithm that was passed, or what the function that was passed makes of the recipe's."""
+        if self.algorithm is None:
+            return recipe_algorithm
+        chosen = self.algorithm if isinstance(self.algorithm, Algorithm) else self.algorithm(recipe_algorithm)
+        if not isinstance(chosen, Algorithm):
+            raise ConfigError(
+                f"algorithm: {name_of(self.algorithm)} gave a {type(chosen).__name__}: pass an Algorithm, or a "
+                "function from the recipe's Algorithm to another"
+            )
+        return chosen
+
+
+def name_of(thing: Any) -> str:
+    """What an object is called in records and errors: a function's own name, else that of its class."""
+    name = getattr(thing, "__name__", None) or getattr(getattr(thing, "func", None), "__name__", None)
+    name = name if isinstance(name, str) else type(thing).__name__
+    kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_.-") else "" for letter in name)
+    return kept or type(thing).__name__
+
+
+def check_objects(recipe: Recipe, objects: Objects, run: str | Path, call: str = "resume") -> None:
+    """Raise where a run was begun with objects that are not passed now, or where others are passed.
+
+    `call` is the method of the Python API that takes them.
+    """
+    expected, given = recipe.run.objects, objects.names()
+    if sorted(expected) == sorted(given):
+        return
+    if missing := [name for name in expected if name not in given]:
+        words = ", ".join(f"{name.partition(' ')[0]}=..." for name in dict.fromkeys(missing))
+        raise ConfigError(
+            f"{run} was begun from Python with objects that its recipe cannot hold ({', '.join(missing)}): pass them "
+            f"again from Python, as in tether.load_run({str(run)!r}).{call}({words})"
+        )
+    added = [name for name in given if name not in expected]
+    raise ConfigError(f"{run} was begun without {', '.join(added)}: leave it out, or begin a new run with it")
