@@ -4,6 +4,7 @@ Stores are SQLite always, and PostgreSQL where TETHER_TEST_POSTGRES names one or
 """
 
 import atexit
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -24,6 +25,17 @@ _USER = Path(tempfile.mkdtemp(prefix="tether-user-"))
 (_USER / "config.yaml").write_text("allow: [user_functions, case_reward, drawing_reward, sick_tasks, draw]\n")
 os.environ["TETHER_CONFIG"] = str(_USER)
 atexit.register(shutil.rmtree, _USER, ignore_errors=True)
+
+# transformers imports Triton through torch, before any test of a kernel can ask for its interpreter.
+if importlib.util.find_spec("triton") is not None:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Debian and Ubuntu keep the programs of a PostgreSQL server off PATH.
+if not shutil.which("initdb") and (servers := sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))):
+    os.environ["PATH"] += f"{os.pathsep}{servers[-1].parent}"
 
 
 def _as_user() -> dict:
