@@ -7,7 +7,7 @@ TOOLS := .venv/tools
 LOCKED := $(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all:
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences clean
+.PHONY: help setup test coverage lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ $(STAMP): pyproject.toml locks/torch.txt locks/dev.txt locks/cuda.txt
 # One thread a worker: two workers with a thread pool each are slower than two without.
 test: setup  ## run every test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
+
+coverage: setup  ## run every test and say which lines of src/ they run; the page is dist/coverage/index.html
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-report=html
 
 lint: setup  ## lint and formatting
 	$(BIN)/ruff check .
