@@ -7,7 +7,7 @@ TOOLS := .venv/tools
 LOCKED := $(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all:
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test coverage lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences clean
+.PHONY: help setup test coverage lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences build clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,7 +18,7 @@ setup: $(STAMP)  ## make .venv with the pinned versions of everything
 # docs/dependencies.md. A build of PyTorch in a folder that pip is told of (PIP_FIND_LINKS) goes before the registry's.
 # PyTorch's build for CUDA needs packages beside it, which a build for CPUs does without.
 # Redone only when what it was made from changes.
-$(STAMP): pyproject.toml locks/torch.txt locks/dev.txt locks/cuda.txt
+$(STAMP): pyproject.toml src/tether/__init__.py locks/torch.txt locks/dev.txt locks/cuda.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Tether needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | grep Python || echo missing)." >&2; \
 	  echo "Name another: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -85,7 +85,10 @@ licences: setup  ## write docs/licences.md: the licences of all that is installe
 audit: $(TOOLS)/.stamp  ## look every locked version up among known vulnerabilities; exit 3 where that could not be reached
 	@$(BIN)/python locks/audit.py --pip-audit $(TOOLS)/bin/pip-audit
 
-# The programs of `make lock` and `make audit`, apart from what Tether runs on.
+build: $(TOOLS)/.stamp  ## build the wheel and the sdist into dist/, check them, and try the wheel in a fresh environment
+	@$(BIN)/python .ci/build.py --twine $(TOOLS)/bin/twine
+
+# The programs of `make lock`, `make audit` and `make build`, apart from what Tether runs on.
 $(TOOLS)/.stamp: $(STAMP) locks/tools.txt
 	@$(BIN)/python -m venv $(TOOLS)
 	@$(TOOLS)/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all: -r locks/tools.txt

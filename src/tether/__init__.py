@@ -4,4 +4,4 @@ Every update is tethered to the policy that sampled the data (the clip), and the
 it started from (the KL). Start with `tether.loops.rl`, which reads like the paper's pseudo-code.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
