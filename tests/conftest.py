@@ -4,6 +4,7 @@ Stores are SQLite always, and PostgreSQL where TETHER_TEST_POSTGRES names one or
 """
 
 import atexit
+import importlib.util
 import os
 import shutil
 import subprocess
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from not_tested import Skip, last_line
 from sqlalchemy import create_engine, text
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -24,6 +26,54 @@ _USER = Path(tempfile.mkdtemp(prefix="tether-user-"))
 (_USER / "config.yaml").write_text("allow: [user_functions, case_reward, drawing_reward, sick_tasks, draw]\n")
 os.environ["TETHER_CONFIG"] = str(_USER)
 atexit.register(shutil.rmtree, _USER, ignore_errors=True)
+
+# transformers imports Triton through torch, before any test of a kernel can ask for its interpreter.
+if importlib.util.find_spec("triton") is not None:
+    import torch
+
+    if not torch.cuda.is_available():
+        os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Debian and Ubuntu keep the programs of a PostgreSQL server off PATH.
+if not shutil.which("initdb") and (servers := sorted(Path("/usr/lib/postgresql").glob("*/bin/initdb"))):
+    os.environ["PATH"] += f"{os.pathsep}{servers[-1].parent}"
+
+# Skipped tests, and files that were skipped as they were imported. Under xdist both workers collect all files and the
+# controller is told of one file for each reason, so workers hand their own list over.
+SKIPPED: dict[str, Skip] = {}
+
+
+def pytest_collectreport(report: pytest.CollectReport) -> None:
+    if report.skipped and report.nodeid:
+        _note_skip(report, whole_file=True)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.skipped and not hasattr(report, "wasxfail"):
+        _note_skip(report, whole_file=False)
+
+
+def _note_skip(report: pytest.CollectReport | pytest.TestReport, whole_file: bool) -> None:
+    reason = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    SKIPPED[report.nodeid] = Skip(report.nodeid, reason, whole_file)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_testnodedown(node) -> None:
+    for skipped, reason in getattr(node, "workeroutput", {}).get("skipped_files", ()):
+        SKIPPED[skipped] = Skip(skipped, reason, whole_file=True)
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session):
+    worker = hasattr(session.config, "workeroutput")
+    if worker:
+        files = [(skip.node, skip.reason) for skip in SKIPPED.values() if skip.whole_file]
+        session.config.workeroutput["skipped_files"] = files
+    result = yield
+    if not worker and session.testscollected and not session.config.option.collectonly:
+        session.config.pluginmanager.get_plugin("terminalreporter").write_line(last_line(SKIPPED.values()))
+    return result
 
 
 def _as_user() -> dict:

@@ -5,6 +5,7 @@ import re
 import tomllib
 from collections.abc import Iterator
 from functools import cache
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -139,7 +140,13 @@ def test_config_imports_no_torch():
 
 def test_the_version_is_said_once():
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    assert project["version"] == tether.__version__
+    assert project["dynamic"] == ["version"] and "version" not in project
+    assert version("tether-rl") == tether.__version__, "run `make setup`"
+
+
+def test_the_changelog_has_a_section_for_this_version():
+    sections = re.findall(r"^## \[([^\]]+)\]", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)
+    assert sections[:2] == ["Unreleased", tether.__version__]
 
 
 def test_every_dependency_has_its_reason():

@@ -13,7 +13,8 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "locks"
-FILES = ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", "tools.txt")
+CI = ("ci-triton.txt", "ci-node.txt", "ci-reasoning.txt")
+FILES = ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", *CI, "tools.txt")
 
 
 def load(name: str):

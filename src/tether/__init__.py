@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     )
     from tether.errors import ConfigError, DataError, Stopped, TetherError
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "Answer",
