@@ -22,16 +22,16 @@ from tether.train.rl import train_rl
 
 ROOT = Path(__file__).resolve().parent.parent
 TARGET, LIMIT = 0.9, 60.0
-COMMON = ["--run.seed", "0", "--run.steps", "200", "--kl.place", "none", "--rollout.max_new_tokens", "8"]
+COMMON = ["--run.seed", "0", "--run.steps", "200", "--kl.apply_to", "none", "--rollout.max_new_tokens", "8"]
 GROUPS = ["--rollout.prompts_per_step", "16", "--rollout.samples_per_prompt", "4"]
-RATES = ["--optimizer.policy_rate", "3e-3", "--optimizer.critic_rate", "3e-3"]
+RATES = ["--optimizer.policy_lr", "3e-3", "--optimizer.critic_lr", "3e-3"]
 
 VARIANTS: dict[str, tuple[str, list[str]]] = {
     "PPO, clip": ("ppo", RATES),
     "PPO, adaptive KL penalty": ("ppo", [*RATES, "--ppo.objective", "kl_penalty", "--ppo.penalty.target", "0.05"]),
     "PPO, fixed KL penalty": ("ppo", [*RATES, "--ppo.objective", "kl_penalty", "--ppo.penalty.adaptive", "false"]),
     # Without a clip nothing else holds the ratio, so the update ends early once the KL to the old policy is too large.
-    "PPO, unclipped": ("ppo", [*RATES, "--ppo.objective", "unclipped", "--ppo.max_kl_old", "0.05"]),
+    "PPO, unclipped": ("ppo", [*RATES, "--ppo.objective", "unclipped", "--ppo.target_kl", "0.05"]),
     "REINFORCE, total return": ("reinforce", [*RATES, "--reinforce.weighting", "total"]),
     "REINFORCE, reward to go": ("reinforce", [*RATES, "--reinforce.weighting", "to_go"]),
     "REINFORCE, baselined": ("reinforce", [*RATES, "--reinforce.weighting", "baselined"]),

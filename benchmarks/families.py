@@ -46,7 +46,7 @@ from family_models import FAMILIES, save_family
 
 from tether.config.load import load_recipe
 from tether.errors import TetherError
-from tether.models.backbones import Trunk
+from tether.models.backbones import Backbone
 from tether.models.heads import ScalarModel
 from tether.models.load import load_causal_lm
 from tether.train import run as run_module
@@ -54,7 +54,7 @@ from tether.train.build import sharing_of
 from tether.types import Sequences
 
 METHODS = ("sft", "reward", "dpo", "ppo", "grpo")
-MODES = ("separate", "adapters", "top")
+MODES = ("separate", "lora", "shared_backbone")
 RL = {"rollout.prompts_per_step": 4, "rollout.max_new_tokens": 6, "rollout.samples_per_prompt": 2}
 OPTIONS: dict[str, dict[str, Any]] = {
     "sft": {"sft.batch_size": 4, "data.train": "{folder}/demonstrations.jsonl"},
@@ -68,10 +68,10 @@ EXTRAS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "value head": ("ppo", "separate", {"roles.critic": "head"}),
     "critic warm-up": ("ppo", "separate", {"ppo.critic_warmup": 1}),
     "ptx": ("ppo", "separate", {"ptx.data": "{folder}/demonstrations.jsonl", "ptx.batch_size": 2}),
-    "checkpointing": ("ppo", "adapters", {"model.gradient_checkpointing": True}),
-    "8-bit state": ("ppo", "separate", {"optimizer.state": "8bit"}),
-    "8-bit base": ("ppo", "adapters", {"model.quantize": "8bit"}),
-    "4-bit base": ("ppo", "adapters", {"model.quantize": "4bit"}),
+    "checkpointing": ("ppo", "lora", {"model.gradient_checkpointing": True}),
+    "8-bit state": ("ppo", "separate", {"optimizer.name": "adamw_8bit"}),
+    "8-bit base": ("ppo", "lora", {"model.quantize": "8bit"}),
+    "4-bit base": ("ppo", "lora", {"model.quantize": "4bit"}),
 }
 FAMILY_CLASS = re.compile(r"\b\w+(Model|ForCausalLM)\b")
 NEEDS_CUDA = ("8-bit base", "4-bit base")
@@ -126,7 +126,7 @@ def run_cell(family: str, name: str, given: tuple[str, str, dict[str, Any]], pla
         "model.device": options.device,
         "model.dtype": options.dtype,
         "roles.mode": mode,
-        "roles.top_layers": 1,
+        "roles.trainable_layers": 1,
         "roles.lora_rank": 4,
         "run.steps": 2,
         "run.directory": str(place / "runs"),
@@ -144,7 +144,7 @@ def run_cell(family: str, name: str, given: tuple[str, str, dict[str, Any]], pla
     with quiet() as loud:
         try:
             training = train(method, words, notices, numbers)
-            gap = max((value for key, value in numbers.items() if key.startswith("sampler_gap at")), default=0.0)
+            gap = max((value for key, value in numbers.items() if key.startswith("logprob_diff at")), default=0.0)
             wrong = sorted(key for key, value in numbers.items() if not math.isfinite(value))
             if wrong:
                 return done("error", f"not finite: {', '.join(wrong)}")
@@ -196,7 +196,7 @@ def reload_gap(recipe: Any, policy: Any, training: Any, folder: Path, options: A
     if isinstance(training.model, ScalarModel):
         whole = torch.ones_like(ids, dtype=torch.bool)
         probe = Sequences(tokens=ids, attention_mask=whole, response_mask=whole)
-        if recipe.roles.mode == "adapters":
+        if recipe.roles.mode == "lora":
             fresh = load_causal_lm(recipe.model.path, dtype=options.dtype, device=options.device, seed=0)
             again = sharing_of(recipe, fresh).load_scalar(folder, "reward")
         else:
@@ -214,7 +214,7 @@ def reload_gap(recipe: Any, policy: Any, training: Any, folder: Path, options: A
 def in_float32(model: ScalarModel) -> ScalarModel:
     """The model computing in float32, by its own modules: the fused pass is made for the dtype it was tried in."""
     for module in model.float().modules():
-        if isinstance(module, Trunk):
+        if isinstance(module, Backbone):
             module.fast.reason = "compared in float32"
     return model
 

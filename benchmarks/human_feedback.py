@@ -134,7 +134,7 @@ def train(options: argparse.Namespace, loss: str, rankings: list[Ranked], folder
     flags = {
         "model.path": options.model, "data.train": file, "data.max_length": options.max_length,
         "reward.batch_size": max(1, round(options.epochs * len(examples) / steps)),
-        "optimizer.critic_rate": options.rate, "optimizer.schedule": "linear", "run.steps": steps,
+        "optimizer.critic_lr": options.rate, "optimizer.schedule": "linear", "run.steps": steps,
         "run.directory": folder, "run.name": loss, "store.url": f"sqlite:///{folder}/store.db", "checkpoint.every": 0,
     }  # fmt: skip
     arguments = [f"--{key}={value}" for key, value in flags.items()] + [f"--{each}" for each in options.set]
@@ -150,7 +150,7 @@ def train(options: argparse.Namespace, loss: str, rankings: list[Ranked], folder
 def margins(options: argparse.Namespace, model: Path, rankings: list[Ranked]) -> list[float]:
     """Score of the better answer less that of the worse, for every pair, by the model as it was saved."""
     scalar = ScalarModel.load(model, "float32", "auto").requires_grad_(False)
-    vocabulary = load_vocabulary(model, scalar.trunk.model)
+    vocabulary = load_vocabulary(model, scalar.backbone.model)
     encode = RowEncoder(vocabulary.tokenizer, vocabulary.end_id, options.max_length)
     score = RewardModelReward(scalar, vocabulary, 8 * options.max_length)
     rows = [

@@ -29,7 +29,7 @@ from tether.config.load import load_recipe
 from tether.models.backbones import own_top
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel
-from tether.models.shared_backbone import TopTrunk
+from tether.models.shared_backbone import TopBackbone
 from tether.models.sharing import Separate
 from tether.rewards.model import RewardModelReward
 from tether.train.build import build_rl
@@ -50,17 +50,17 @@ def iteration_parts(mode: str, options: argparse.Namespace) -> RLParts:
     """A PPO run whose four roles are held as `mode` says."""
     flags = {
         "roles.mode": mode,
-        "roles.top_layers": options.top_layers,
+        "roles.trainable_layers": options.trainable_layers,
         "task.name": "smollm_shape:RandomPrompts",
         "task.options": {"count": options.batch * 8, "length": options.prompt},
         "rollout.prompts_per_step": options.batch,
         "rollout.max_new_tokens": options.response,
-        "rollout.max_batch": options.batch,
+        "rollout.max_num_seqs": options.batch,
         "ppo.epochs": options.epochs,
         "ppo.minibatch_size": options.batch,
-        "optimizer.policy_rate": 1e-6,
-        "optimizer.critic_rate": 1e-6,
-        "optimizer.micro_tokens": options.micro_tokens,
+        "optimizer.policy_lr": 1e-6,
+        "optimizer.critic_lr": 1e-6,
+        "optimizer.micro_batch_tokens": options.micro_batch_tokens,
     }
     recipe: Any = load_recipe("ppo", None, [f"--{key}={json.dumps(value)}" for key, value in flags.items()])
     loaded = smollm2(random=True)
@@ -69,15 +69,15 @@ def iteration_parts(mode: str, options: argparse.Namespace) -> RLParts:
 
 
 def reward_model(parts: RLParts, loaded: LoadedModel, options: argparse.Namespace) -> RewardModelReward:
-    """A reward model of the same shape: one of its own, or a top on the trunk that the roles share."""
-    policy, trunk = parts.roles.actor.policy, parts.roles.actor.trunk
-    if isinstance(trunk, TopTrunk):
-        own = TopTrunk(own_top(trunk.model, trunk.shared.depth), trunk.shared)
+    """A reward model of the same shape: one of its own, or a top on the backbone that the roles share."""
+    policy, backbone = parts.roles.actor.policy, parts.roles.actor.backbone
+    if isinstance(backbone, TopBackbone):
+        own = TopBackbone(own_top(backbone.model, backbone.shared.depth), backbone.shared)
     else:
-        own = Separate(policy).scalar_trunk(0)
+        own = Separate(policy).scalar_backbone(0)
     head = ScalarHead.like_output(policy, deviation=0.04, seed=0)
     model = ScalarModel(own, head, "reward").requires_grad_(False)
-    return RewardModelReward(model, dataclasses.replace(loaded, model=own.model), options.micro_tokens)
+    return RewardModelReward(model, dataclasses.replace(loaded, model=own.model), options.micro_batch_tokens)
 
 
 def tether_turns(mode: str, options: argparse.Namespace) -> Generator[Turn]:
@@ -134,10 +134,12 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--top-layers", type=int, default=4)
-    parser.add_argument("--micro-tokens", type=int, default=8192)
+    parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--iterations", type=int, default=2, help="timed, after one that is not")
-    parser.add_argument("--modes", nargs="+", default=["separate", "top"], choices=["separate", "adapters", "top"])
+    parser.add_argument(
+        "--modes", nargs="+", default=["separate", "shared_backbone"], choices=["separate", "lora", "shared_backbone"]
+    )
     parser.add_argument("--trl-python", help="an interpreter with trl==1.12.0")
     parser.add_argument("--apart", action="store_true", help="no turns: two at once do not fit 24 GiB with separate")
     parser.add_argument("--json", action="store_true")

@@ -53,11 +53,11 @@ def contenders(loaded: LoadedModel, options: argparse.Namespace) -> dict[str, Ca
         made = engine.generate(prompts, sampling, samples_per_prompt=options.samples, seed=0)
         return sum(rollout.response_length for rollout in made)
 
-    engine = NativeEngine(loaded, max_batch=options.batch)
+    engine = NativeEngine(loaded, max_num_seqs=options.batch)
     assert not engine.notices, engine.notices
     found: dict[str, Callable[[], int]] = {"transformers generate": generate, "tether": lambda: rollouts(engine)}
     if options.general:
-        general = NativeEngine(loaded, max_batch=options.batch)
+        general = NativeEngine(loaded, max_num_seqs=options.batch)
         general._distrusted = "asked for"
         found["tether, general way"] = lambda: rollouts(general)
     return found

@@ -48,22 +48,22 @@ LONG = 512  # tokens of a rollout whose size is measured
 def iteration_parts(options: argparse.Namespace) -> RLParts:
     """A PPO run on the real model; a reward model of its shape scores the answers."""
     flags = {
-        "roles.mode": "top",
-        "roles.top_layers": 4,
+        "roles.mode": "shared_backbone",
+        "roles.trainable_layers": 4,
         "task.name": "smollm_shape:RandomPrompts",
         "task.options": {"count": options.batch * 8, "length": options.prompt},
         "rollout.prompts_per_step": options.batch,
         "rollout.max_new_tokens": options.response,
-        "rollout.max_batch": options.batch,
+        "rollout.max_num_seqs": options.batch,
         "ppo.epochs": options.epochs,
         "ppo.minibatch_size": options.batch,
-        "optimizer.policy_rate": 1e-6,
-        "optimizer.critic_rate": 1e-6,
+        "optimizer.policy_lr": 1e-6,
+        "optimizer.critic_lr": 1e-6,
     }
     recipe: Any = load_recipe("ppo", None, [f"--{key}={json.dumps(value)}" for key, value in flags.items()])
     loaded = smollm2(random=False)
     parts = build_rl(recipe, loaded)
-    shape = argparse.Namespace(micro_tokens=recipe.optimizer.micro_tokens)
+    shape = argparse.Namespace(micro_batch_tokens=recipe.optimizer.micro_batch_tokens)
     return dataclasses.replace(parts, reward=reward_model(parts, loaded, shape))
 
 
@@ -74,7 +74,7 @@ class Timed:
         self.parts, self.controllers, self.step = parts, parts.algorithm.controllers, 0
         self.unseen = dataclasses.replace(parts, likeliest_at=lambda step: 0)  # noqa: ARG005
         self.looked = 0.0  # seconds spent on alternatives
-        whole = roles.likeliest_tokens
+        whole = roles.top_tokens
 
         def timed(*given: Any, **options: Any) -> Any:
             began = time.perf_counter()
@@ -82,7 +82,7 @@ class Timed:
             self.looked += time.perf_counter() - began
             return found
 
-        roles.likeliest_tokens = timed
+        roles.top_tokens = timed
 
     def iterate(self, *, kept: bool = False) -> tuple[float, dict[str, float], StepRollouts]:
         """Seconds, metrics and tokens of the next iteration; one that is `kept` also looks for alternatives."""

@@ -70,7 +70,15 @@ def many_points(workspace: Workspace) -> None:
         "value_loss",
         "value",
     ]
-    names += ["sampler_gap", "kl_old", "clip_fraction", "grad_norm/policy", "grad_norm/critic", "advantage_std", "loss"]
+    names += [
+        "logprob_diff",
+        "approx_kl",
+        "clip_fraction",
+        "grad_norm/policy",
+        "grad_norm/critic",
+        "advantage_std",
+        "loss",
+    ]
     names += ["policy_loss", "seconds/step", "seconds/rollout", "score_std", "kl_coef"]
     noise = np.random.default_rng(0).normal(size=(STEPS, CURVES)).cumsum(axis=0) / 100
     with engine.begin() as connection:

@@ -75,8 +75,8 @@ def _group(need: Need, files: int, tests: int) -> str:
     counts = [_count(files, "whole test file"), _count(tests, "test")]
     told = " and ".join(count for count in counts if count)
     one = files + tests == 1
-    verb = ("was skipped:" if one else "were skipped:") if not need.pattern else ("needs" if one else "need")
-    return f"{told} {verb} {need.name}" + (f" ({need.install})" if need.install else "")
+    subcommand = ("was skipped:" if one else "were skipped:") if not need.pattern else ("needs" if one else "need")
+    return f"{told} {subcommand} {need.name}" + (f" ({need.install})" if need.install else "")
 
 
 def _count(number: int, thing: str) -> str:

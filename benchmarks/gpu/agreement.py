@@ -49,7 +49,7 @@ def parts_of(options: argparse.Namespace) -> tuple[RLParts, Any]:
         "rollout.samples_per_prompt": options.samples,
         "rollout.max_new_tokens": options.new,
         "run.seed": options.seed,
-        "kl.place": "none",
+        "kl.apply_to": "none",
         "roles.critic": "head",
     }
     if options.task.startswith("reasoning-gym:"):
@@ -74,7 +74,7 @@ def one_batch(parts: RLParts, options: argparse.Namespace, step: int) -> Evaluat
         batch,
         parts.roles,
         minibatch_size=parts.algorithm.minibatch_size,
-        micro_tokens=learner.micro_tokens,
+        micro_batch_tokens=learner.micro_batch_tokens,
         device=learner.device,
         halve=learner.halve,
     )

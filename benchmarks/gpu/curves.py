@@ -23,8 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-ENGINES = ("auto", "general")
-NAMES = {"auto": "native engine", "general": "general way"}
+ENGINES = ("auto", "transformers")
+NAMES = {"auto": "native engine", "transformers": "general way"}
 SMOOTH = 5  # iterations that a drawn point is the mean of
 
 
@@ -75,7 +75,7 @@ def verdict(runs: dict[str, list[list[float]]]) -> dict[str, Any]:
     means = {engine: statistics.fmean(values) for engine, values in ends.items()}
     deviations = {engine: statistics.stdev(values) if len(values) > 1 else math.nan for engine, values in ends.items()}
     error = math.sqrt(sum(deviations[engine] ** 2 / len(ends[engine]) for engine in ends))
-    difference = means["auto"] - means["general"]
+    difference = means["auto"] - means["transformers"]
     whole = {engine: statistics.fmean(statistics.fmean(scores) for scores in runs[engine]) for engine in runs}
     return {
         "last_quarter": ends,

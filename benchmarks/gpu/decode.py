@@ -39,7 +39,7 @@ SHAPES: dict[str, dict[str, int]] = {
 VOCABULARY = 49152
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 LONGEST, ENDING = 1024, set(range(0, VOCABULARY, 128))  # of the long tail: the most that is drawn, and what ends it
-MOST = 1024  # slots, as `rollout.max_batch: auto` has them
+MOST = 1024  # slots, as `rollout.max_num_seqs: auto` has them
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype, rank: int = 0) -> Any:

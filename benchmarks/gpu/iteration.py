@@ -1,6 +1,6 @@
 """One PPO iteration on a GPU: seconds by phase, peak memory, and the share of the chip's matrix rate.
 
-    python benchmarks/gpu/iteration.py --shape 1b [--mode separate] [--critic separate] [--micro-tokens 4096]
+    python benchmarks/gpu/iteration.py --shape 1b [--mode separate] [--critic separate] [--micro-batch-tokens 4096]
         [--prompts 256] [--prompt 128] [--new 128] [--repeats 3] [--set KEY=VALUE ...] [--json FILE]
 
 Random weights in bf16. Rollouts, a reward model of the same shape, the reference, values, four epochs of one optimiser
@@ -23,7 +23,7 @@ import torch
 from shapes import SHAPES, forward_operations, matrix_rate, random_model
 
 from tether.config.load import load_recipe
-from tether.models.backbones import Trunk, shared_tree, trunk_notices
+from tether.models.backbones import Backbone, backbone_notices, shared_tree
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel
 from tether.models.sharing import Adapters, Separate
@@ -39,8 +39,9 @@ def iteration_parts(options: argparse.Namespace) -> RLParts:
         "task.name": "smollm_shape:RandomPrompts",
         "task.options": {"count": options.prompts * 8, "length": options.prompt},
         "rollout.prompts_per_step": options.prompts, "rollout.max_new_tokens": options.new,
-        "rollout.max_batch": options.prompts, "ppo.epochs": options.epochs, "ppo.minibatch_size": options.prompts,
-        "optimizer.policy_rate": 1e-6, "optimizer.critic_rate": 1e-6, "optimizer.micro_tokens": options.micro_tokens,
+        "rollout.max_num_seqs": options.prompts, "ppo.epochs": options.epochs, "ppo.minibatch_size": options.prompts,
+        "optimizer.policy_lr": 1e-6, "optimizer.critic_lr": 1e-6,
+        "optimizer.micro_batch_tokens": options.micro_batch_tokens,
     }  # fmt: skip
     arguments = [f"--{key}={json.dumps(value)}" for key, value in flags.items()]
     recipe: Any = load_recipe("ppo", None, arguments + [f"--{each}" for each in options.set])
@@ -52,15 +53,15 @@ def iteration_parts(options: argparse.Namespace) -> RLParts:
 def reward_model(parts: RLParts, loaded: LoadedModel, recipe: Any, options: argparse.Namespace) -> RewardModelReward:
     """A reward model of the same shape: one of its own, or adapters on the base that the roles share."""
     policy = parts.roles.actor.policy
-    if options.mode == "adapters":
+    if options.mode == "lora":
         roles = recipe.roles
         base = shared_tree(loaded.model)
-        own: Trunk = Adapters(base, roles.lora_rank, roles.lora_alpha, roles.lora_targets, 3).scalar_trunk(3)
+        own: Backbone = Adapters(base, roles.lora_rank, roles.lora_alpha, roles.lora_targets, 3).scalar_backbone(3)
     else:
-        own = Separate(policy).scalar_trunk(0)
+        own = Separate(policy).scalar_backbone(0)
     head = ScalarHead.like_output(policy, deviation=0.04, seed=0)
     model = ScalarModel(own, head, "reward").requires_grad_(False)
-    return RewardModelReward(model, dataclasses.replace(loaded, model=own.model), 4 * options.micro_tokens)
+    return RewardModelReward(model, dataclasses.replace(loaded, model=own.model), 4 * options.micro_batch_tokens)
 
 
 class Clock:
@@ -117,16 +118,16 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     best = min(runs, key=lambda run: run["whole"])
     rate = matrix_rate()
     shape, length = SHAPES[options.shape], options.prompt + options.new
-    trunk, head = forward_operations(shape, options.prompts, length, options.new + 1)
-    trunks = 2 if options.critic == "separate" else 1
-    times = 2 if options.mode == "adapters" else 3
-    update = options.epochs * times * (trunks * trunk + head)  # of whole trunks: in mode `top` less is done
+    backbone, head = forward_operations(shape, options.prompts, length, options.new + 1)
+    backbones = 2 if options.critic == "separate" else 1
+    times = 2 if options.mode == "lora" else 3
+    update = options.epochs * times * (backbones * backbone + head)  # of whole backbones: in mode `top` less is done
     return {
         "shape": options.shape, "mode": options.mode, "critic": options.critic, "settings": options.set,
-        "micro_tokens": options.micro_tokens, "seconds": best, "all": [run["whole"] for run in runs],
+        "micro_batch_tokens": options.micro_batch_tokens, "seconds": best, "all": [run["whole"] for run in runs],
         "peak_gib": peaks, "peak": max(peaks.values()), "matrix_rate": rate, "update_operations": update,
-        "update_share": update / best["update"] / rate if options.mode != "top" else None,
-        "notices": [*getattr(parts.engine, "notices", ()), *trunk_notices(parts.roles.actor)],
+        "update_share": update / best["update"] / rate if options.mode != "shared_backbone" else None,
+        "notices": [*getattr(parts.engine, "notices", ()), *backbone_notices(parts.roles.actor)],
     }  # fmt: skip
 
 
@@ -147,13 +148,13 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--shape", default="1b", choices=list(SHAPES))
-    parser.add_argument("--mode", default="separate", choices=["separate", "adapters", "top"])
+    parser.add_argument("--mode", default="separate", choices=["separate", "lora", "shared_backbone"])
     parser.add_argument("--critic", default="separate", choices=["separate", "head"])
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--prompt", type=int, default=128)
     parser.add_argument("--new", type=int, default=128)
     parser.add_argument("--epochs", type=int, default=4)
-    parser.add_argument("--micro-tokens", type=int, default=4096)
+    parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--release", action="store_true", help="the sampler's cache is given back before the update")

@@ -58,21 +58,21 @@ AGAIN = {"model.gradient_checkpointing": True}
 CASES = [
     Case("135m", "separate"),
     Case("135m", "separate", AGAIN),
-    Case("135m", "adapters"),
-    Case("135m", "top"),
+    Case("135m", "lora"),
+    Case("135m", "shared_backbone"),
     Case("360m", "separate"),
     Case("360m", "separate", {"roles.critic": "head"}),
-    Case("360m", "adapters", AGAIN),
+    Case("360m", "lora", AGAIN),
     Case("1b", "separate"),
     Case("1b", "separate", AGAIN),
-    Case("1b", "separate", {"optimizer.state": "8bit"}),
-    Case("1b", "separate", {"optimizer.micro_tokens": 2048}),
-    Case("1b", "adapters"),
-    Case("1b", "adapters", AGAIN),
-    Case("1b", "top"),
-    Case("3b", "adapters"),
-    Case("3b", "adapters", AGAIN),
-    Case("3b", "top"),
+    Case("1b", "separate", {"optimizer.name": "adamw_8bit"}),
+    Case("1b", "separate", {"optimizer.micro_batch_tokens": 2048}),
+    Case("1b", "lora"),
+    Case("1b", "lora", AGAIN),
+    Case("1b", "shared_backbone"),
+    Case("3b", "lora"),
+    Case("3b", "lora", AGAIN),
+    Case("3b", "shared_backbone"),
 ]
 
 
@@ -82,8 +82,8 @@ def recipe_of(case: Case, dtype: str) -> Any:
         "model.dtype": dtype, "roles.mode": case.mode, "task.name": "smollm_shape:RandomPrompts",
         "task.options": {"count": case.prompts * 2, "length": case.prompt},
         "rollout.prompts_per_step": case.prompts, "rollout.max_new_tokens": case.new,
-        "rollout.max_batch": case.prompts, "ppo.epochs": 1, "ppo.minibatch_size": case.prompts,
-        "optimizer.policy_rate": 1e-6, "optimizer.critic_rate": 1e-6,
+        "rollout.max_num_seqs": case.prompts, "ppo.epochs": 1, "ppo.minibatch_size": case.prompts,
+        "optimizer.policy_lr": 1e-6, "optimizer.critic_lr": 1e-6,
     } | case.flags  # fmt: skip
     return load_recipe("ppo", None, [f"--{key}={json.dumps(value)}" for key, value in flags.items()])
 
@@ -139,7 +139,7 @@ def cases_of(device: str) -> list[Case]:
     if device == "cuda":
         return CASES
     SHAPES["tiny"] = TINY
-    modes = [("separate", {}), ("adapters", {}), ("top", {"roles.top_layers": 1})]
+    modes = [("separate", {}), ("lora", {}), ("shared_backbone", {"roles.trainable_layers": 1})]
     return [Case("tiny", mode, extra, 8, 16, 8) for mode, extra in modes]
 
 

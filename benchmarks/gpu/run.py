@@ -22,37 +22,37 @@ from typing import Any
 
 HERE = Path(__file__).parent
 MARKS = "<!-- iteration table -->", "<!-- end of iteration table -->"
-SAME = ["--set", "optimizer.masters=none"]  # as the peer: weights and optimiser state in bf16
+SAME = ["--set", "optimizer.master_weights=none"]  # as the peer: weights and optimiser state in bf16
 OURS: dict[str, tuple[str, list[str]]] = {
-    "135m": ("135M, four models", ["--shape", "135m", "--micro-tokens", "8192", "--release", *SAME]),
+    "135m": ("135M, four models", ["--shape", "135m", "--micro-batch-tokens", "8192", "--release", *SAME]),
     "1b": ("1B, four models", ["--shape", "1b", "--release", *SAME]),
-    "1b fp32": ("1B, four models, fp32 masters and state", ["--shape", "1b", "--release"]),
+    "1b fp32": ("1B, four models, fp32 master_weights and state", ["--shape", "1b", "--release"]),
     "adapters": (
         "1B, adapters, value head",
-        ["--shape", "1b", "--mode", "adapters", "--critic", "head", "--micro-tokens", "8192", "--release"],
+        ["--shape", "1b", "--mode", "lora", "--critic", "head", "--micro-batch-tokens", "8192", "--release"],
     ),
     "attention": (
         "1B, adapters on attention, value head",
-        ["--shape", "1b", "--mode", "adapters", "--critic", "head", "--micro-tokens", "8192", "--release",
+        ["--shape", "1b", "--mode", "lora", "--critic", "head", "--micro-batch-tokens", "8192", "--release",
          "--set", "roles.lora_targets=q_proj,k_proj,v_proj,o_proj"],
     ),
     "adapters critic": (
         "1B, adapters, critic as adapters",
-        ["--shape", "1b", "--mode", "adapters", "--micro-tokens", "8192", "--release"],
+        ["--shape", "1b", "--mode", "lora", "--micro-batch-tokens", "8192", "--release"],
     ),
     "7b": (
         "7B, adapters, 64 x (256 + 256), one epoch",
-        ["--shape", "7b", "--mode", "adapters", "--prompts", "64", "--prompt", "256", "--new", "256", "--epochs", "1",
+        ["--shape", "7b", "--mode", "lora", "--prompts", "64", "--prompt", "256", "--new", "256", "--epochs", "1",
          "--release", "--set", "model.gradient_checkpointing=true"],
     ),
     "32b": (
         "32B, adapters, 16 x (256 + 256), one epoch",
-        ["--shape", "32b", "--mode", "adapters", "--prompts", "16", "--prompt", "256", "--new", "256", "--epochs", "1",
+        ["--shape", "32b", "--mode", "lora", "--prompts", "16", "--prompt", "256", "--new", "256", "--epochs", "1",
          "--warmup", "0", "--release", "--set", "model.gradient_checkpointing=true"],
     ),
     "65b": (
         "65B, adapters, 16 x (256 + 256), one epoch",
-        ["--shape", "65b", "--mode", "adapters", "--prompts", "16", "--prompt", "256", "--new", "256", "--epochs", "1",
+        ["--shape", "65b", "--mode", "lora", "--prompts", "16", "--prompt", "256", "--new", "256", "--epochs", "1",
          "--warmup", "0", "--release", "--set", "model.gradient_checkpointing=true"],
     ),
 }  # fmt: skip

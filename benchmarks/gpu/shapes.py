@@ -73,7 +73,7 @@ def random_model(name: str, device: str = "cuda", dtype: torch.dtype = torch.bfl
 
 
 def forward_operations(shape: Shape, rows: int, length: int, read: int) -> tuple[float, float]:
-    """`(trunk, head)`: operations (2 a multiplication and addition) of a pass over `rows` rows of `length` tokens.
+    """`(backbone, head)`: operations (2 a multiplication and addition) of a pass over `rows` rows of `length` tokens.
 
     The states of `read` tokens a row are read: the last layer makes keys and values of all tokens, and the rest of
     these alone. Attention counts what causality leaves.
@@ -81,8 +81,8 @@ def forward_operations(shape: Shape, rows: int, length: int, read: int) -> tuple
     keys = 2 * shape.hidden * 2 * shape.kv_heads * shape.head_dim
     mixing = 2 * shape.heads * shape.head_dim * length  # for one token on average: half of two products
     whole = 2 * shape.layer_weights + mixing
-    trunk = (shape.layers - 1) * length * whole + length * keys + read * (whole - keys)
-    return float(rows * trunk), float(rows * read * 2 * shape.vocabulary * shape.hidden)
+    backbone = (shape.layers - 1) * length * whole + length * keys + read * (whole - keys)
+    return float(rows * backbone), float(rows * read * 2 * shape.vocabulary * shape.hidden)
 
 
 def matrix_rate() -> float:

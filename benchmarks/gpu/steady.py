@@ -91,8 +91,9 @@ def parts_of(options: argparse.Namespace) -> RLParts:
         "model.dtype": "bfloat16" if options.device == "cuda" else "float32", "roles.mode": options.mode,
         "task.name": "steady_benchmark:UnevenTask", "task.options": {"count": 4096, "longest": options.prompt},
         "rollout.prompts_per_step": options.prompts, "rollout.max_new_tokens": options.new,
-        "ppo.epochs": 1, "ppo.minibatch_size": options.prompts // 2, "optimizer.micro_tokens": options.micro_tokens,
-        "optimizer.policy_rate": 1e-7, "optimizer.critic_rate": 1e-7, "run.steps": options.iterations,
+        "ppo.epochs": 1, "ppo.minibatch_size": options.prompts // 2,
+        "optimizer.micro_batch_tokens": options.micro_batch_tokens,
+        "optimizer.policy_lr": 1e-7, "optimizer.critic_lr": 1e-7, "run.steps": options.iterations,
         "rollout.stop_token_ids": list(range(0, SHAPES[options.shape].vocabulary, ENDS)),
     }  # fmt: skip
     recipe: Any = load_recipe("ppo", None, [f"--{key}={json.dumps(value)}" for key, value in flags.items()])
@@ -143,7 +144,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--prompt", type=int, default=64)
     parser.add_argument("--new", type=int, default=64)
-    parser.add_argument("--micro-tokens", type=int, default=2048)
+    parser.add_argument("--micro-batch-tokens", type=int, default=2048)
     parser.add_argument("--json")
     options = parser.parse_args()
     if options.iterations <= options.settled:

@@ -128,7 +128,7 @@ class TrlPpo:
         return {"kl": kl[estimator]}
 
     # -- rewards and advantages -----------------------------------------------------------------------------------
-    def missing_end_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:
+    def missing_eos_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:
         """`train`, response processing 3: `missing_eos_penalty` is subtracted from the score."""
         if penalty is not None and any(truncated):
             raise Unsupported("missing_eos_penalty is subtracted from the score, it does not replace it")

@@ -134,7 +134,7 @@ def missing_end_token() -> Family:
 
     def penalised(name: str, why: str, scores: list[float], truncated: str, penalty: float | None, result: list[float]):
         inputs = {"scores": scores, "truncated": mask(truncated)[0], "penalty": penalty}
-        return Case(name, why, "missing_end_penalty", inputs, {"scores": result})
+        return Case(name, why, "missing_eos_penalty", inputs, {"scores": result})
 
     return Family(
         "missing_end_token",

@@ -24,7 +24,7 @@ from conformance.oracle.objectives import clip_loss, kl_penalty_loss, reinforce_
 from conformance.oracle.ppo_update import ppo_trace
 from conformance.oracle.preferences import dpo_loss, kwise_loss, pairwise_loss
 from conformance.oracle.probabilities import exact_kl, kl_estimate, token_logprobs
-from conformance.oracle.rewards import missing_end_penalty, token_rewards
+from conformance.oracle.rewards import missing_eos_penalty, token_rewards
 from conformance.oracle.trust_region import conjugate_gradient, trpo_step
 from conformance.oracle.updates import adaptive_kl, early_stop, proportional_kl
 
@@ -46,7 +46,7 @@ __all__ = [
     "leave_one_out",
     "masked_mean",
     "masked_variance",
-    "missing_end_penalty",
+    "missing_eos_penalty",
     "n_step",
     "pairwise_loss",
     "position_ids",

@@ -17,7 +17,7 @@ def token_rewards(scores: Row, kl: Grid, mask: Mask, kl_coef: float) -> dict[str
     return {"rewards": rewards}
 
 
-def missing_end_penalty(scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Row]:
+def missing_eos_penalty(scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Row]:
     """The penalty stands in place of the score where the answer never ended; None changes nothing."""
     if penalty is None:
         return {"scores": list(scores)}

@@ -31,17 +31,19 @@ class ParserBuilt(BaseException):
 def command_pages() -> dict[str, str]:
     """One page for each command, and one that lists them."""
     pages = {f"{FOLDER}/index.md": index_page()}
-    return pages | {f"{FOLDER}/{name}.md": command_page(name) for name in cli.VERBS}
+    return pages | {f"{FOLDER}/{name}.md": command_page(name) for name in cli.COMMANDS}
 
 
 def command_nav() -> list[object]:
     """The command line in the navigation."""
-    return [f"{FOLDER}/index.md", *({f"tether {name}": f"{FOLDER}/{name}.md"} for name in cli.VERBS)]
+    return [f"{FOLDER}/index.md", *({f"tether {name}": f"{FOLDER}/{name}.md"} for name in cli.COMMANDS)]
 
 
 def index_page() -> str:
     """All commands, and what holds for each of them."""
-    rows = [[f"[{code(f'tether {name}')}]({name}.md)", escaped(verb.summary)] for name, verb in cli.VERBS.items()]
+    rows = [
+        [f"[{code(f'tether {name}')}]({name}.md)", escaped(command.summary)] for name, command in cli.COMMANDS.items()
+    ]
     return "\n\n".join(
         ["# Command line", table(["command", "what it does"], rows), "## `tether --help`", _text(_help_of(["--help"]))]
     )
@@ -52,7 +54,7 @@ def command_page(name: str) -> str:
     parts = [f"# {code(f'tether {name}')}"]
     parser = parser_of(name, [])
     if parser is None or not parser.description:
-        parts.append(_sentence(cli.VERBS[name].summary))
+        parts.append(_sentence(cli.COMMANDS[name].summary))
     parts += [_text(_help_of([name, "--help"]))] if parser is None else list(parser_parts(parser))
     if name == "train":
         methods = [
@@ -76,7 +78,7 @@ def parser_of(name: str, words: list[str]) -> argparse.ArgumentParser | None:
     patched = mock.patch.object(argparse.ArgumentParser, "parse_known_args", stop)
     with patched, contextlib.redirect_stdout(io.StringIO()):
         try:
-            cli.VERBS[name].run([*words, "--help"])
+            cli.COMMANDS[name].run([*words, "--help"])
         except ParserBuilt as built:
             return built.parser
     return None

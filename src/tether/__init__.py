@@ -1,4 +1,4 @@
-"""Tether: PPO for language models, right by proof.
+"""Tether: PPO for language models, with every formula tested against an independent oracle.
 
 Every update is tethered to the policy that sampled the data (the clip), and the whole run is tethered to the model
 it started from (the KL). Start with `tether.train.rl`, which reads like the paper's pseudo-code.

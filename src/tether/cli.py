@@ -1,7 +1,8 @@
-"""The command line: a table of verbs, each of which imports what it needs when it runs.
+"""The command line: a table of commands, each of which imports what it needs when it runs.
 
-Nothing heavy is imported here, so that `tether --help` answers at once. To add a verb, write `_verb(words) -> int` and
-give it one line in `VERBS`. Errors are raised, never printed: `main` turns them into one line and an exit code.
+Nothing heavy is imported here, so that `tether --help` answers at once. To add a command, write a module in
+`commands/` and give it one line in `COMMANDS`. Errors are raised, never printed: `main` turns them into one line and an
+exit code.
 """
 
 from __future__ import annotations
@@ -55,17 +56,17 @@ Options:
 Try: tether train ppo recipes/tiny-ppo.yaml
 """
 
-TOP_HELP = """Usage: tether VERB ...
+TOP_HELP = """Usage: tether COMMAND ...
 
-Train language models with PPO, right by proof.
+Train language models with PPO: every formula tested against an independent oracle.
 
-Verbs:
-{verbs}
+Commands:
+{commands}
 
 Options:
   --version          print the version
-  --allow-code NAME  after any verb: a package or file whose code a recipe may name; repeatable
-  --help             this text; after a verb, that verb's
+  --allow-code NAME  after any command: a package or file whose code a recipe may name; repeatable
+  --help             this text; after a command, that command's
 
 Exit codes: 0 done, 1 a bug, 2 wrong usage or recipe, 3 stopped and resumable, 4 diverged, 5 data or reward, 6 storage,
 7 stalled.
@@ -76,14 +77,14 @@ ALLOW = "--allow-code"
 RESERVE = 1 << 24  # bytes that are let go where memory has run out, to have some for saying so
 
 
-class Verb(NamedTuple):
-    """What `tether VERB` does."""
+class Command(NamedTuple):
+    """What `tether COMMAND` does."""
 
     summary: str
     run: Callable[[list[str]], int]
 
 
-# -- verbs --------------------------------------------------------------------------------------------------------
+# -- commands --------------------------------------------------------------------------------------------------------
 
 
 def _train(words: list[str]) -> int:
@@ -185,15 +186,15 @@ def _serve_reward(words: list[str]) -> int:
     return serve(options.target, host=options.host, port=options.port, json_output=options.json)
 
 
-def _in_module(verb: str, module: str, *, takes_flags: bool = False) -> Callable[[list[str]], int]:
-    """A verb in a light module of its own: `SUMMARY`, `add_options(parser)`, `run(options) -> int`.
+def _in_module(command: str, module: str, *, takes_flags: bool = False) -> Callable[[list[str]], int]:
+    """A command in a light module of its own: `SUMMARY`, `add_options(parser)`, `run(options) -> int`.
 
     With `takes_flags`, what the parser does not know are keys of a recipe, and left in `options.flags`.
     """
 
     def run(words: list[str]) -> int:
         its = import_module(module)
-        parser = _Parser(verb, its.SUMMARY)
+        parser = _Parser(command, its.SUMMARY)
         its.add_options(parser)
         options, flags = parser.parse_known_args(words)
         if flags and not takes_flags:
@@ -208,44 +209,44 @@ def _demo(words: list[str]) -> int:
     return import_module("tether.commands.demo").main(words)
 
 
-VERBS: dict[str, Verb] = {
-    "train": Verb("train a model: PPO and its neighbours, SFT, a reward model", _train),
-    "resume": Verb("go on with a run that was stopped or killed", _in_module("resume", "tether.commands.resume")),
-    "fork": Verb(
+COMMANDS: dict[str, Command] = {
+    "train": Command("train a model: PPO and its neighbours, SFT, a reward model", _train),
+    "resume": Command("go on with a run that was stopped or killed", _in_module("resume", "tether.commands.resume")),
+    "fork": Command(
         "continue from a checkpoint with other settings",
         _in_module("fork", "tether.commands.fork", takes_flags=True),
     ),
-    "replay": Verb(
+    "replay": Command(
         "recompute a step's advantages under other settings",
         _in_module("replay", "tether.commands.replay", takes_flags=True),
     ),
-    "plan": Verb(
+    "plan": Command(
         "say what a run will cost in memory, steps and seconds",
         _in_module("plan", "tether.commands.plan", takes_flags=True),
     ),
-    "data": Verb(
+    "data": Command(
         "show what is understood of your data: shape, lengths, examples",
         _in_module("data", "tether.commands.data", takes_flags=True),
     ),
-    "conformance": Verb("check any implementation of PPO against the golden traces", _conformance),
-    "demo": Verb("the whole of RLHF on a real model, in minutes", _demo),
-    "models": Verb("list the models known by name, and fetch one", _models),
-    "eval": Verb("measure a model, alone or against another", _in_module("eval", "tether.commands.eval")),
-    "chat": Verb("talk to a model, or to two side by side", _in_module("chat", "tether.commands.chat")),
-    "sample": Verb(
+    "conformance": Command("check any implementation of PPO against the golden traces", _conformance),
+    "demo": Command("the whole of RLHF on a real model, in minutes", _demo),
+    "models": Command("list the models known by name, and fetch one", _models),
+    "eval": Command("measure a model, alone or against another", _in_module("eval", "tether.commands.eval")),
+    "chat": Command("talk to a model, or to two side by side", _in_module("chat", "tether.commands.chat")),
+    "sample": Command(
         "write several answers to each prompt, to annotate or train on",
         _in_module("sample", "tether.commands.sample"),
     ),
-    "runs": Verb("list the runs of a workspace", _in_module("runs", "tether.commands.runs")),
-    "show": Verb("show a run, a step, or an answer token by token", _in_module("show", "tether.commands.show")),
-    "report": Verb("write a run's report", _in_module("report", "tether.commands.report")),
-    "export": Verb("take a run's model, rollouts or metrics out", _in_module("export", "tether.commands.export")),
-    "doctor": Verb("say what is wrong with a run, and why", _in_module("doctor", "tether.commands.doctor")),
-    "studio": Verb("watch runs, judge answers and talk to models", _in_module("studio", "tether.commands.studio")),
-    "serve": Verb(
+    "runs": Command("list the runs of a workspace", _in_module("runs", "tether.commands.runs")),
+    "show": Command("show a run, a step, or an answer token by token", _in_module("show", "tether.commands.show")),
+    "report": Command("write a run's report", _in_module("report", "tether.commands.report")),
+    "export": Command("take a run's model, rollouts or metrics out", _in_module("export", "tether.commands.export")),
+    "doctor": Command("say what is wrong with a run, and why", _in_module("doctor", "tether.commands.doctor")),
+    "studio": Command("watch runs, judge answers and talk to models", _in_module("studio", "tether.commands.studio")),
+    "serve": Command(
         "serve a model to OpenAI clients: chat and completions", _in_module("serve", "tether.commands.serve")
     ),
-    "serve-reward": Verb("serve a reward model or a rule over HTTP, for other runs", _serve_reward),
+    "serve-reward": Command("serve a reward model or a rule over HTTP, for other runs", _serve_reward),
 }
 
 
@@ -282,19 +283,19 @@ def _dispatch(words: list[str]) -> int:
     if not words:
         print(_top_help(), end="", file=sys.stderr)
         return UsageError.exit_code
-    verb, *rest = words
-    if verb in ("--help", "-h"):
+    command, *rest = words
+    if command in ("--help", "-h"):
         print(_top_help(), end="")
         return 0
-    if verb == "--version":
+    if command == "--version":
         print(f"tether {__version__}")
         return 0
-    if verb not in VERBS:
-        kind = "option" if verb.startswith("-") else "verb"
-        raise UsageError(f"unknown {kind} {verb}: {_suggestion(verb, [*VERBS, '--help', '--version'])}")
+    if command not in COMMANDS:
+        kind = "option" if command.startswith("-") else "command"
+        raise UsageError(f"unknown {kind} {command}: {_suggestion(command, [*COMMANDS, '--help', '--version'])}")
     before = consent.begin(_take_allowed(rest))
     try:
-        return VERBS[verb].run(rest)
+        return COMMANDS[command].run(rest)
     except SystemExit as stop:  # argparse leaves this way after --help; nothing else of ours does
         if stop.code == 0 and ("--help" in rest or "-h" in rest):
             return 0
@@ -334,8 +335,8 @@ def _report(error: BaseException, *, json_output: bool) -> int:
 class _Parser(argparse.ArgumentParser):
     """argparse that raises a UsageError, and knows no abbreviated options."""
 
-    def __init__(self, verb: str, summary: str) -> None:
-        super().__init__(prog=f"tether {verb}", description=summary, allow_abbrev=False)
+    def __init__(self, command: str, summary: str) -> None:
+        super().__init__(prog=f"tether {command}", description=summary, allow_abbrev=False)
 
     def error(self, message: str) -> NoReturn:
         """Raise instead of exit."""
@@ -356,7 +357,7 @@ def _take_allowed(words: list[str]) -> list[str]:
 
 
 def _top_help() -> str:
-    return TOP_HELP.format(verbs=_columns({name: verb.summary for name, verb in VERBS.items()}))
+    return TOP_HELP.format(commands=_columns({name: command.summary for name, command in COMMANDS.items()}))
 
 
 def _columns(rows: dict[str, str]) -> str:

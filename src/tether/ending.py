@@ -74,7 +74,7 @@ def judge(error: BaseException) -> tuple[str, int]:
     if isinstance(error, KeyboardInterrupt):
         return "stopped by the keyboard", Stopped.exit_code
     if is_memory(error):
-        advice = "lower optimizer.micro_tokens or rollout.max_batch, or give the process more memory"
+        advice = "lower optimizer.micro_batch_tokens or rollout.max_num_seqs, or give the process more memory"
         return f"out of memory: {advice} ({first_line(error)})", StorageError.exit_code
     if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
         return f"storage: {error}", StorageError.exit_code

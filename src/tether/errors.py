@@ -50,6 +50,6 @@ class StorageError(TetherError):
 
 
 class Stalled(TetherError):  # noqa: N818 (the run's state, not a fault)
-    """The run made no progress for `run.stall_seconds`, and was ended by its watchdog."""
+    """The run made no progress for `run.hang_timeout`, and was ended by its watchdog."""
 
     exit_code: ClassVar[int] = 7

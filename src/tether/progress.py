@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from tether.redact import redact
 
 EVERY = 10.0  # seconds between two plain lines at the least
-SHOWN = ("score", "loss", "accuracy", "kl_ref_k3", "kl_old", "entropy", "clip_fraction", "explained_variance")
+SHOWN = ("score", "loss", "accuracy", "kl_ref_k3", "approx_kl", "entropy", "clip_fraction", "explained_variance")
 HELD_OUT = ("held_out/score", "held_out/loss", "held_out/accuracy")
 
 

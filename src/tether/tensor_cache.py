@@ -11,12 +11,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 T = TypeVar("T")
 
 
-class Remembered(Generic[T]):
+class TensorCache(Generic[T]):
     """A function that remembers what it said of its first argument for as long as that lives.
 
     Where a batch's tokens stand is asked by every role, and on a device each answer makes the host wait. So this is
     for questions about frozen batches and their masks. Who knows an answer beforehand, because
-    the batch was on the host a moment ago, can say it with `know`.
+    the batch was on the host a moment ago, can say it with `set`.
     """
 
     def __init__(self, find: Callable[..., T]) -> None:
@@ -31,7 +31,7 @@ class Remembered(Generic[T]):
             known = self._known[about] = (_version(about), self.find(about, *others))
         return known[1]
 
-    def know(self, about: Any, answer: T) -> None:
+    def set(self, about: Any, answer: T) -> None:
         """What it will say."""
         self._known[about] = (_version(about), answer)
 
@@ -41,6 +41,6 @@ def _version(about: Any) -> int:
     return about._version if isinstance(about, Tensor) and not about.is_inference() else 0
 
 
-def remembered(find: Callable[..., T]) -> Remembered[T]:
+def tensor_cached(find: Callable[..., T]) -> TensorCache[T]:
     """`find` as a function that remembers."""
-    return Remembered(find)
+    return TensorCache(find)

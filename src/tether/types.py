@@ -180,7 +180,7 @@ class EvaluatedBatch(TokenBatch):
     final_values: Tensor | None  # (B,) V(all tokens), for bootstrapping where an answer was cut off
     entropy: Tensor | None = None  # (B, T) of the policy that sampled, in nats
     likeliest: Tensor | None = None  # (B, T, K) int32, the tokens that it held likeliest; for people to look at
-    likeliest_logprobs: Tensor | None = None  # (B, T, K)
+    top_logprobs: Tensor | None = None  # (B, T, K)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -110,7 +110,7 @@ def test_the_engine_takes_the_fast_way_and_agrees_with_the_general_one(
 ):
     loaded = build(KINDS[kind])
     sampling = Sampling(12, temperature=0.9, stop_token_ids=tuple(range(0, 256, 12)))
-    engine = NativeEngine(loaded, max_batch=5)
+    engine = NativeEngine(loaded, max_num_seqs=5)
     rollouts = engine.generate(prompts, sampling, samples_per_prompt=3, seed=0)
     assert engine.notices == ()
     assert_matches_plain_forward(loaded.model, rollouts, sampling)
@@ -122,7 +122,7 @@ def test_the_engine_takes_the_fast_way_and_agrees_with_the_general_one(
     expected = general.generate(prompts, sampling, samples_per_prompt=3, seed=0)
     assert "forward hook" in general.notices[0]
     hook.remove()
-    found = NativeEngine(loaded, max_batch=5).generate(prompts, sampling, samples_per_prompt=3, seed=0)
+    found = NativeEngine(loaded, max_num_seqs=5).generate(prompts, sampling, samples_per_prompt=3, seed=0)
     assert_same_rollouts(found, expected)
 
 
@@ -228,7 +228,7 @@ def test_recorded_outputs_of_transformers_do_not_count_as_hooks():
 
 def test_logits_that_are_not_finite_name_the_prompt_and_step(prompts: list[Prompt]):
     loaded = build(KINDS["llama"])
-    engine = NativeEngine(loaded, max_batch=3)
+    engine = NativeEngine(loaded, max_num_seqs=3)
     with torch.no_grad():
         loaded.model.lm_head.weight[3] = float("nan")
     with pytest.raises(FloatingPointError, match=r"not finite at step 0 of prompt 'prompt 3'"):

@@ -22,7 +22,7 @@ from tether.accel.fused_pass.lora_swiglu import GateAdapters
 from tether.accel.fused_pass.packed import packed_states
 from tether.device_transfer import brought, sent
 from tether.hub.tiny_model import VOCABULARY, tiny_model
-from tether.models.backbones import Trunk
+from tether.models.backbones import Backbone
 from tether.models.forward import hidden_states
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import inject_lora, lora_config
@@ -50,7 +50,7 @@ KINDS: dict[str, tuple[Any, Any]] = {
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
-def trunk(kind: str, adapters: bool, rank: int = 8, targets: Sequence[str] = LINEAR) -> Any:
+def backbone(kind: str, adapters: bool, rank: int = 8, targets: Sequence[str] = LINEAR) -> Any:
     """Weights that are bf16 numbers, held in float32."""
     model_class, config = KINDS[kind]
     torch.manual_seed(0)
@@ -81,17 +81,17 @@ def distance(found: Any, expected: Any) -> float:
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_it_is_as_near_to_float32_as_the_models_own_modules(kind: str, adapters: bool, gaps: bool):
-    assert_as_near_as_the_models_own_modules(trunk(kind, adapters), rows(gaps))
+    assert_as_near_as_the_models_own_modules(backbone(kind, adapters), rows(gaps))
 
 
 @pytest.mark.parametrize("rank", [4, 16, 24, 64, 80])
 def test_adapters_of_any_rank_are_as_near(rank: int):
-    assert_as_near_as_the_models_own_modules(trunk("llama", True, rank), rows(False))
+    assert_as_near_as_the_models_own_modules(backbone("llama", True, rank), rows(False))
 
 
 @pytest.mark.parametrize("targets", [LINEAR[:4], LINEAR[4:5], LINEAR[4:6], LINEAR[6:], LINEAR[1:5]], ids=" ".join)
 def test_adapters_on_some_layers_are_as_near(targets: list[str]):
-    assert_as_near_as_the_models_own_modules(trunk("qwen2", True, 16, targets), rows(False))
+    assert_as_near_as_the_models_own_modules(backbone("qwen2", True, 16, targets), rows(False))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -99,7 +99,7 @@ def test_the_last_states_alone_are_as_near(kind: str):
     """What a reward model is trained through: every row asks once."""
     batch = rows(False)
     ends = dataclasses.replace(batch, response_mask=last_places(batch.attention_mask))
-    assert_as_near_as_the_models_own_modules(trunk(kind, False), ends)
+    assert_as_near_as_the_models_own_modules(backbone(kind, False), ends)
 
 
 def assert_as_near_as_the_models_own_modules(exact: Any, batch: Sequences) -> None:
@@ -165,8 +165,8 @@ def test_the_gradient_of_embeddings_is_that_of_float64_rounded_and_the_same_ever
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
 def test_a_replayed_pass_and_layers_run_again_give_the_same_bits(kind: str, adapters: bool, recompute: bool):
-    model = trunk(kind, adapters).bfloat16()
-    plain, other = Trunk(model), Trunk(copy.deepcopy(model))
+    model = backbone(kind, adapters).bfloat16()
+    plain, other = Backbone(model), Backbone(copy.deepcopy(model))
     assert plain.fast.reason is None and other.fast.reason is None
     plain.fast.captured = None
     if recompute:
@@ -203,7 +203,7 @@ def test_a_batch_that_is_put_onto_the_device_is_never_waited_for():
         (outputs.logprobs.sum() + outputs.values.sum()).backward()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    captured: Any = roles.actor.trunk.fast.captured
+    captured: Any = roles.actor.backbone.fast.captured
     assert captured.captures == 1  # passes with and without a gradient are replayed by the same graph
 
 
@@ -227,12 +227,12 @@ def test_what_is_sent_and_brought_is_the_same_however_busy_the_device_is():
 def test_a_saved_reward_model_is_run_by_the_fused_pass_like_one_that_was_made_here(tmp_path):
     head = ScalarHead(256, deviation=0.1, seed=0, like=torch.zeros(1, device="cuda"))
     head.weight.data = head.weight.data.bfloat16().float()  # as it is saved
-    model = trunk("llama", False)
+    model = backbone("llama", False)
     hold_in(model, torch.bfloat16, torch.device("cuda"))
-    made = ScalarModel(Trunk(model), head, "reward")
+    made = ScalarModel(Backbone(model), head, "reward")
     made.save_pretrained(tmp_path)
     loaded = ScalarModel.load(tmp_path, "bfloat16", "cuda")
-    assert loaded.trunk.fast.way == made.trunk.fast.way == "fused"
+    assert loaded.backbone.fast.way == made.backbone.fast.way == "fused"
     assert torch.equal(loaded(rows(False)).scores, made(rows(False)).scores)
 
 

@@ -15,12 +15,12 @@ from peft.tuners.lora import LoraLayer
 
 from tether.accel import supported
 from tether.accel.decode_gpu.cache_memory import Lasting, slots_that_fit
-from tether.accel.decode_gpu.decoder_cache import DecoderKeeper
+from tether.accel.decode_gpu.decoder_cache import DecoderCache
 from tether.accel.decode_gpu.gpu_batch import LOOK, GpuBatch, bucket
 from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
 from tether.accel.decode_gpu.prefill import PREFILL_TOKENS
 from tether.accel.decode_gpu.slot_state import slot_bytes
-from tether.accel.decode_gpu.step_layers import Trunk
+from tether.accel.decode_gpu.step_layers import Backbone
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel, describe
 from tether.models.lora import inject_lora, lora_config
@@ -83,7 +83,7 @@ def test_the_samples_are_those_of_the_cpu_decoder(
 ):
     given: dict[str, Any] = {"samples_per_prompt": 3, "seed": 5}
     expected = NativeEngine(exact).generate(prompts, sampling, **given)
-    found = gpu_engine(exact, max_batch=slots).generate(prompts, sampling, **given)
+    found = gpu_engine(exact, max_num_seqs=slots).generate(prompts, sampling, **given)
     assert_same_rollouts(found, expected)
     for one, other in zip(found, expected, strict=True):
         assert torch.allclose(one.untruncated_logprobs, other.untruncated_logprobs, atol=1e-5)
@@ -104,7 +104,7 @@ def test_a_decoder_is_kept_between_calls_and_its_memory_is_not(
     exact: LoadedModel, prompts: list[Prompt], assert_same_rollouts, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr("tether.accel.decode_gpu.slot_state.cache_memory", Returned)
-    engine = gpu_engine(exact, max_batch=8)
+    engine = gpu_engine(exact, max_num_seqs=8)
     engine.generate(prompts, Sampling(20, temperature=0.3), samples_per_prompt=4, seed=9)
     kept = engine.fast.gpu.decoder
     assert kept is not None and not kept.cache.memory.mapped and kept.cache.keys.isnan().all()
@@ -117,25 +117,27 @@ def test_a_decoder_is_kept_between_calls_and_its_memory_is_not(
 
 
 def test_memory_that_cannot_be_handed_back_goes_with_the_decoder(exact: LoadedModel, prompts: list[Prompt]):
-    engine = gpu_engine(exact, max_batch=8)
+    engine = gpu_engine(exact, max_num_seqs=8)
     engine.generate(prompts, Sampling(3), samples_per_prompt=1, seed=9)
     assert engine.fast.gpu.decoder is None and engine.fast.gpu.cache_bytes > 0
 
 
 def test_a_cache_that_finds_too_little_memory_has_fewer_slots(monkeypatch: pytest.MonkeyPatch):
     def scarce(size: int, device: torch.device) -> Lasting:
-        if size > 3 * slot_bytes(Trunk(model, 1), 128):
+        if size > 3 * slot_bytes(Backbone(model, 1), 128):
             raise torch.cuda.OutOfMemoryError("none is free")
         return Returned(size, device)
 
     model = build("Llama")
     monkeypatch.setattr("tether.accel.decode_gpu.slot_state.cache_memory", scarce)
-    keeper = DecoderKeeper()
+    keeper = DecoderCache()
     decoder = keeper.ready(model, 16, 20, 4)
     assert decoder.slots == 2 and decoder.length == 128
     assert keeper.ready(model, 16, 20, 4) is decoder, "asking again finds no more"
     keeper.release()
-    monkeypatch.setattr("tether.accel.decode_gpu.decoder_cache.free_memory", lambda _: slot_bytes(Trunk(model, 1), 128))
+    monkeypatch.setattr(
+        "tether.accel.decode_gpu.decoder_cache.free_memory", lambda _: slot_bytes(Backbone(model, 1), 128)
+    )
     assert keeper.ready(model, 16, 20, 4).slots == 1, "what is free now does not hold two"
 
 
@@ -165,7 +167,7 @@ def test_windows_caps_and_several_rotary_tables_are_the_models_own(
     kind: str, prompts: list[Prompt], assert_matches_plain_forward
 ):
     loaded = describe(build(kind, **NARROW[kind]).float(), tiny_tokenizer())
-    engine = gpu_engine(loaded, max_batch=4)
+    engine = gpu_engine(loaded, max_num_seqs=4)
     sampling = Sampling(9, temperature=0.9, stop_token_ids=OFTEN)
     rollouts = engine.generate(prompts, sampling, samples_per_prompt=2, seed=0)
     assert engine.notices == ()
@@ -287,7 +289,7 @@ def test_an_idle_slot_keeps_what_it_had():
 
 
 def test_slots_are_as_many_as_the_free_memory_holds():
-    each = slot_bytes(Trunk(build("Llama"), 1), 10)
+    each = slot_bytes(Backbone(build("Llama"), 1), 10)
     assert each == 5120, "2 layers x 2 heads x 8 wide x (key, value) x 8 bytes = 512 bytes a token"
     assert slots_that_fit(100, each, free=5120 * 10) == 8, "four fifths of the free memory"
     assert slots_that_fit(5, each, free=5120 * 10) == 5

@@ -71,7 +71,7 @@ def gap(loaded: LoadedModel, rollouts: list[Rollout], temperature: float = 1.0) 
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-4), (torch.bfloat16, 0.15)], ids=["float32", "bfloat16"])
 def test_logprobs_are_those_of_the_models_own_forward_pass(kind: str, dtype: torch.dtype, limit: float):
     loaded = build(kind, dtype)
-    engine = NativeEngine(loaded, max_batch=16)
+    engine = NativeEngine(loaded, max_num_seqs=16)
     assert not engine.notices
     sampling = Sampling(40, temperature=0.8, stop_token_ids=STOPS)
     rollouts = engine.generate(PROMPTS, sampling, samples_per_prompt=12, seed=0)
@@ -92,7 +92,7 @@ def test_the_same_tokens_come_out_as_on_the_general_way(sampling: Sampling):
     loaded = build()
     general = NativeEngine(loaded)
     general._distrusted = "asked for"
-    fast = NativeEngine(loaded, max_batch=8)
+    fast = NativeEngine(loaded, max_num_seqs=8)
     given = {"samples_per_prompt": 5, "seed": 3}
     pairs = zip(general.generate(PROMPTS, sampling, **given), fast.generate(PROMPTS, sampling, **given), strict=True)
     for one, other in pairs:
@@ -102,7 +102,7 @@ def test_the_same_tokens_come_out_as_on_the_general_way(sampling: Sampling):
 
 def test_captured_steps_survive_updates_in_place_and_are_made_again_for_new_parameters():
     loaded = build()
-    engine = NativeEngine(loaded, max_batch=8)
+    engine = NativeEngine(loaded, max_num_seqs=8)
     given = {"samples_per_prompt": 2, "seed": 0}
     engine.generate(PROMPTS, Sampling(10), **given)
     decoder = engine.fast.gpu.decoder
@@ -137,7 +137,7 @@ def test_the_cache_takes_its_share_of_what_is_free_and_no_more():
 def test_engines_that_are_let_go_leave_no_memory_taken():
     loaded, held = build(dtype=torch.bfloat16), []
     for _ in range(3):
-        NativeEngine(loaded, max_batch=8).generate(PROMPTS, Sampling(10), samples_per_prompt=2, seed=0)
+        NativeEngine(loaded, max_num_seqs=8).generate(PROMPTS, Sampling(10), samples_per_prompt=2, seed=0)
         gc.collect()
         held.append(torch.cuda.memory_allocated())
     assert held[2] == held[1] == held[0]
@@ -148,7 +148,7 @@ def test_answers_of_many_lengths_in_many_slots():
     rollouts = NativeEngine(loaded).generate(
         PROMPTS, Sampling(60, stop_token_ids=STOPS), samples_per_prompt=150, seed=0
     )
-    few = NativeEngine(loaded, max_batch=30).generate(
+    few = NativeEngine(loaded, max_num_seqs=30).generate(
         PROMPTS, Sampling(60, stop_token_ids=STOPS), samples_per_prompt=150, seed=0
     )
     assert gap(loaded, rollouts) < 5e-4
@@ -172,7 +172,7 @@ def adapted(dtype: torch.dtype, targets: str, kind: str = "Llama") -> LoadedMode
 @pytest.mark.parametrize("targets", TARGETS)
 def test_adapters_are_applied(targets: str):
     loaded = adapted(torch.float32, targets)
-    engine = NativeEngine(loaded, max_batch=8)
+    engine = NativeEngine(loaded, max_num_seqs=8)
     assert not engine.notices
     assert gap(loaded, engine.generate(PROMPTS, Sampling(10), samples_per_prompt=2, seed=0)) < 5e-4
 

@@ -120,7 +120,7 @@ def test_adapters_are_added_to_the_prompts_that_are_read(rank: int):
     with torch.no_grad():
         for parameter in inject_lora(model, lora_config(rank, 1.5 * rank, names), seed=0):
             parameter.normal_(std=0.05)
-    layers = GpuDecoder(model, 1, 4, 1).trunk.layers
+    layers = GpuDecoder(model, 1, 4, 1).backbone.layers
     parts = [(layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down) for layer in layers]
     assert all(part.known and part.adapter and part.fused == (rank <= 64) for layer in parts for part in layer)
     assert_prompts_are_cached(model, fused_step)
@@ -188,7 +188,7 @@ def test_keys_and_values_are_stored_unchanged(dtype: torch.dtype):
 
 def assert_no_twin_is_used(model: Any, check: Any) -> None:
     """The fused kernels cover this model themselves."""
-    layers = GpuDecoder(model, 1, 4, 1).trunk.layers
+    layers = GpuDecoder(model, 1, 4, 1).backbone.layers
     assert all(layer.fused_attention and layer.fused_gates for layer in layers)
     assert all(layer.output.fused and layer.down.fused for layer in layers)
     check()

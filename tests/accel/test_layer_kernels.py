@@ -74,7 +74,7 @@ ADAPTED: dict[str, tuple[str, ...]] = {
 }
 
 
-def trunk(kind: str, adapted: tuple[str, ...] = (), rank: int = 4, alpha: float = 8.0) -> Any:
+def backbone(kind: str, adapted: tuple[str, ...] = (), rank: int = 4, alpha: float = 8.0) -> Any:
     model_class, config = KINDS[kind]
     torch.manual_seed(0)
     model = model_class(config).eval()
@@ -118,7 +118,7 @@ def states_and_gradients(model: Any, way: Any, wanted: Any, times: int = 1, reco
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_and_gradients_are_those_of_the_plain_parts(kind: str, adapters: bool, wanted: bool):
-    model, read = trunk(kind, MIXED if adapters else ()), rows().response_mask if wanted else None
+    model, read = backbone(kind, MIXED if adapters else ()), rows().response_mask if wanted else None
     assert assert_near_the_plain_parts(model, read) > 8
 
 
@@ -134,24 +134,24 @@ def assert_near_the_plain_parts(model: Any, wanted: Any, times: int = 1) -> int:
 @pytest.mark.parametrize("wanted", [False, True], ids=["all tokens", "wanted"])
 @pytest.mark.parametrize("adapted", ADAPTED)
 def test_whatever_has_adapters_states_and_gradients_are_those_of_the_plain_parts(adapted: str, wanted: bool):
-    model, read = trunk("llama", ADAPTED[adapted], rank=8, alpha=12.0), rows().response_mask if wanted else None
+    model, read = backbone("llama", ADAPTED[adapted], rank=8, alpha=12.0), rows().response_mask if wanted else None
     assert assert_near_the_plain_parts(model, read, times=2) == 1 + 2 * 2 * len(ADAPTED[adapted])
 
 
 @pytest.mark.parametrize("rank", [4, 16, 24, 65])
 def test_adapters_of_any_rank_give_the_plain_gradients(rank: int):
-    model = trunk("qwen2", ADAPTED["all"], rank=rank)
+    model = backbone("qwen2", ADAPTED["all"], rank=rank)
     assert_near_the_plain_parts(model, rows().response_mask)
 
 
 def test_an_adapter_too_wide_for_a_tile_behind_gates_that_are_not_gives_the_plain_gradients():
     config = LoraConfig(r=4, target_modules=list(ADAPTED["all"]), rank_pattern={"down_proj": 70})
-    model = adapt(trunk("llama"), config)
+    model = adapt(backbone("llama"), config)
     assert_near_the_plain_parts(model, None)
 
 
 def test_what_is_only_looked_at_has_the_same_bits_as_what_is_trained():
-    model, batch = trunk("llama", ADAPTED["all"]), rows()
+    model, batch = backbone("llama", ADAPTED["all"]), rows()
     with torch.no_grad():
         looked = packed_states(model, batch, wanted=None, way="fused")
     trained, again = (states_and_gradients(model, "fused", None, recompute=again) for again in (False, True))
@@ -161,7 +161,7 @@ def test_what_is_only_looked_at_has_the_same_bits_as_what_is_trained():
 
 
 def test_layers_that_are_run_again_leave_one_tensor_each():
-    model, packing = trunk("llama"), Packing.of(rows().attention_mask)
+    model, packing = backbone("llama"), Packing.of(rows().attention_mask)
     hidden = model.embed_tokens(packing.pack(rows().tokens)).detach()
     cos, sin = model.rotary_emb(hidden, packing.positions[None])
     layers = fused_pass.Layers.of(model)
@@ -217,7 +217,7 @@ def test_the_adapted_gate_is_the_plain_product_and_its_slopes(
 
 
 def test_a_second_micro_batch_adds_to_the_gradient():
-    model = trunk("qwen2")
+    model = backbone("qwen2")
     once, twice = (states_and_gradients(model, "fused", None, times) for times in (1, 2))
     for single, double in zip(once[1:], twice[1:], strict=True):
         assert (double - 2 * single).norm() <= 1e-5 * single.norm()
@@ -239,7 +239,7 @@ def test_rows_are_added_to_those_of_their_ids(ids: list[int], width: int, skippe
 
 
 def test_the_padding_tokens_embedding_is_not_trained():
-    model = trunk("llama")
+    model = backbone("llama")
     model.embed_tokens.padding_idx = int(rows().tokens[0, 4])
     assert_near_the_plain_parts(model, None, times=2)
     assert not model.embed_tokens.weight.grad[model.embed_tokens.padding_idx].any()
@@ -266,7 +266,7 @@ def test_embeddings_of_any_table_have_torchs_gradient(told: str | None):
 
 @pytest.mark.parametrize("name", ["layers.0.mlp.down_proj", "embed_tokens"])
 def test_who_watches_a_gradient_sees_it_pass(name: str):
-    model, seen = trunk("llama"), []
+    model, seen = backbone("llama"), []
     weight: Any = model.get_submodule(name).weight
     expected = states_and_gradients(model, "fused", None)
     hook = weight.register_hook(lambda grad: seen.append(grad))
@@ -278,7 +278,7 @@ def test_who_watches_a_gradient_sees_it_pass(name: str):
 
 
 def test_layers_that_are_run_again_give_the_same_gradient():
-    model = trunk("llama")
+    model = backbone("llama")
     kept, again = (states_and_gradients(model, "fused", None, recompute=again) for again in (False, True))
     for before, now in zip(kept, again, strict=True):
         assert torch.equal(now, before)

@@ -23,9 +23,9 @@ from transformers import (
 )
 
 from tether.accel.fused_pass.packed import packed_states
-from tether.models.backbones import Trunk, trunk_notices
+from tether.models.backbones import Backbone, backbone_notices
 from tether.models.forward import hidden_states
-from tether.models.shared_backbone import SharedTrunk, TopTrunk
+from tether.models.shared_backbone import SharedBackbone, TopBackbone
 from tether.ops.packing import Packing
 from tether.types import Sequences
 
@@ -51,8 +51,8 @@ def exact_norm(module: Any, x: Tensor) -> Tensor:
     return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
 
 
-def trunk(kind: str = "llama") -> Any:
-    """A random trunk in float64 throughout, its norms away from 1 so that a forgotten weight shows."""
+def backbone(kind: str = "llama") -> Any:
+    """A random backbone in float64 throughout, its norms away from 1 so that a forgotten weight shows."""
     model_class, config = KINDS[kind]
     torch.manual_seed(0)
     model = model_class(config).double().eval()
@@ -90,7 +90,7 @@ EVEN = batch([(0, 6), (0, 6)], 6)
 @pytest.mark.parametrize("rows", [UNEVEN, EVEN], ids=["uneven", "even"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_states_and_gradients_are_the_models_own(kind: str, rows: Sequences):
-    model, real = trunk(kind), rows.attention_mask
+    model, real = backbone(kind), rows.attention_mask
     ours, theirs = packed_states(model, rows), hidden_states(model, rows)
     torch.testing.assert_close(ours[real], theirs[real], rtol=1e-10, atol=1e-12)
     assert (ours[~real] == 0).all()
@@ -104,7 +104,7 @@ def test_states_and_gradients_are_the_models_own(kind: str, rows: Sequences):
     draw=st.integers(0, 2**20),
 )
 def test_only_what_is_wanted_is_found_and_it_is_the_same(spans: list[tuple[int, int]], draw: int):
-    model, rows = trunk(), batch([(start, start + length) for start, length in spans], 9)
+    model, rows = backbone(), batch([(start, start + length) for start, length in spans], 9)
     chance = torch.rand(rows.tokens.shape, generator=torch.Generator().manual_seed(draw))
     wanted = rows.attention_mask & (chance < 0.5)
     ours, theirs = packed_states(model, rows, wanted=wanted), hidden_states(model, rows)
@@ -127,17 +127,17 @@ def test_packing_comes_back(spans: list[tuple[int, int]]):
     assert packing.positions[0] == 0 and (packing.positions.diff()[packing.positions[1:] > 0] == 1).all()
 
 
-def test_a_top_on_a_shared_trunk_is_the_whole():
-    model = trunk()
-    top = TopTrunk(model, SharedTrunk(model, depth=1))
+def test_a_top_on_a_shared_backbone_is_the_whole():
+    model = backbone()
+    top = TopBackbone(model, SharedBackbone(model, depth=1))
     real = UNEVEN.attention_mask
     torch.testing.assert_close(top(UNEVEN)[real], hidden_states(model, UNEVEN)[real], rtol=1e-10, atol=1e-12)
     torch.testing.assert_close(top.plain(UNEVEN)[real], top(UNEVEN)[real], rtol=1e-10, atol=1e-12)
 
 
 def test_a_hook_is_honoured():
-    model = trunk()
-    fast = Trunk(model)
+    model = backbone()
+    fast = Backbone(model)
     with_hook = model.layers[1].mlp.register_forward_hook(lambda *given: given[-1] * 2.0)
     real = UNEVEN.attention_mask
     assert torch.equal(fast(UNEVEN)[real], hidden_states(model, UNEVEN)[real])
@@ -146,53 +146,53 @@ def test_a_hook_is_honoured():
 
 
 def test_a_model_that_computes_something_else_is_found_out():
-    model = trunk()
+    model = backbone()
     model.layers[0].self_attn.scaling = 3.0  # its own code takes it from there, too: still right
-    assert Trunk(model).fast.reason is None
+    assert Backbone(model).fast.reason is None
     model.layers[0].mlp.__class__ = type("Halved", (type(model.layers[0].mlp),), {"forward": lambda self, x: 0.5 * x})
-    assert Trunk(model).fast.reason is not None
+    assert Backbone(model).fast.reason is not None
 
 
 def test_a_layer_that_computes_something_else_is_found_however_deep_it_lies():
     config = LlamaConfig(**SHAPE | {"num_hidden_layers": 19})
     torch.manual_seed(0)
     model = LlamaModel(config).eval()
-    assert Trunk(model).fast.reason is None and trunk_notices(Trunk(model)) == ()
+    assert Backbone(model).fast.reason is None and backbone_notices(Backbone(model)) == ()
     mlp = model.layers[12].mlp
     mlp.__class__ = type("Halved", (type(mlp),), {"forward": lambda self, x: 0.5 * x})
-    reason = Trunk(model).fast.reason
+    reason = Backbone(model).fast.reason
     assert reason is not None and reason.endswith("what rounding explains on layer 13")
-    (notice,) = trunk_notices(nn.ModuleList([Trunk(model), Trunk(model)]))
+    (notice,) = backbone_notices(nn.ModuleList([Backbone(model), Backbone(model)]))
     assert notice.startswith("Training runs the model's own modules") and notice.endswith(f"{reason}.")
 
 
 def test_a_kind_that_is_not_known_says_so():
     model = GPT2Model(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32)).eval()
-    assert Trunk(model).fast.reason == "GPT2Model is not one of LlamaModel, MistralModel, Qwen2Model, Qwen3Model"
+    assert Backbone(model).fast.reason == "GPT2Model is not one of LlamaModel, MistralModel, Qwen2Model, Qwen3Model"
 
 
 @pytest.mark.parametrize("index", range(3))
 @pytest.mark.parametrize("part", ["mlp", "input_layernorm", "post_attention_layernorm", "norm"])
 def test_whatever_part_of_a_layer_is_not_what_it_seems_is_found(part: str, index: int):
-    model = trunk()
+    model = backbone()
     changed: Any = model.norm if part == "norm" else model.layers[index].get_submodule(part)
     forward = type(changed).forward
     changed.__class__ = type("Less", (type(changed),), {"forward": lambda self, x: 0.5 * forward(self, x)})
-    reason = Trunk(model).fast.reason
+    reason = Backbone(model).fast.reason
     assert reason is not None and reason.endswith(f"on layer {3 if part == 'norm' else index + 1}")
 
 
-def test_a_trunk_that_is_not_as_its_configuration_says_is_run_by_its_modules():
-    model = trunk()
+def test_a_backbone_that_is_not_as_its_configuration_says_is_run_by_its_modules():
+    model = backbone()
     model.layers = model.layers[:2]
-    cut = Trunk(model)
+    cut = Backbone(model)
     assert cut.fast.reason == "its configuration has another number of layers"
     real = UNEVEN.attention_mask
     assert torch.equal(cut(UNEVEN)[real], hidden_states(model, UNEVEN)[real])
 
 
 def test_the_second_derivative_is_refused_rather_than_wrong():
-    model = trunk()
+    model = backbone()
     states = packed_states(model, EVEN)
     gradient = torch.autograd.grad(states.square().sum(), model.layers[0].mlp.up_proj.weight, create_graph=True)[0]
     with pytest.raises(RuntimeError, match="once_differentiable"):

@@ -42,16 +42,16 @@ def run(place: Path, runs: Path, *words: str) -> tuple[list[dict], str]:
     return [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-@pytest.mark.parametrize("mode", ["separate", "adapters", "top"])
+@pytest.mark.parametrize("mode", ["separate", "lora", "shared_backbone"])
 def test_ppo_gives_the_same_results(without: Path, tmp_path: Path, mode: str):
-    words = ["--roles.mode", mode, *(["--roles.top_layers", "1"] if mode == "top" else [])]
+    words = ["--roles.mode", mode, *(["--roles.trainable_layers", "1"] if mode == "shared_backbone" else [])]
     fast, said = run(SOURCE.parent, tmp_path / "fast", *words)
     assert NOTICE not in said
     plain, said = run(without, tmp_path / "plain", *words)
     assert said.count(NOTICE) == 1
     for ours, theirs in zip(fast, plain, strict=True):
         assert ours["tokens/sampled"] == theirs["tokens/sampled"]
-        for name in ("score", "policy_loss", "value_loss", "kl_old", "entropy", "grad_norm/policy"):
+        for name in ("score", "policy_loss", "value_loss", "approx_kl", "entropy", "grad_norm/policy"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-3, abs=1e-5), name
     weights = [load_file(tmp_path / kind / "one" / "model" / files(mode)) for kind in ("fast", "plain")]
     assert weights[0].keys() == weights[1].keys()
@@ -60,4 +60,4 @@ def test_ppo_gives_the_same_results(without: Path, tmp_path: Path, mode: str):
 
 
 def files(mode: str) -> str:
-    return "adapter_model.safetensors" if mode == "adapters" else "model.safetensors"
+    return "adapter_model.safetensors" if mode == "lora" else "model.safetensors"

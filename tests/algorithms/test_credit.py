@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tether.algorithms.algorithm import Algorithm, Crediting
+from tether.algorithms.algorithm import AdvantageSettings, Algorithm
 from tether.algorithms.estimators import GAE, GroupRelative, LeaveOneOut
 from tether.algorithms.objectives import Clip, PolicyObjective, Reinforce, Unclipped
 from tether.algorithms.updates import MinibatchEpochs
@@ -29,7 +29,7 @@ def algorithm(estimator=MONTE_CARLO, **rules) -> Algorithm:
         objective=lambda _: PolicyObjective(surrogate=Reinforce()),
         update=MinibatchEpochs(1, 2),
         minibatch_size=2,
-        crediting=Crediting(**rules),
+        advantage_settings=AdvantageSettings(**rules),
     )
 
 
@@ -65,7 +65,7 @@ def test_score_on_the_last_sampled_token_and_kl_on_each():
 
 
 def test_only_an_answer_that_never_ended_gets_the_penalty_and_the_clip_does_not_soften_it():
-    rules = {"kl_place": "none", "missing_end_penalty": -10.0, "score_clip": 2.0}
+    rules = {"kl_apply_to": "none", "missing_eos_penalty": -10.0, "score_clip": 2.0}
     experience, measures = algorithm(**rules).credit(evaluated(ref_logprobs=None), 0.0)
     assert experience.rewards[0, 2] == 2.0
     assert experience.rewards[1, 3] == -10.0
@@ -74,7 +74,7 @@ def test_only_an_answer_that_never_ended_gets_the_penalty_and_the_clip_does_not_
 
 
 def test_only_a_cut_off_answer_is_bootstrapped():
-    rules = {"kl_place": "none", "bootstrap_truncated": True}
+    rules = {"kl_apply_to": "none", "bootstrap_truncated": True}
     experience, _ = algorithm(**rules).credit(evaluated(ref_logprobs=None), 0.0)
     assert experience.returns[0, 2] == 3.0
     assert experience.returns[1, 3] == -5.0 + 4.0
@@ -82,7 +82,7 @@ def test_only_a_cut_off_answer_is_bootstrapped():
 
 @pytest.mark.parametrize(("estimator", "expected"), [(LeaveOneOut(), 8.0), (GroupRelative(False, 1e-4), 4.0)])
 def test_groups_compare_whole_sequences(estimator, expected):
-    experience, _ = algorithm(estimator, kl_place="none").credit(evaluated(ref_logprobs=None, values=None), 0.0)
+    experience, _ = algorithm(estimator, kl_apply_to="none").credit(evaluated(ref_logprobs=None, values=None), 0.0)
     assert experience.advantages[0, 1:3].tolist() == [expected, expected]
     assert experience.advantages[1, 1:].tolist() == [-expected] * 3
     assert experience.advantages[0, 3] == 0
@@ -90,7 +90,7 @@ def test_groups_compare_whole_sequences(estimator, expected):
 
 def test_constant_returns_leave_explained_variance_unsaid():
     constant = evaluated(ref_logprobs=None, scores=torch.ones(2), truncated=torch.zeros(2, dtype=torch.bool))
-    assert "explained_variance" not in algorithm(kl_place="none").credit(constant, 0.0)[1].weighted
+    assert "explained_variance" not in algorithm(kl_apply_to="none").credit(constant, 0.0)[1].weighted
 
 
 def test_truncated_sampling_is_told():
@@ -107,8 +107,8 @@ def apart(*gaps: float) -> EvaluatedBatch:
 
 def test_the_gap_between_sampler_and_trainer_and_the_kl_it_implies_are_told():
     measures = algorithm().credit(apart(math.log(2.0), -math.log(4.0)), 0.0)[1]
-    assert measures.mean("sampler_gap") == pytest.approx((math.log(2.0) + math.log(4.0)) / 5)
-    assert measures.mean("sampler_gap_max") == pytest.approx(math.log(4.0))
+    assert measures.mean("logprob_diff") == pytest.approx((math.log(2.0) + math.log(4.0)) / 5)
+    assert measures.mean("logprob_diff_max") == pytest.approx(math.log(4.0))
     # k3 of KL(sampler || trainer): r - 1 - log r with r = trainer / sampler = 2 and 1/4.
     expected = (2.0 - 1.0 - math.log(2.0)) + (0.25 - 1.0 + math.log(4.0))
     assert measures.mean("sampler_kl") == pytest.approx(expected / 5)
@@ -116,7 +116,7 @@ def test_the_gap_between_sampler_and_trainer_and_the_kl_it_implies_are_told():
 
 def test_the_importance_weight_is_old_over_behavior_up_to_the_cap():
     plain, _ = algorithm().credit(apart(math.log(8.0), -math.log(4.0)), 0.0)
-    weighed, measures = algorithm(importance_cap=2.0).credit(apart(math.log(8.0), -math.log(4.0)), 0.0)
+    weighed, measures = algorithm(importance_sampling_cap=2.0).credit(apart(math.log(8.0), -math.log(4.0)), 0.0)
     weights = torch.tensor([[1.0, 2.0, 0.25, 1.0], [1.0, 1.0, 1.0, 1.0]])
     torch.testing.assert_close(weighed.advantages, plain.advantages * weights)
     assert torch.equal(weighed.returns, plain.returns)  # the critic learns what it learned before
@@ -126,7 +126,7 @@ def test_the_importance_weight_is_old_over_behavior_up_to_the_cap():
 
 def test_where_the_sampler_agrees_the_importance_weight_changes_no_bit():
     plain, _ = algorithm(whiten_advantages=True).credit(apart(0.0, 0.0), 0.1)
-    weighed, measures = algorithm(whiten_advantages=True, importance_cap=1.0).credit(apart(0.0, 0.0), 0.1)
+    weighed, measures = algorithm(whiten_advantages=True, importance_sampling_cap=1.0).credit(apart(0.0, 0.0), 0.1)
     assert torch.equal(weighed.advantages, plain.advantages)
     assert measures.mean("importance/mean") == 1.0
     assert measures.mean("importance/truncated") == 0.0
@@ -142,7 +142,7 @@ def test_to_weigh_the_advantage_is_to_weigh_the_policy_loss(surrogate, seed):
     new, behavior = (torch.randn(2, 4, generator=generator, dtype=torch.float64) for _ in range(2))
     batch = evaluated(behavior_logprobs=behavior, untruncated_logprobs=behavior)
     plain, _ = algorithm().credit(batch, 0.1)
-    weighed, _ = algorithm(importance_cap=3.0).credit(batch, 0.1)
+    weighed, _ = algorithm(importance_sampling_cap=3.0).credit(batch, 0.1)
     weights = (batch.old_logprobs.double() - behavior).exp().clamp(max=3.0)
     expected = surrogate(new, plain) * weights
     torch.testing.assert_close(surrogate(new, weighed)[MASK], expected[MASK])

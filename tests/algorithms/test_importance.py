@@ -13,7 +13,7 @@ from tether.train.rl import train_rl
 
 SMALL = [
     *("--run.steps", "2", "--rollout.prompts_per_step", "4", "--rollout.max_new_tokens", "4"),
-    *("--rollout.samples_per_prompt", "2", "--optimizer.policy_rate", "3e-3"),
+    *("--rollout.samples_per_prompt", "2", "--optimizer.policy_lr", "3e-3"),
 ]
 METHODS = {"ppo": [], "reinforce": [], "rloo": [], "grpo": [], "trpo": ["--trpo.cg_iterations", "2"]}
 
@@ -45,13 +45,13 @@ def run(method: str, *flags: str, change=None):
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_learns_from_weighed_tokens(method):
     _, plain = run(method)
-    metrics, weighed = run(method, "--rollout.importance_cap", "2", change=lambda said: said + 0.5)
+    metrics, weighed = run(method, "--rollout.importance_sampling_cap", "2", change=lambda said: said + 0.5)
     assert metrics[0]["importance/mean"] == pytest.approx(torch.tensor(-0.5).exp().item(), rel=1e-4)
     assert any(not torch.equal(plain[name], weighed[name]) for name in plain)
 
 
 def test_a_cap_cuts_what_lies_above_it():
-    metrics, _ = run("ppo", "--rollout.importance_cap", "1.5", change=lambda said: said - 1.0)
+    metrics, _ = run("ppo", "--rollout.importance_sampling_cap", "1.5", change=lambda said: said - 1.0)
     assert metrics[0]["importance/mean"] == 1.5
     assert metrics[0]["importance/truncated"] == 1.0
 

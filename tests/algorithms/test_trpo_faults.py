@@ -37,7 +37,7 @@ class PoisonedOnce:
 
 
 def test_one_bad_micro_batch_is_not_left_out_of_the_gradient_but_skips_the_step():
-    parts = build("--optimizer.micro_tokens", "64")
+    parts = build("--optimizer.micro_batch_tokens", "64")
     plain = parts.algorithm.objective
     algorithm = dataclasses.replace(parts.algorithm, objective=lambda coefficients: PoisonedOnce(plain(coefficients)))
     faults = []
@@ -64,7 +64,7 @@ def test_a_curvature_that_is_not_finite_skips_the_step(monkeypatch):
 def test_a_batch_that_is_not_finite_is_refused_once():
     parts = build()
     with torch.no_grad():
-        next(parts.roles.reference.trunk.parameters()).fill_(math.nan)
+        next(parts.roles.reference.backbone.parameters()).fill_(math.nan)
     before = parts.learner.state(copy=True)
     (result,) = train_rl(parts)
     assert result.metrics["skipped_steps"] == parts.learner.skipped_in_a_row == 1
@@ -73,7 +73,7 @@ def test_a_batch_that_is_not_finite_is_refused_once():
 
 @pytest.mark.parametrize("call", [0, 2, 4])
 def test_out_of_memory_in_the_trust_region_starts_the_move_again(monkeypatch, call):
-    (expected,) = train_rl(build("--optimizer.micro_tokens", "64"))
+    (expected,) = train_rl(build("--optimizer.micro_batch_tokens", "64"))
     calls = []
     plain = ActorCritic.distributions
 
@@ -84,9 +84,9 @@ def test_out_of_memory_in_the_trust_region_starts_the_move_again(monkeypatch, ca
         return plain(self, batch)
 
     monkeypatch.setattr(ActorCritic, "distributions", distributions)
-    parts = build("--optimizer.micro_tokens", "128")
+    parts = build("--optimizer.micro_batch_tokens", "128")
     (result,) = train_rl(parts)
-    assert parts.learner.micro_tokens < 128
+    assert parts.learner.micro_batch_tokens < 128
     assert result.metrics["out_of_memory"] == 1
-    for name in ("kl_old_after", "surrogate_gain", "step_fraction"):
+    for name in ("approx_kl_after", "surrogate_gain", "step_fraction"):
         assert result.metrics[name] == pytest.approx(expected.metrics[name], rel=1e-3)

@@ -5,8 +5,8 @@ SMALL = {
     "rollout.prompts_per_step": 4,
     "rollout.samples_per_prompt": 2,
     "rollout.max_new_tokens": 4,
-    "optimizer.policy_rate": 3e-3,
-    "optimizer.critic_rate": 3e-3,
+    "optimizer.policy_lr": 3e-3,
+    "optimizer.critic_lr": 3e-3,
 }
 PROMPTS = ["red:", "green:", "blue:", "gold:", "grey:"]
 DEMONSTRATIONS = [{"prompt": f"say {word}", "completion": word} for word in ("red", "green", "blue", "gold")]

@@ -13,7 +13,7 @@ from small_runs import DEMONSTRATIONS, PREFERENCES, PROMPTS, SMALL, share_of_let
 import tether
 from tether.types import Prompt, Rollout, Score
 
-RECORDS = {"model.device": "cpu", "optimizer.policy_rate": 3e-3, "optimizer.critic_rate": 3e-3}
+RECORDS = {"model.device": "cpu", "optimizer.policy_lr": 3e-3, "optimizer.critic_lr": 3e-3}
 
 
 # -- PPO and its run --------------------------------------------------------------------------------------------------
@@ -250,7 +250,7 @@ def test_a_task_an_engine_an_algorithm_and_a_tracker_can_be_objects(tmp_path):
     def without_whitening(algorithm: Algorithm) -> Algorithm:
         built.append(algorithm.name)
         return dataclasses.replace(
-            algorithm, crediting=dataclasses.replace(algorithm.crediting, whiten_advantages=False)
+            algorithm, advantage_settings=dataclasses.replace(algorithm.advantage_settings, whiten_advantages=False)
         )
 
     run = tether.ppo(

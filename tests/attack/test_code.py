@@ -25,7 +25,7 @@ from tether.rewards.resolve import resolve
 from tether.store.environment import git_state
 from tether.store.folder import RunFolder
 from tether.studio.launcher import Launcher
-from tether.studio.vote_training import TrainingWish, split_records, write_plan
+from tether.studio.vote_training import TrainingRequest, split_records, write_plan
 
 MARK = "import pathlib; pathlib.Path(r'{mark}').touch()\n"
 SCORE = "def score(prompt, completion, answer=None):\n    return 1.0\n"
@@ -189,7 +189,7 @@ def test_a_seal_that_was_made_for_something_else(kind: str, here: Path, tmp_path
         agree.agree_to_run(recipe, folder)
 
 
-VERBS = {
+COMMANDS = {
     "resume": ["resume", "RUN"],
     "fork": ["fork", "RUN", "--run.steps", "9"],
     "eval": ["eval", "RUN"],
@@ -222,14 +222,14 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.hang_limit(120)
-@pytest.mark.parametrize("verb", VERBS)
-def test_no_verb_runs_what_a_strangers_run_names(verb: str, here: Path, trained: Path, mark: Path, command):
+@pytest.mark.parametrize("subcommand", COMMANDS)
+def test_no_verb_runs_what_a_strangers_run_names(subcommand: str, here: Path, trained: Path, mark: Path, command):
     shutil.copytree(trained, here / "runs")
     (here / "runs" / "given" / "finished.json").unlink()
-    ended = command(*(word.replace("RUN", "runs/given") for word in VERBS[verb]))
+    ended = command(*(word.replace("RUN", "runs/given") for word in COMMANDS[subcommand]))
     assert not mark.exists(), ended.err
     assert "a bug in Tether" not in ended.err and "there is no run" not in ended.err, ended.err
-    if verb in ("resume", "fork", "eval", "train its recipe"):  # which would have to run it
+    if subcommand in ("resume", "fork", "eval", "train its recipe"):  # which would have to run it
         assert ended.code == 2 and "--allow-code evil.py" in ended.message, ended.err
 
 
@@ -338,7 +338,7 @@ def test_the_page_does_not_pass_a_strangers_names_on(here: Path, mark: Path):
     (folder / code_names.SEAL).unlink()
     records = [{"prompt": f"p{n}", "answers": ["a", "b"], "ranks": [0, 1], "votes": [n]} for n in range(8)]
     config = json.loads((folder / "recipe.json").read_text())
-    wish = TrainingWish(name="votes", queue=0, model="tiny-bytes", config=config, folder=folder)
+    wish = TrainingRequest(name="votes", queue=0, model="tiny-bytes", config=config, folder=folder)
     with pytest.raises(ConfigError, match="which you did not begin"):
         write_plan(here / "runs", wish, split_records(records, 0.2))
     assert not mark.exists()

@@ -118,14 +118,14 @@ def test_looking_at_it(name: str, command, refusal, tmp_path: Path) -> None:
         refusal(ended, 2, 5)
 
 
-@pytest.mark.parametrize("verb", ["eval", "sample"])
+@pytest.mark.parametrize("subcommand", ["eval", "sample"])
 @pytest.mark.parametrize(
     "name", ["pipe.jsonl", "zero.jsonl", "keys.jsonl", "deep.jsonl", "bomb.jsonl.gz", "loop.jsonl"]
 )
-def test_asking_from_it(name: str, verb: str, command, refusal, tmp_path: Path) -> None:
+def test_asking_from_it(name: str, subcommand: str, command, refusal, tmp_path: Path) -> None:
     make(tmp_path, name)
-    options = [name] if verb == "sample" else ["--prompts", name]
-    refusal(command(verb, "tiny-bytes", *options, "--device", "cpu"), 2, 5)
+    options = [name] if subcommand == "sample" else ["--prompts", name]
+    refusal(command(subcommand, "tiny-bytes", *options, "--device", "cpu"), 2, 5)
 
 
 @pytest.mark.parametrize(

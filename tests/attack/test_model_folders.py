@@ -152,11 +152,11 @@ def test_planning_for_it(name: str, model: Path, command, refusal, tmp_path: Pat
     refusal(command("plan", "recipe.yaml"), 2)
 
 
-@pytest.mark.parametrize("verb", ["sample", "chat", "eval", "serve"])
+@pytest.mark.parametrize("subcommand", ["sample", "chat", "eval", "serve"])
 @pytest.mark.parametrize(
     "name", ["10^7 layers", "layers as text", "config a pipe", "tokenizer deep", "weights header huge"]
 )
-def test_using_it(name: str, verb: str, model: Path, command, refusal, tmp_path: Path) -> None:
+def test_using_it(name: str, subcommand: str, model: Path, command, refusal, tmp_path: Path) -> None:
     BAD[name](model)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     options = {
@@ -165,7 +165,7 @@ def test_using_it(name: str, verb: str, model: Path, command, refusal, tmp_path:
         "chat": ["--once", "hello"],
         "serve": ["--port", "0"],
     }
-    refusal(command(verb, "model", *options.get(verb, []), "--device", "cpu"), 2, 5)
+    refusal(command(subcommand, "model", *options.get(subcommand, []), "--device", "cpu"), 2, 5)
 
 
 def adapters(folder: Path, base: object, **changes: object) -> Path:
@@ -208,12 +208,12 @@ def test_adapters(name: str, command, refusal, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["of themselves", "in a circle", "of a number", "not JSON", "deep"])
-@pytest.mark.parametrize("verb", ["plan", "sample"])
-def test_adapters_elsewhere(name: str, verb: str, command, refusal, tmp_path: Path) -> None:
+@pytest.mark.parametrize("subcommand", ["plan", "sample"])
+def test_adapters_elsewhere(name: str, subcommand: str, command, refusal, tmp_path: Path) -> None:
     ADAPTERS[name](tmp_path)
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a"}\n')
     (tmp_path / "recipe.yaml").write_text("method: ppo\nmodel: {path: a, device: cpu}\n")
-    words = ["plan", "recipe.yaml"] if verb == "plan" else ["sample", "a", "prompts.jsonl"]
+    words = ["plan", "recipe.yaml"] if subcommand == "plan" else ["sample", "a", "prompts.jsonl"]
     refusal(command(*words), 2)
 
 
@@ -247,10 +247,10 @@ def test_a_chat_template(name: str, model: Path, command, refusal, tmp_path: Pat
     assert "root:" not in said
 
 
-@pytest.mark.parametrize("verb", ["sample", "data"])
+@pytest.mark.parametrize("subcommand", ["sample", "data"])
 @pytest.mark.parametrize("name", ["nested loops", "long text", "recursion", "unclosed"])
-def test_a_chat_template_elsewhere(name: str, verb: str, model: Path, command, refusal, tmp_path: Path) -> None:
+def test_a_chat_template_elsewhere(name: str, subcommand: str, model: Path, command, refusal, tmp_path: Path) -> None:
     (model / "chat_template.jinja").write_text(TEMPLATES[name])
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "completion": "b"}\n')
-    words = ["sample", "model"] if verb == "sample" else ["data", "--model", "model"]
+    words = ["sample", "model"] if subcommand == "sample" else ["data", "--model", "model"]
     refusal(command(*words, "prompts.jsonl"), 2, 5, within=10)

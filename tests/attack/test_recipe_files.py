@@ -24,9 +24,9 @@ RECIPES = {
 ALLOWED = {"empty", "utf-16"}
 
 
-@pytest.mark.parametrize("verb", [("train", "ppo"), ("train", "sft"), ("plan",)], ids=" ".join)
+@pytest.mark.parametrize("subcommand", [("train", "ppo"), ("train", "sft"), ("plan",)], ids=" ".join)
 @pytest.mark.parametrize("name", [name for name in RECIPES if name not in ALLOWED])
-def test_a_recipe_that_is_none(name: str, verb: tuple[str, ...], tmp_path: Path, command, refusal) -> None:
+def test_a_recipe_that_is_none(name: str, subcommand: tuple[str, ...], tmp_path: Path, command, refusal) -> None:
     path = tmp_path / "recipe.yaml"
     path.write_bytes(RECIPES[name])
-    assert "recipe.yaml" in refusal(command(*verb, path), 2)
+    assert "recipe.yaml" in refusal(command(*subcommand, path), 2)

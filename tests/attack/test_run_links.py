@@ -67,7 +67,7 @@ def test_going_on_writes_through_no_link(run, tmp_path, command, refusal, name):
     assert victim.read_text() == "mine\n"
 
 
-@pytest.mark.parametrize("name", ["checkpoints", "model", "best", "pending", "faults"])
+@pytest.mark.parametrize("name", ["checkpoints", "model", "best", "spool", "faults"])
 def test_going_on_removes_nothing_behind_a_link(run, tmp_path, command, refusal, name):
     victim = tmp_path / "victim"
     if name == "checkpoints":
@@ -80,19 +80,19 @@ def test_going_on_removes_nothing_behind_a_link(run, tmp_path, command, refusal,
     assert sorted(path.name for path in victim.iterdir()) == before
 
 
-@pytest.mark.parametrize("verb", ["show", "report", "doctor", "verify", "fork", "export", "resume"])
+@pytest.mark.parametrize("subcommand", ["show", "report", "doctor", "verify", "fork", "export", "resume"])
 @pytest.mark.parametrize("target", [None, "/dev/zero"], ids=["pipe", "device"])
 @pytest.mark.parametrize("name", NAMES)
-def test_pipes_and_devices_are_not_waited_for(run, command, name, target, verb):
+def test_pipes_and_devices_are_not_waited_for(run, command, name, target, subcommand):
     instead(run, name, target)
     words = {
         "verify": ("doctor", run, "--verify"),
         "export": ("export", run, "--checkpoint", "-1", "--model", "out"),
         "fork": ("fork", run, "--run.name", "other"),
     }
-    ended = command(*words.get(verb, (verb, run)))
+    ended = command(*words.get(subcommand, (subcommand, run)))
     assert ended.seconds < 5 and ended.code in (0, 2, 6) and "Traceback" not in ended.err, ended.err[-2000:]
-    if verb in ("resume", "verify"):
+    if subcommand in ("resume", "verify"):
         assert ended.code != 0
 
 

@@ -55,13 +55,13 @@ def test_version(capsys):
 def test_top_help_lists_every_verb(capsys):
     assert cli.main(["--help"]) == 0
     shown = capsys.readouterr().out
-    for name, verb in cli.VERBS.items():
-        assert f"  {name}" in shown and verb.summary in shown
+    for name, subcommand in cli.COMMANDS.items():
+        assert f"  {name}" in shown and subcommand.summary in shown
 
 
 def test_no_verb_at_all_shows_the_help_and_is_wrong_usage(capsys):
     assert cli.main([]) == 2
-    assert "Verbs:" in capsys.readouterr().err
+    assert "Commands:" in capsys.readouterr().err
 
 
 def test_train_help_lists_every_method(capsys):
@@ -158,9 +158,9 @@ def test_conformance_hands_on_its_options(conformance, tmp_path: Path, monkeypat
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["trian", "ppo"], "unknown verb trian: did you mean train?"),
+        (["trian", "ppo"], "unknown command trian: did you mean train?"),
         (["--verison"], "unknown option --verison: did you mean --version?"),
-        (["zzz"], "unknown verb zzz: choose one of train, resume"),
+        (["zzz"], "unknown command zzz: choose one of train, resume"),
         (["train", "pppo"], "unknown method pppo: did you mean ppo?"),
         (["train"], "train needs a method first"),
         (["train", "--ppo.gamma", "1"], "train needs a method first"),

@@ -1,4 +1,4 @@
-"""The names that scripts depend on, frozen: verbs, methods and every dotted key.
+"""The names that scripts depend on, frozen: commands, methods and every dotted key.
 
 After a change on purpose, run `python tests/commands/test_cli_surface.py` and say in CHANGELOG.md what changed.
 """
@@ -6,7 +6,7 @@ After a change on purpose, run `python tests/commands/test_cli_surface.py` and s
 import json
 from pathlib import Path
 
-from tether.cli import METHODS, VERBS
+from tether.cli import COMMANDS, METHODS
 from tether.config import RECIPES
 from tether.config.schema import describe
 
@@ -15,7 +15,7 @@ FILE = Path(__file__).with_name("surface.json")
 
 def surface() -> dict[str, object]:
     return {
-        "verbs": list(VERBS),
+        "commands": list(COMMANDS),
         "methods": list(METHODS),
         "keys": {method: [leaf.key for leaf in describe(recipe)] for method, recipe in RECIPES.items()},
     }

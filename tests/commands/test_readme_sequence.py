@@ -22,7 +22,7 @@ from tether.hub.catalog import cached_model
 
 ROOT = Path(__file__).parents[2]
 REAL = "smollm2-135m"
-FEW = "--run.steps 2 --model.device cpu --optimizer.micro_tokens 4096"
+FEW = "--run.steps 2 --model.device cpu --optimizer.micro_batch_tokens 4096"
 SHORT = {
     "tether train sft": f"{FEW} --sft.batch_size 4",
     "tether train reward": f"{FEW} --reward.batch_size 4",

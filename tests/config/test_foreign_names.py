@@ -21,22 +21,22 @@ def told(method: str, *flags: str, path: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("method", "flags", "answer"),
     [
-        ("ppo", ["--lr", "1e-5"], "--lr: here it is --optimizer.policy_rate 1e-5; the critic's"),
-        ("ppo", ["--learning-rate=1e-5"], "here it is --optimizer.policy_rate 1e-5"),
-        ("reward", ["--lr", "1e-5"], "here it is --optimizer.critic_rate 1e-5"),
-        ("ppo", ["--optimizer.lr", "1e-5"], "--optimizer.lr: here it is --optimizer.policy_rate 1e-5"),
+        ("ppo", ["--lr", "1e-5"], "--lr: here it is --optimizer.policy_lr 1e-5; the critic's"),
+        ("ppo", ["--learning-rate=1e-5"], "here it is --optimizer.policy_lr 1e-5"),
+        ("reward", ["--lr", "1e-5"], "here it is --optimizer.critic_lr 1e-5"),
+        ("ppo", ["--optimizer.lr", "1e-5"], "--optimizer.lr: here it is --optimizer.policy_lr 1e-5"),
         ("ppo", ["--output_dir", "out/mine"], "here it is --run.directory out --run.name mine"),
         ("sft", ["--num_train_epochs", "3"], "here it is --run.epochs 3"),
         ("ppo", ["--num_train_epochs", "3"], "here it is --run.steps N; passes over each batch of rollouts"),
         ("sft", ["--per_device_train_batch_size", "4"], "here it is --sft.batch_size 4; it counts a whole"),
         ("ppo", ["--per_device_train_batch_size", "4"], "here it is --ppo.minibatch_size 4"),
-        ("dpo", ["--gradient_accumulation_steps", "4"], "here it is --optimizer.micro_tokens"),
-        ("ppo", ["--wandb"], "here it is --store.sinks wandb"),
-        ("ppo", ["--report_to", "tensorboard"], "here it is --store.sinks tensorboard"),
+        ("dpo", ["--gradient_accumulation_steps", "4"], "here it is --optimizer.micro_batch_tokens"),
+        ("ppo", ["--wandb"], "here it is --store.trackers wandb"),
+        ("ppo", ["--report_to", "tensorboard"], "here it is --store.trackers tensorboard"),
         ("ppo", ["--bf16"], "here it is --model.dtype bfloat16"),
         ("ppo", ["--max_steps", "10"], "here it is --run.steps 10"),
         ("sft", ["--warmup_ratio", "0.1"], "here it is --optimizer.warmup 0.1"),
-        ("sft", ["--lora_r", "8"], "here it is --roles.lora_rank 8; with --roles.mode adapters"),
+        ("sft", ["--lora_r", "8"], "here it is --roles.lora_rank 8; with --roles.mode lora"),
         ("dpo", ["--beta", "0.1"], "here it is --dpo.beta 0.1"),
         ("grpo", ["--beta", "0.1"], "here it is --kl.coef 0.1"),
         ("sft", ["--beta", "0.1"], "sft has no such setting"),
@@ -61,9 +61,9 @@ def test_a_foreign_key_in_a_file_is_answered_in_the_files_words(tmp_path: Path):
     file = tmp_path / "x.yaml"
     file.write_text("learning_rate: 1e-5\nreport_to: wandb\noptimizer: {lr: 2e-5}\n")
     said = told("ppo", path=str(file))
-    assert "line 1: here it is optimizer: {policy_rate: 1e-5}; the critic's" in said
-    assert "line 2: here it is store: {sinks: wandb}" in said
-    assert "line 3: here it is optimizer: {policy_rate: 2e-5}" in said
+    assert "line 1: here it is optimizer: {policy_lr: 1e-5}; the critic's" in said
+    assert "line 2: here it is store: {trackers: wandb}" in said
+    assert "line 3: here it is optimizer: {policy_lr: 2e-5}" in said
 
 
 def test_a_misspelling_inside_a_section_is_still_a_misspelling():
@@ -86,16 +86,16 @@ def test_every_foreign_name_leads_to_keys_that_are_there(method: str):
 # -- lists as flags
 
 
-def sinks(*flags: str) -> tuple[str, ...]:
-    return load_recipe("ppo", None, flags).store.sinks
+def trackers(*flags: str) -> tuple[str, ...]:
+    return load_recipe("ppo", None, flags).store.trackers
 
 
 def test_a_list_is_given_as_a_word_as_words_or_flag_by_flag():
-    assert sinks("--store.sinks", "wandb") == ("wandb",)
-    assert sinks("--store.sinks", "wandb,tensorboard") == ("wandb", "tensorboard")
-    assert sinks("--store.sinks", "wandb", "--store.sinks", "tensorboard") == ("wandb", "tensorboard")
-    assert sinks("--store.sinks", "[wandb, tensorboard]") == ("wandb", "tensorboard")
-    assert sinks("--store.sinks", "wandb", "--store.sinks", "[]") == (), "a list in brackets replaces"
+    assert trackers("--store.trackers", "wandb") == ("wandb",)
+    assert trackers("--store.trackers", "wandb,tensorboard") == ("wandb", "tensorboard")
+    assert trackers("--store.trackers", "wandb", "--store.trackers", "tensorboard") == ("wandb", "tensorboard")
+    assert trackers("--store.trackers", "[wandb, tensorboard]") == ("wandb", "tensorboard")
+    assert trackers("--store.trackers", "wandb", "--store.trackers", "[]") == (), "a list in brackets replaces"
 
 
 def test_every_key_that_holds_a_list_takes_words():
@@ -117,10 +117,10 @@ def test_every_key_that_holds_a_list_takes_words():
 
 def test_a_single_value_in_a_file_is_a_list_of_one(tmp_path: Path):
     file = tmp_path / "x.yaml"
-    file.write_text("store: {sinks: wandb}\n")
-    assert load_recipe("ppo", str(file)).store.sinks == ("wandb",)
+    file.write_text("store: {trackers: wandb}\n")
+    assert load_recipe("ppo", str(file)).store.trackers == ("wandb",)
 
 
 def test_a_wrong_word_in_a_list_is_told_with_the_choices():
-    assert "each one of tensorboard, wandb, trackio" in told("ppo", "--store.sinks", "wandb,mlflow")
-    assert "needs a value" in told("ppo", "--store.sinks")
+    assert "each one of tensorboard, wandb, trackio" in told("ppo", "--store.trackers", "wandb,mlflow")
+    assert "needs a value" in told("ppo", "--store.trackers")

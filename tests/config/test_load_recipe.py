@@ -54,7 +54,7 @@ def test_flags_win_over_yaml_and_yaml_over_defaults(write):
 
 def test_a_section_given_in_part_keeps_this_recipes_own_defaults(write):
     kl = grpo(write("kl: {coef: 0.2}")).kl
-    assert (kl.place, kl.estimator, kl.coef) == ("loss", "k3", 0.2)
+    assert (kl.apply_to, kl.estimator, kl.coef) == ("loss", "k3", 0.2)
     assert grpo(None, "--kl.coef", "0.2").kl == kl
     assert grpo(None, "--grpo.aggregation.fixed_length", "null").grpo.aggregation.over == "sequence"
     rollout = grpo(write("rollout: {temperature: 0.5}")).rollout
@@ -104,9 +104,9 @@ def test_flags_take_dashes_or_underscores_and_equals_or_a_space(flag: str):
 @pytest.mark.parametrize(
     ("flag", "text", "value"),
     [
-        ("optimizer.policy_rate", "1e-5", 1e-5),
-        ("optimizer.policy_rate", "1", 1.0),
-        ("optimizer.policy_rate", "0.5e-3", 5e-4),
+        ("optimizer.policy_lr", "1e-5", 1e-5),
+        ("optimizer.policy_lr", "1", 1.0),
+        ("optimizer.policy_lr", "0.5e-3", 5e-4),
         ("optimizer.max_grad_norm", "null", None),
         ("optimizer.betas", "[0.9, 0.95]", (0.9, 0.95)),
         ("run.steps", "10_000", 10_000),
@@ -116,8 +116,8 @@ def test_flags_take_dashes_or_underscores_and_equals_or_a_space(flag: str):
         ("run.name", "null", None),
         ("run.name", "'null'", "null"),
         ("task.name", "package.module:factory", "package.module:factory"),
-        ("reward.missing_end_penalty", "-1.5", -1.5),
-        ("kl.place", "none", "none"),
+        ("reward.missing_eos_penalty", "-1.5", -1.5),
+        ("kl.apply_to", "none", "none"),
     ],
 )
 def test_values_on_flags(flag: str, text: str, value: object):
@@ -136,9 +136,9 @@ def test_of_a_flag_given_twice_the_last_counts():
 
 
 def test_yaml_has_no_surprises(write):
-    run = ppo(write("run: {name: no, directory: 2026-01-01, seed: 010}\noptimizer: {policy_rate: 3e-3}")).run
+    run = ppo(write("run: {name: no, directory: 2026-01-01, seed: 010}\noptimizer: {policy_lr: 3e-3}")).run
     assert (run.name, run.directory, run.seed) == ("no", "2026-01-01", 10)
-    assert ppo("x.yaml").optimizer.policy_rate == 3e-3
+    assert ppo("x.yaml").optimizer.policy_lr == 3e-3
 
 
 # -- mistakes in the file
@@ -155,7 +155,7 @@ def test_an_unknown_key_is_told_the_nearest(write):
         ("clip_range: 0.1", "unknown key clip_range in x.yaml, line 1: did you mean ppo.clip_range?"),
         ("ppo: {clip: 0.1}", "unknown key ppo.clip in x.yaml, line 1: did you mean ppo.clip_range?"),
         ("rollouts: {temperature: 1}", "unknown key rollouts in x.yaml, line 1: did you mean rollout?"),
-        ("policy_rat: 1", "unknown key policy_rat in x.yaml, line 1: did you mean optimizer.policy_rate?"),
+        ("policy_lrs: 1", "unknown key policy_lrs in x.yaml, line 1: did you mean optimizer.policy_lr?"),
         ("grpo: {epochs: 1}", "unknown key grpo in x.yaml, line 1: it belongs to another method, and this is ppo"),
         ("zzz: 1", "unknown key zzz in x.yaml, line 1: `tether train ppo --help` lists them all"),
         ("ppo.gamma: 1", "key ppo.gamma in x.yaml, line 1: nest it, as ppo: {gamma: ...}"),
@@ -290,4 +290,4 @@ def test_an_unknown_method():
 
 @pytest.mark.parametrize(("word", "value"), [("32", 32), ("auto", "auto")])
 def test_beside_a_choice_of_words_a_number_is_a_number(word: str, value: object):
-    assert ppo(None, "--rollout.max_batch", word).rollout.max_batch == value
+    assert ppo(None, "--rollout.max_num_seqs", word).rollout.max_num_seqs == value

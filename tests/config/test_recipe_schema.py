@@ -20,7 +20,7 @@ def test_every_key_is_described_in_plain_words(method: str):
 
 def test_defaults_are_the_recipes_own():
     own = {method: {leaf.key: leaf.default for leaf in describe(recipe)} for method, recipe in RECIPES.items()}
-    assert own["ppo"]["kl.place"] == "reward" and own["grpo"]["kl.place"] == "loss"
+    assert own["ppo"]["kl.apply_to"] == "reward" and own["grpo"]["kl.apply_to"] == "loss"
     assert own["sft"]["data.train"] is REQUIRED and own["sft"]["data.max_length"] == 1024
 
 

@@ -26,7 +26,7 @@ CHAT = (
     "{{ c['function']['name'] }}({{ c['function']['arguments'] | tojson }}){% endfor %}<|end|>\n{% endfor %}"
     "{% if add_generation_prompt %}[assistant]{% if no_think %}-{% endif %}{% endif %}"
 )
-TINY = ("--model.device", "cpu", "--run.steps", "2", "--optimizer.policy_rate", "1e-3")
+TINY = ("--model.device", "cpu", "--run.steps", "2", "--optimizer.policy_lr", "1e-3")
 FEW = ("--rollout.prompts_per_step", "2", "--rollout.max_new_tokens", "3", "--reward.parts", "[{kind: ended}]")
 SIZES = {"sft": ("--sft.batch_size", "2"), "reward": ("--reward.batch_size", "2"), "dpo": ("--dpo.batch_size", "2")}
 

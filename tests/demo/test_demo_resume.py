@@ -62,11 +62,13 @@ def everything(root):
 def with_roles(demo, mode: str):
     """The demo with its roles in this mode, one layer at the top."""
     stages = {stage: getattr(demo, stage) for stage in ("sft", "reward", "ppo")}
-    roles = {name: stage.roles.model_copy(update={"mode": mode, "top_layers": 1}) for name, stage in stages.items()}
+    roles = {
+        name: stage.roles.model_copy(update={"mode": mode, "trainable_layers": 1}) for name, stage in stages.items()
+    }
     return demo.model_copy(update={name: stages[name].model_copy(update={"roles": roles[name]}) for name in stages})
 
 
-@pytest.mark.parametrize("mode", ["separate", "top"])
+@pytest.mark.parametrize("mode", ["separate", "shared_backbone"])
 def test_a_demo_that_is_broken_off_in_every_stage_ends_as_one_that_is_not(small, tmp_path, monkeypatch, capsys, mode):  # noqa: F811
     small = with_roles(small, mode)
     small = small.model_copy(update={"directory": str(tmp_path / "calm")})
@@ -85,7 +87,7 @@ def test_a_demo_that_is_broken_off_in_every_stage_ends_as_one_that_is_not(small,
                 pipeline.resume_demo(root, json_output=True)
     assert pipeline.resume_demo(root, json_output=True) == 0
     assert everything(root) == calm
-    assert not (root / "states").exists(), "what the trunk gave is read by no later stage"
+    assert not (root / "states").exists(), "what the backbone gave is read by no later stage"
     assert {"sft", "preferences", "reward", "ppo", "judging"} <= json.loads((root / "summary.json").read_text())[
         "seconds"
     ].keys()

@@ -109,7 +109,7 @@ def test_a_key_without_a_description_fails(monkeypatch: pytest.MonkeyPatch):
 # -- commands -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", command_pages.cli.VERBS)
+@pytest.mark.parametrize("name", command_pages.cli.COMMANDS)
 def test_every_option_of_a_command_is_there(name: str):
     page = PAGES[f"reference/commands/{name}.md"]
     parser = command_pages.parser_of(name, [])

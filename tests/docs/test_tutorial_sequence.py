@@ -19,13 +19,13 @@ from tether import cli
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "tutorial.md").read_text(encoding="utf-8")
-FEW = "--run.steps 2 --model.device cpu --optimizer.micro_tokens 4096 --roles.top_layers 1"
+FEW = "--run.steps 2 --model.device cpu --optimizer.micro_batch_tokens 4096 --roles.trainable_layers 1"
 PPO = "--rollout.prompts_per_step 4 --ppo.minibatch_size 4 --rollout.max_new_tokens 8 --rollout.samples_per_prompt 1"
 SHORT = {
     "tether train sft": FEW,
     "tether train reward": f"{FEW} --reward.batch_size 4",
     "tether train ppo": f"{FEW} {PPO}",
-    "tether plan": f"--model.device cpu --roles.top_layers 1 {PPO}",
+    "tether plan": f"--model.device cpu --roles.trainable_layers 1 {PPO}",
     "tether sample": "--device cpu --limit 4 --max-new-tokens 8",
     "tether eval": "--device cpu --limit 4 --max-new-tokens 8",
     "tether chat": "--device cpu --max-new-tokens 8",

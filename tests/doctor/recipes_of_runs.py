@@ -31,17 +31,17 @@ def supervised(method: str, name: str, *flags: str, seed: int = 0) -> RunToRecor
     kind = "demonstrations" if method == "sft" else "preferences"
     given = (
         *("--data.train", f"{{data}}/train_{kind}.jsonl", "--data.held_out", f"{{data}}/held_out_{kind}.jsonl"),
-        *("--optimizer.policy_rate", "1e-3", "--optimizer.critic_rate", "1e-3", "--model.device", "cpu"),
+        *("--optimizer.policy_lr", "1e-3", "--optimizer.critic_lr", "1e-3", "--model.device", "cpu"),
         *("--run.seed", str(seed), "--run.steps", "40", *flags),
     )
     return RunToRecord(name, method, None, given)
 
 
-GENTLE = ("--optimizer.policy_rate", "1e-3", "--optimizer.critic_rate", "1e-3", "--optimizer.schedule", "linear")
+GENTLE = ("--optimizer.policy_lr", "1e-3", "--optimizer.critic_lr", "1e-3", "--optimizer.schedule", "linear")
 """Rates at which the tiny task is learned without coming apart: the recipes' own are in a hurry."""
-WITH_KL = ("--kl.place", "reward", "--kl.coef", "0.02")
+WITH_KL = ("--kl.apply_to", "reward", "--kl.coef", "0.02")
 SMALL = ("--rollout.prompts_per_step", "32", "--ppo.minibatch_size", "16", "--ppo.epochs", "2")
-HASTY = ("--optimizer.policy_rate", "1e-2")
+HASTY = ("--optimizer.policy_lr", "1e-2")
 EVALUATED = ("--evaluation.every", "1")
 LONGER = ("--rollout.max_new_tokens", "24")
 
@@ -60,7 +60,7 @@ KINDS = {
     "ppo-ending": lambda name, seed: tiny("ppo", name, *GENTLE, *WITH_KL, *LONGER, *reward("ended_soon"), seed=seed),
     "ppo-penalty": lambda name, seed: tiny("ppo", name, *GENTLE, "--ppo.objective", "kl_penalty", seed=seed),
     "grpo": lambda name, seed: tiny("grpo", name, *GENTLE, seed=seed),
-    "grpo-kl": lambda name, seed: tiny("grpo", name, *GENTLE, "--kl.place", "loss", "--kl.coef", "0.02", seed=seed),
+    "grpo-kl": lambda name, seed: tiny("grpo", name, *GENTLE, "--kl.apply_to", "loss", "--kl.coef", "0.02", seed=seed),
     "rloo": lambda name, seed: tiny("rloo", name, seed=seed),
     "reinforce": lambda name, seed: tiny("reinforce", name, seed=seed),
     "trpo": lambda name, seed: tiny("trpo", name, seed=seed, steps=20),
@@ -98,7 +98,7 @@ def proxy(function: str) -> tuple[str, ...]:
 
 SCOLDED = (
     *reward("scolded"),
-    *("--reinforce.weighting", "to_go", "--reinforce.whiten_advantages", "false", "--optimizer.policy_rate", "1e-4"),
+    *("--reinforce.weighting", "to_go", "--reinforce.whiten_advantages", "false", "--optimizer.policy_lr", "1e-4"),
 )
 """Every answer is marked down, so that every sampled token becomes less likely."""
 NOISE = ("--task.name", "sick_tasks:NeverRight")
@@ -106,9 +106,11 @@ NOISE = ("--task.name", "sick_tasks:NeverRight")
 SICK = (
     sick("rollout-mismatch", "coarse-engine", *GENTLE, *WITH_KL, engine="rounded"),
     sick("negative-kl", "top-k", *FROM_SFT, *WITH_KL, *SCOLDED, "--rollout.top_k", "1", method="reinforce"),
-    sick("kl-runaway", "no-tether", *FROM_SFT, "--kl.place", "reward", "--kl.coef", "0", *reward("one_letter"), *HASTY),
-    sick("entropy-collapse", "far-too-fast", "--optimizer.policy_rate", "0.1", "--ppo.epochs", "8"),
-    sick("repetition mode-collapse", "one-letter", *LONGER, *reward("one_letter"), "--optimizer.policy_rate", "1e-2"),
+    sick(
+        "kl-runaway", "no-tether", *FROM_SFT, "--kl.apply_to", "reward", "--kl.coef", "0", *reward("one_letter"), *HASTY
+    ),
+    sick("entropy-collapse", "far-too-fast", "--optimizer.policy_lr", "0.1", "--ppo.epochs", "8"),
+    sick("repetition mode-collapse", "one-letter", *LONGER, *reward("one_letter"), "--optimizer.policy_lr", "1e-2"),
     sick(
         "length never-ends",
         "longer-is-better",
@@ -124,17 +126,17 @@ SICK = (
     ),
     sick("score-collapse", "entropy-bonus", *GENTLE, *FROM_SFT, "--ppo.entropy_coef", "1"),
     sick("flat-scores", "constant-reward", *GENTLE, *reward("constant")),
-    sick("critic", "critic-asleep", *GENTLE, "--optimizer.critic_rate", "0", steps=40),
-    sick("critic-rate", "critic-too-fast", *GENTLE, "--optimizer.critic_rate", "0.3"),
+    sick("critic", "critic-asleep", *GENTLE, "--optimizer.critic_lr", "0", steps=40),
+    sick("critic-rate", "critic-too-fast", *GENTLE, "--optimizer.critic_lr", "0.3"),
     sick("dominated-advantages", "rare-prize", *GENTLE, *reward("rare_prize")),
     sick("clip", "clip-binds", *HASTY, *NOISE, "--ppo.epochs", "8", "--ppo.minibatch_size", "16", steps=16),
-    sick("clip", "clip-idle", "--optimizer.policy_rate", "1e-7"),
-    sick("early-stop", "stops-early", "--ppo.max_kl_old", "1e-5"),
+    sick("clip", "clip-idle", "--optimizer.policy_lr", "1e-7"),
+    sick("early-stop", "stops-early", "--ppo.target_kl", "1e-5"),
     sick("gradient-spikes", "score-spikes", *GENTLE, *reward("spiky"), "--ppo.whiten_advantages", "false"),
-    sick("never-ends", "cut-short", *FROM_SFT, "--optimizer.policy_rate", "1e-6", "--rollout.max_new_tokens", "4"),
+    sick("never-ends", "cut-short", *FROM_SFT, "--optimizer.policy_lr", "1e-6", "--rollout.max_new_tokens", "4"),
     sick("reward-failures", "scores-missing", *GENTLE, *reward("often_missing"), "--reward.max_failure_rate", "0.5"),
-    sick("not-training", "rate-zero", "--optimizer.policy_rate", "0"),
-    sick("not-training", "adapters-asleep", "--roles.mode", "adapters", "--optimizer.policy_rate", "0", steps=12),
+    sick("not-training", "rate-zero", "--optimizer.policy_lr", "0"),
+    sick("not-training", "adapters-asleep", "--roles.mode", "lora", "--optimizer.policy_lr", "0", steps=12),
 )
 
 RUNS = (*HEALTHY, *SICK)

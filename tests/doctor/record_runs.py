@@ -98,7 +98,7 @@ def record(run: RunToRecord) -> dict[str, Any]:
 
 def train_first(data: Path) -> None:
     """A model that knows the task, which a run can then start from and fall from."""
-    flags = f"--data.train {data}/train_demonstrations.jsonl --optimizer.policy_rate 5e-3 --run.steps 150".split()
+    flags = f"--data.train {data}/train_demonstrations.jsonl --optimizer.policy_lr 5e-3 --run.steps 150".split()
     recipe = load_recipe("sft", None, [*flags, "--model.device", "cpu"])
     policy = load_policy(recipe)
     for _ in train_supervised(build_supervised(recipe, policy)):

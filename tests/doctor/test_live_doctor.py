@@ -2,8 +2,8 @@
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from made_up import answered, made_up
 from stored_runs import read_recorded
+from synthetic import answered, synthetic
 
 from tether.doctor.doctor import AUDITS, Doctor, LiveDoctor, spread_out, with_measures
 from tether.doctor.findings import Audit, Finding
@@ -11,9 +11,9 @@ from tether.store.recorded import RecordedRun
 
 NAMES = (
     *("score", "score_std", "entropy", "kl_ref_k1", "kl_ref_k3", "response_length", "truncated", "clip_fraction"),
-    *("explained_variance", "value_loss", "grad_norm/policy", "steps", "skipped_steps", "early_stop", "kl_old"),
-    *("sampler_gap", "truncation_gap", "held_out/score", "reward/true", "dropped/unscored", "answers/top_share"),
-    *("prompts/distinct", "prompts/asked", "answers/repetition", "advantage_top_share", "groups/flat"),
+    *("explained_variance", "value_loss", "grad_norm/policy", "steps", "skipped_steps", "early_stop", "approx_kl"),
+    *("logprob_diff", "truncation_gap", "held_out/score", "reward/true", "dropped/unscored", "answers/top_share"),
+    *("prompts/distinct", "prompts/asked", "answers/repetition", "advantage_top_share", "zero_std_groups"),
 )
 
 
@@ -38,7 +38,7 @@ def test_a_disease_is_told_while_the_run_goes_on_and_only_once():
 def test_a_finding_is_told_again_when_it_has_become_graver():
     values = [0.4] * 20 + [0.9] * 60
     said = [
-        finding.severity for _, finding in watch(made_up(clip_fraction=values, steps=80)) if finding.audit == "clip"
+        finding.severity for _, finding in watch(synthetic(clip_fraction=values, steps=80)) if finding.audit == "clip"
     ]
     assert said == ["warning", "alarm"]
 

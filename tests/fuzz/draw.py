@@ -42,24 +42,24 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "rollout.samples_per_prompt": (1, 2, 3),
     "rollout.max_new_tokens": (1, 2, 2, 5, 5, 8, 8, 300),
     "rollout.stop_token_ids": ([], [10], list(range(0, 250, 3)), [100_000]),
-    "rollout.max_batch": ("auto", 1, 3),
+    "rollout.max_num_seqs": ("auto", 1, 3),
     "roles.lora_targets": ("all-linear", "q_proj,v_proj", "no_such_layer"),
-    "roles.top_layers": (1, 1, 1, 2),
-    "roles.critic_from": (None, "{reward}"),
-    "roles.trunk_states": (None, "{folder}/states"),
-    "optimizer.micro_tokens": (1, 20, 64, 8192),
+    "roles.trainable_layers": (1, 1, 1, 2),
+    "roles.critic_init": (None, "{reward}"),
+    "roles.backbone_cache": (None, "{folder}/states"),
+    "optimizer.micro_batch_tokens": (1, 20, 64, 8192),
     "optimizer.betas": ([0.9, 0.95], [0.0, 0.0], [0.9, 0.999]),
     "data.train": ("{data}",),
     "data.held_out": (None, "{data}"),
     "data.max_length": (4, 24, 200, 1024),
     "data.max_prompt_length": (None, None, 12, 200),
-    "reward.centre_on": (None, "{demonstrations}"),
+    "reward.center_on": (None, "{demonstrations}"),
     "ptx.data": (None, "{demonstrations}"),
     "ptx.max_length": (4, 24, 200),
     "run.seed": (0, 1, 7, 12345),
     "run.max_skipped": (1, 10),
-    "run.stall_seconds": (0.0, 60.0),
-    "store.sinks": ([], [], ["tensorboard"]),
+    "run.hang_timeout": (0.0, 60.0),
+    "store.trackers": ([], [], ["tensorboard"]),
     "evaluation.prompts": (1, 2),
 }
 KEPT = ("run.name", "run.directory", "run.steps", "run.save", "model.path", "model.device", "store.url", "task.")
@@ -96,7 +96,7 @@ def _text(value: Any, places: dict[str, str]) -> str:
 
 def start(method: str) -> dict[str, Any]:
     """What every case has: a tiny model on the CPU, two steps, little of everything."""
-    flags: dict[str, Any] = {"model.device": "cpu", "run.steps": 2, "roles.top_layers": 1, "roles.lora_rank": 2}
+    flags: dict[str, Any] = {"model.device": "cpu", "run.steps": 2, "roles.trainable_layers": 1, "roles.lora_rank": 2}
     keys = {leaf.key for leaf in describe(RECIPES[method])}
     small = {
         "data.train": "{data}",

@@ -43,8 +43,8 @@ from tether.errors import TetherError
 from tether.train.run import Trained, train_recipe
 
 LONGEST = 120  # seconds of one run
-MOST_WARNINGS = 3
-LONGEST_SENTENCE = 600
+MAX_WARNINGS = 3
+MAX_SENTENCE = 600
 # Undefined on some batches: a correlation or deviation of one value.
 MAY_BE_NAN = ("correlation", "explained_variance", "_std")
 
@@ -78,14 +78,14 @@ def run_case(number: int, folder: Path, resume: bool) -> Outcome:
             finding = not_finite(numbers)
             if resume and not finding:
                 finding = resumed_differently(case, places, folder, trained)
-        if len(heard) > MOST_WARNINGS:
+        if len(heard) > MAX_WARNINGS:
             finding = finding or f"{len(heard)} warnings, such as: {heard[0]}"
     except TetherError as error:
         result, detail = "refused", str(error)
         if error.exit_code == 1:
             finding = "an error without an exit code of its own"
-        elif not detail or len(detail) > LONGEST_SENTENCE or "Traceback" in detail:
-            finding = f"this is not a sentence: {detail[:LONGEST_SENTENCE]}"
+        elif not detail or len(detail) > MAX_SENTENCE or "Traceback" in detail:
+            finding = f"this is not a sentence: {detail[:MAX_SENTENCE]}"
     except HungError:
         finding = f"did not end within {LONGEST} seconds"
     except Exception:

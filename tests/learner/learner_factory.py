@@ -49,7 +49,7 @@ def make_roles(dtype: torch.dtype = torch.float32, critic: str | None = "separat
         torch.no_grad()
     ):  # a reference that differs from the policy, so that the KL is not zero, and a head that speaks
         assert roles.reference is not None
-        for parameter in roles.reference.trunk.parameters():
+        for parameter in roles.reference.backbone.parameters():
             parameter.mul_(1.01)
         if roles.actor.critic is not None:
             head = roles.actor.critic if isinstance(roles.actor.critic, ScalarHead) else roles.actor.critic.head
@@ -57,9 +57,9 @@ def make_roles(dtype: torch.dtype = torch.float32, critic: str | None = "separat
     return roles
 
 
-def make_learner(roles: Roles, micro_tokens: int = ROWS * WIDTH, **options) -> Learner:
+def make_learner(roles: Roles, micro_batch_tokens: int = ROWS * WIDTH, **options) -> Learner:
     rates = {"policy": 1e-3, "critic": 1e-3}
-    return Learner(roles.actor, LearnerSettings(rates=rates, micro_tokens=micro_tokens, **options))
+    return Learner(roles.actor, LearnerSettings(rates=rates, micro_batch_tokens=micro_batch_tokens, **options))
 
 
 def make_algorithm(**settings) -> Algorithm:
@@ -68,12 +68,12 @@ def make_algorithm(**settings) -> Algorithm:
 
 
 def make_experience(
-    roles: Roles, algorithm: Algorithm, batch: TokenBatch, micro_tokens: int = ROWS * WIDTH
+    roles: Roles, algorithm: Algorithm, batch: TokenBatch, micro_batch_tokens: int = ROWS * WIDTH
 ) -> Experience:
     dtype = next(roles.actor.parameters()).dtype
     batch = dataclasses.replace(batch, scores=batch.scores.to(dtype))
     evaluated = evaluate_tokens(
-        batch, roles, minibatch_size=algorithm.minibatch_size, micro_tokens=micro_tokens, device="cpu"
+        batch, roles, minibatch_size=algorithm.minibatch_size, micro_batch_tokens=micro_batch_tokens, device="cpu"
     )
     return algorithm.credit(evaluated, 0.1)[0]
 

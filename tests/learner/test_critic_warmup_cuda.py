@@ -18,14 +18,14 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 WARMUP = 2
 SMALL = [
     *("--run.steps", "4", "--rollout.prompts_per_step", "8", "--rollout.max_new_tokens", "6", "--model.device", "cuda"),
-    *("--optimizer.policy_rate", "3e-3", "--optimizer.critic_rate", "3e-3", "--optimizer.weight_decay", "0.1"),
+    *("--optimizer.policy_lr", "3e-3", "--optimizer.critic_lr", "3e-3", "--optimizer.weight_decay", "0.1"),
 ]
 MODES = {
     "separate": [],
-    "adapters": ["--roles.mode", "adapters", "--roles.lora_rank", "2"],
-    "top": ["--roles.mode", "top", "--roles.top_layers", "1"],
+    "lora": ["--roles.mode", "lora", "--roles.lora_rank", "2"],
+    "shared_backbone": ["--roles.mode", "shared_backbone", "--roles.trainable_layers", "1"],
 }
-COMBINATIONS = itertools.product(MODES, ("head", "separate"), ("float32", "bfloat16"), ("full", "8bit"))
+COMBINATIONS = itertools.product(MODES, ("head", "separate"), ("float32", "bfloat16"), ("adamw", "adamw_8bit"))
 
 
 def build(method: str, *flags: str) -> RLParts:
@@ -48,7 +48,7 @@ def test_only_the_critic_moves_in_warm_up(tmp_path: Path, mode: str, critic: str
     text.write_text('{"text": "abababababababab"}\n')
     flags = ["--ppo.critic_warmup", str(WARMUP), "--ppo.epochs", "2", "--ppo.minibatch_size", "4"]
     flags += ["--ppo.objective", "kl_penalty", "--kl.controller", "adaptive", "--ptx.data", str(text)]
-    flags += ["--model.dtype", dtype, "--optimizer.state", state, "--roles.critic", critic]
+    flags += ["--model.dtype", dtype, "--optimizer.name", state, "--roles.critic", critic]
     parts = build("ppo", *MODES[mode], *flags)
     policy, critic_before = of(parts, "policy"), of(parts, "critic")
     steps = train_rl(parts)

@@ -18,7 +18,7 @@ def test_every_ratio_is_exactly_one(critic, minibatch_size):
     algorithm = make_algorithm(minibatch_size=minibatch_size)
     batch = made_up_batch(rows=12)
     batch.response_mask[5, -1] = batch.attention_mask[5, -1] = False  # rows of different length
-    experience = make_experience(roles, algorithm, batch, micro_tokens=2 * WIDTH)
+    experience = make_experience(roles, algorithm, batch, micro_batch_tokens=2 * WIDTH)
     learner = make_learner(roles, 2 * WIDTH)
     first = experience.select(next(minibatches(experience, minibatch_size)))
     compared = 0

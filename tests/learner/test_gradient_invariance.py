@@ -13,8 +13,8 @@ from tether.types import Experience
 TOLERANCES = [(torch.float32, 1e-6), (torch.float64, 1e-12)]
 
 
-def gradient(roles, experience: Experience, micro_tokens: int, over: dict | None = None) -> Tensor:
-    learner = make_learner(roles, micro_tokens)
+def gradient(roles, experience: Experience, micro_batch_tokens: int, over: dict | None = None) -> Tensor:
+    learner = make_learner(roles, micro_batch_tokens)
     objective = make_algorithm(**({"aggregation": over} if over else {})).objective(Coefficients(0.0, 0.0))
     learner.backward(experience, objective)
     whole = torch.cat([learner.flat_gradient(name) for name in learner.groups])

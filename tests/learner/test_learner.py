@@ -125,7 +125,7 @@ def test_dropout_is_off_in_every_role_even_in_training_mode():
     torch.nn.init.ones_(roles.actor.critic.head.weight)
     roles.actor.train()
     assert roles.reference is not None
-    roles.reference.trunk.train()
+    roles.reference.backbone.train()
     batch = made_up_batch(rows=2, width=WIDTH)
     for look in (
         lambda: roles.actor(batch).logprobs,

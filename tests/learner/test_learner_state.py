@@ -26,7 +26,7 @@ RATES = {"policy": 1e-3, "critic": 2e-3}
 
 
 def new_learner(optimizer: str = "adamw", **settings) -> Learner:
-    options = {"rates": RATES, "micro_tokens": 64, **settings}
+    options = {"rates": RATES, "micro_batch_tokens": 64, **settings}
     return Learner(make_roles().actor, LearnerSettings(**options), make_optimizer=OPTIMIZERS[optimizer])
 
 
@@ -101,24 +101,24 @@ def test_tensors_are_references_unless_copied():
 
 def test_counters_come_back():
     learner = new_learner()
-    learner.skipped_in_a_row, learner.micro_tokens = 3, 16
+    learner.skipped_in_a_row, learner.micro_batch_tokens = 3, 16
     other = new_learner()
     other.load_state(through_disk(learner.state()))
-    assert (other.skipped_in_a_row, other.micro_tokens) == (3, 16)
+    assert (other.skipped_in_a_row, other.micro_batch_tokens) == (3, 16)
 
 
 def test_a_setting_that_a_fork_changed_is_kept_and_the_others_come_back():
     parent = new_learner()
-    parent.micro_tokens = 16
+    parent.micro_batch_tokens = 16
     parent.optimizer.param_groups[1]["lr"] = 7.0
     saved = through_disk(parent.state())
-    fork = new_learner(betas=(0.5, 0.6), micro_tokens=32, rates={"policy": 5e-4, "critic": 2e-3})
+    fork = new_learner(betas=(0.5, 0.6), micro_batch_tokens=32, rates={"policy": 5e-4, "critic": 2e-3})
     fork.load_state(saved)
     policy, critic = fork.optimizer.param_groups
     assert policy["betas"] == (0.5, 0.6)
     assert policy["lr"] == 5e-4
     assert critic["lr"] == 7.0
-    assert fork.micro_tokens == 32
+    assert fork.micro_batch_tokens == 32
 
 
 @pytest.mark.parametrize("slot", ["", "/exp_avg", "/step"])
@@ -141,7 +141,7 @@ def test_a_state_of_another_model_or_optimiser_is_refused():
     learner = new_learner()
     train(learner, 1)
     saved = through_disk(learner.state())
-    headless = Learner(make_roles(critic=None).actor, LearnerSettings(rates=RATES, micro_tokens=64))
+    headless = Learner(make_roles(critic=None).actor, LearnerSettings(rates=RATES, micro_batch_tokens=64))
     with pytest.raises(StorageError, match=r"another model: critic/.* is float32 .* where nothing was expected"):
         headless.load_state(saved)
     with pytest.raises(StorageError, match=r"another model: critic/.* is missing where float32"):

@@ -1,4 +1,4 @@
-"""AdamW for weights in half precision: masters keep what bf16 would round away, and 8-bit state learns as well."""
+"""AdamW in half precision: master weights keep what bf16 would round away, and 8-bit state learns as well."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_steps_too_small_for_bf16_add_up_in_the_master():
     """1e-5 is far below half of the spacing of bf16 at 1 (2^-8): 1,000 such steps are 0.01 or nothing."""
     kept, lost = parameter([1.0], torch.bfloat16), parameter([1.0], torch.bfloat16)
     with_masters = Settings({}, 1).adamw([{"params": [kept], "lr": 1e-5, "name": "policy"}])
-    without = Settings({}, 1, masters="none").adamw([{"params": [lost], "lr": 1e-5, "name": "policy"}])
+    without = Settings({}, 1, master_weights="none").adamw([{"params": [lost], "lr": 1e-5, "name": "policy"}])
     for optimizer, weight in ((with_masters, kept), (without, lost)):
         stepped(optimizer, weight, [torch.ones(1)] * 1000)
     assert lost.item() == 1.0
@@ -71,7 +71,7 @@ def test_a_drawn_master_rounds_to_its_weight(numbers: list[float], dtype: torch.
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_masters_fill_the_whole_of_their_cells(dtype: torch.dtype):
-    """At 1.5 the spacing is the same on both sides: drawn masters are 0 on average, 1 / sqrt(12) of it apart."""
+    """At 1.5 the spacing is the same on both sides: drawn master weights are 0 on average, 1 / sqrt(12) of it apart."""
     spacing = torch.finfo(dtype).eps
     places = (drawn_master(torch.full((40_000,), 1.5, dtype=dtype), 0) - 1.5).double() / spacing
     assert abs(float(places.mean())) < 0.01 and abs(float(places.std()) * math.sqrt(12.0) - 1.0) < 0.01
@@ -312,10 +312,10 @@ def rows(seed: int) -> Sequences:
     return Sequences(tokens=tokens, attention_mask=mask, response_mask=mask)
 
 
-@pytest.mark.parametrize("state", ["full", "8bit"])
+@pytest.mark.parametrize("state", ["adamw", "adamw_8bit"])
 def test_a_resumed_learner_goes_on_bit_for_bit(state: str):
     def learner() -> Learner:
-        return Learner(Twice(), LearnerSettings({"policy": 1e-3}, 8, state=state))
+        return Learner(Twice(), LearnerSettings({"policy": 1e-3}, 8, optimizer=state))
 
     straight, first, second = learner(), learner(), learner()
     for seed in range(6):
@@ -336,7 +336,7 @@ def test_a_resumed_learner_goes_on_bit_for_bit(state: str):
 
 
 def test_what_is_not_finite_leaves_masters_and_codes_as_they_were():
-    learner = Learner(Twice(), LearnerSettings({"policy": 1e-3}, 8, state="8bit"))
+    learner = Learner(Twice(), LearnerSettings({"policy": 1e-3}, 8, optimizer="adamw_8bit"))
     learner.backward(rows(0), Squared())
     learner.step()
     before = learner.state(copy=True)

@@ -80,7 +80,7 @@ class PoisonedModel:
 def poisoned_column(name: str, poison: float, place: int) -> Experience:
     """An experience in which one number that the roles or the reward gave is another; credit is given after it."""
     evaluated = evaluate_tokens(
-        made_up_batch(), ROLES, minibatch_size=ROWS, micro_tokens=MICRO_TOKENS, device=torch.device("cpu")
+        made_up_batch(), ROLES, minibatch_size=ROWS, micro_batch_tokens=MICRO_TOKENS, device=torch.device("cpu")
     )
     column = getattr(evaluated, name).clone()
     if column.dim() == 1:
@@ -195,7 +195,7 @@ def test_places_are_rows_and_tokens_of_the_batch_and_not_of_the_micro_batch():
     learner, faults = fresh_learner(), []
     learner.on_fault = faults.append
     target = (6, 14)
-    parts = [(part.rows.tolist(), part.first) for part in learner._parts.of(experience, learner.micro_tokens)]
+    parts = [(part.rows.tolist(), part.first) for part in learner._parts.of(experience, learner.micro_batch_tokens)]
     which = next(index for index, (rows, _) in enumerate(parts) if target[0] in rows)
     assert parts[which][1] > 0  # the test would prove nothing otherwise
     micro = list(learner.micro_batches(experience))[which]

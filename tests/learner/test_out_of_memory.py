@@ -51,17 +51,17 @@ def fail(_):
     raise NO_MEMORY
 
 
-def learner_of(model, micro_tokens: int, rate: float = 1e-3) -> Learner:
+def learner_of(model, micro_batch_tokens: int, rate: float = 1e-3) -> Learner:
     rates = {"policy": rate, "critic": rate}
-    return Learner(model, LearnerSettings(rates=rates, micro_tokens=micro_tokens))
+    return Learner(model, LearnerSettings(rates=rates, micro_batch_tokens=micro_batch_tokens))
 
 
 def gradients(learner: Learner) -> torch.Tensor:
     return torch.cat([learner.flat_gradient(name) for name in learner.groups])
 
 
-def undisturbed(micro_tokens: int, batches=(EXPERIENCE,)) -> tuple[torch.Tensor, dict[str, float]]:
-    learner = learner_of(ROLES.actor, micro_tokens)
+def undisturbed(micro_batch_tokens: int, batches=(EXPERIENCE,)) -> tuple[torch.Tensor, dict[str, float]]:
+    learner = learner_of(ROLES.actor, micro_batch_tokens)
     measures = [learner.backward(batch, OBJECTIVE) for batch in batches][-1]
     gathered = gradients(learner)
     learner.discard()
@@ -79,7 +79,7 @@ def test_the_gradient_is_that_of_a_learner_with_half_the_micro_tokens_to_the_bit
     expected, expected_measures = undisturbed(ALL // 8)
     assert torch.equal(gathered, expected)
     assert measures.values() == expected_measures
-    assert learner.micro_tokens == ALL // 8
+    assert learner.micro_batch_tokens == ALL // 8
     assert not torch.equal(expected, undisturbed(ALL // 4)[0])  # the same up to rounding, and the rounding shows
     torch.testing.assert_close(expected, undisturbed(ALL // 4)[0])
 
@@ -90,8 +90,8 @@ def test_however_often_memory_runs_out_the_gradient_is_one_that_was_asked_for(fa
     learner = learner_of(Device(ROLES, **{where: failing}), ALL // 2, rate=0.0)
     learner.backward(EXPERIENCE, OBJECTIVE)
     gathered, halvings = gradients(learner), learner.step().counts.get("out_of_memory", 0)
-    assert torch.equal(gathered, undisturbed(learner.micro_tokens)[0])
-    assert learner.micro_tokens == ALL // 2 // 2 ** int(halvings)
+    assert torch.equal(gathered, undisturbed(learner.micro_batch_tokens)[0])
+    assert learner.micro_batch_tokens == ALL // 2 // 2 ** int(halvings)
 
 
 def test_what_was_gathered_before_for_the_same_step_is_gathered_again_too():
@@ -100,7 +100,7 @@ def test_what_was_gathered_before_for_the_same_step_is_gathered_again_too():
     learner = learner_of(Device(make_roles(), backward={5}), ALL // 4)
     learner.backward(EXPERIENCE, OBJECTIVE)
     learner.backward(other, OBJECTIVE)
-    assert learner.micro_tokens == ALL // 8
+    assert learner.micro_batch_tokens == ALL // 8
     assert torch.equal(gradients(learner), undisturbed(ALL // 8, (EXPERIENCE, other))[0])
 
 
@@ -112,10 +112,10 @@ def test_it_is_reported_once_and_the_smaller_size_stays():
         seen.append(learner.step().values())
     assert seen[0]["out_of_memory"] == 1
     assert "out_of_memory" not in seen[1]
-    assert [values["micro_tokens"] for values in seen] == [ALL // 8, ALL // 8]
+    assert [values["micro_batch_tokens"] for values in seen] == [ALL // 8, ALL // 8]
     undisturbed_learner = learner_of(make_roles().actor, ALL)
     undisturbed_learner.backward(EXPERIENCE, OBJECTIVE)
-    assert undisturbed_learner.step().values().keys() & {"out_of_memory", "micro_tokens"} == set()
+    assert undisturbed_learner.step().values().keys() & {"out_of_memory", "micro_batch_tokens"} == set()
 
 
 def test_the_smaller_size_is_part_of_the_state():
@@ -123,7 +123,7 @@ def test_the_smaller_size_is_part_of_the_state():
     learner.measure(EXPERIENCE, OBJECTIVE)
     other = learner_of(Device(make_roles()), ALL // 4)
     other.load_state(learner.state())
-    assert other.micro_tokens == ALL // 8
+    assert other.micro_batch_tokens == ALL // 8
 
 
 def test_a_whole_update_goes_on():
@@ -131,8 +131,8 @@ def test_a_whole_update_goes_on():
     learner = learner_of(Device(make_roles(), forward={2, 9}), ALL // 2)
     measures = MinibatchEpochs(2, ROWS // 2, measure_after=True)(learner, EXPERIENCE, OBJECTIVE, torch.Generator())
     assert measures.counts == {"steps": 4, "skipped_steps": 0, "out_of_memory": 1, "early_stop": 0}
-    assert measures.weighted["kl_old_after"][1] == EXPERIENCE.response_mask.sum()
-    assert learner.micro_tokens == ALL // 8
+    assert measures.weighted["approx_kl_after"][1] == EXPERIENCE.response_mask.sum()
+    assert learner.micro_batch_tokens == ALL // 8
     learner.backward(EXPERIENCE, OBJECTIVE)
     assert learner.step().counts["out_of_memory"] == 1  # of the measuring: reported with the next step
 
@@ -162,18 +162,20 @@ def failing_evaluation(monkeypatch, roles: Roles, call: int) -> list[tuple[int, 
     return shapes
 
 
-@pytest.mark.parametrize(("micro_tokens", "call"), [(ALL, 0), (ALL // 4, 0), (ALL // 4, 2)])
-def test_evaluating_starts_again_in_the_learners_smaller_parts(monkeypatch, micro_tokens, call):
+@pytest.mark.parametrize(("micro_batch_tokens", "call"), [(ALL, 0), (ALL // 4, 0), (ALL // 4, 2)])
+def test_evaluating_starts_again_in_the_learners_smaller_parts(monkeypatch, micro_batch_tokens, call):
     batch, roles = made_up_batch(), make_roles()
-    smaller = min(micro_tokens, ALL // 2) // 2  # minibatches are half the batch: only below that there are more parts
-    expected = evaluate_tokens(batch, roles, minibatch_size=4, micro_tokens=smaller, device="cpu")
-    learner = learner_of(roles.actor, micro_tokens)
+    smaller = (
+        min(micro_batch_tokens, ALL // 2) // 2
+    )  # minibatches are half the batch: only below that there are more parts
+    expected = evaluate_tokens(batch, roles, minibatch_size=4, micro_batch_tokens=smaller, device="cpu")
+    learner = learner_of(roles.actor, micro_batch_tokens)
     shapes = failing_evaluation(monkeypatch, roles, call)
     found = evaluate_tokens(
-        batch, roles, minibatch_size=4, micro_tokens=micro_tokens, device="cpu", halve=learner.halve
+        batch, roles, minibatch_size=4, micro_batch_tokens=micro_batch_tokens, device="cpu", halve=learner.halve
     )
-    assert learner.micro_tokens == smaller
-    assert shapes[-1] == (learner.micro_tokens // WIDTH, WIDTH)
+    assert learner.micro_batch_tokens == smaller
+    assert shapes[-1] == (learner.micro_batch_tokens // WIDTH, WIDTH)
     for name in ("old_logprobs", "ref_logprobs", "values", "final_values"):
         assert torch.equal(getattr(found, name), getattr(expected, name))
 
@@ -187,7 +189,7 @@ def test_a_pass_kept_ahead_is_never_half_used():
     learner.backward(experience, OBJECTIVE)
     clean = learner_of(make_roles().actor, ALL // 2)
     clean.backward(experience, OBJECTIVE)
-    assert learner.micro_tokens == ALL // 2
+    assert learner.micro_batch_tokens == ALL // 2
     assert torch.equal(gradients(learner), gradients(clean))
     assert roles.actor._ahead is None
 
@@ -209,9 +211,11 @@ def test_a_batch_that_cannot_be_begun_for_want_of_memory_is_begun_later(monkeypa
 
 def test_a_single_row_that_does_not_fit_is_a_clear_error():
     learner = learner_of(Device(make_roles(), forward=set(range(100))), ALL)
-    with pytest.raises(StorageError, match=rf"longest row has {WIDTH} tokens.*optimizer\.micro_tokens.*max_new_tokens"):
+    with pytest.raises(
+        StorageError, match=rf"longest row has {WIDTH} tokens.*optimizer\.micro_batch_tokens.*max_new_tokens"
+    ):
         learner.backward(EXPERIENCE, OBJECTIVE)
-    assert learner.micro_tokens == WIDTH
+    assert learner.micro_batch_tokens == WIDTH
 
 
 def test_another_error_is_not_taken_for_it():

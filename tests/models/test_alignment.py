@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tether.hub.tiny_model import tiny_model
-from tether.models.forward import trunk_of
+from tether.models.forward import backbone_of
 from tether.models.roles import Roles
 from tether.models.sharing import Separate
 from tether.types import Sequences
@@ -52,5 +52,5 @@ def test_the_value_after_the_last_token_is_read_there(roles):
     )
 
 
-def test_the_trunk_is_the_models_own(roles):
-    assert trunk_of(roles.actor.policy) is roles.actor.trunk.model
+def test_the_backbone_is_the_models_own(roles):
+    assert backbone_of(roles.actor.policy) is roles.actor.backbone.model

@@ -130,9 +130,9 @@ def test_a_saved_model_and_a_reward_model_made_of_it_keep_their_end_tokens(folde
     assert (again.end_id, again.end_ids) == (loaded.end_id, loaded.end_ids)
     assert set(again.model.generation_config.eos_token_id) == loaded.end_ids
     head = ScalarHead.like_output(loaded.model, deviation=1.0, seed=0)
-    reward = ScalarModel(Separate(loaded.model).scalar_trunk(0), head, "reward")
+    reward = ScalarModel(Separate(loaded.model).scalar_backbone(0), head, "reward")
     saved = save_model(reward, loaded.tokenizer, tmp_path / "reward")
-    vocabulary = load_vocabulary(saved, ScalarModel.load(saved, "float32", "cpu").trunk.model)
+    vocabulary = load_vocabulary(saved, ScalarModel.load(saved, "float32", "cpu").backbone.model)
     assert (vocabulary.end_id, vocabulary.end_ids, vocabulary.pad_id) == (loaded.end_id, loaded.end_ids, loaded.pad_id)
 
 

@@ -26,7 +26,7 @@ from transformers import (
 from tether.errors import ConfigError
 from tether.hub.tiny_model import END_ID, PAD_ID, tiny_tokenizer
 from tether.models.backbones import shared_tree
-from tether.models.forward import OutputLayer, hidden_states, trunk_of
+from tether.models.forward import OutputLayer, backbone_of, hidden_states
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import describe, load_causal_lm
 from tether.models.lora import target_names
@@ -113,7 +113,7 @@ def test_other_models_keep_sdpa(tmp_path: Path):
 
 def test_gpt2_gets_adapters_that_are_saved_and_merged_back(tmp_path: Path):
     base = load(saved(GPT2, tmp_path)).model
-    assert target_names(trunk_of(base), "all-linear") == ["c_attn", "c_fc", "c_proj"]
+    assert target_names(backbone_of(base), "all-linear") == ["c_attn", "c_fc", "c_proj"]
     before = logits(base)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -133,7 +133,7 @@ def test_gpt2_gets_adapters_that_are_saved_and_merged_back(tmp_path: Path):
 def test_a_reward_model_of_a_family_without_a_classifier_is_saved_and_loaded(tmp_path: Path):
     policy = made(GRANITE)
     head = ScalarHead.like_output(policy, deviation=1.0, seed=1)
-    reward = ScalarModel(Separate(policy).scalar_trunk(0), head, "reward")
+    reward = ScalarModel(Separate(policy).scalar_backbone(0), head, "reward")
     with torch.no_grad():
         reward.head.bias.fill_(0.25)
         expected = reward(probe()).scores
@@ -145,7 +145,7 @@ def test_a_reward_model_of_a_family_without_a_classifier_is_saved_and_loaded(tmp
 def test_adapters_of_such_a_reward_model_come_back(tmp_path: Path):
     sharing = Adapters(made(GRANITE), rank=4, alpha=8.0, targets="all-linear", seed=0)
     head = ScalarHead.like_output(sharing.base, deviation=1.0, seed=1)
-    reward = ScalarModel(sharing.scalar_trunk(3), head, "reward")
+    reward = ScalarModel(sharing.scalar_backbone(3), head, "reward")
     with torch.no_grad():
         for parameter in reward.parameters():
             if parameter.requires_grad:
@@ -161,14 +161,14 @@ def test_a_model_without_a_cache_is_refused_before_anything_is_sampled():
 
 
 @pytest.mark.parametrize("config", [MAMBA, MPT], ids=["layer types that are worked out", "norm_f"])
-def test_trunks_that_can_be_cut_are(config: PretrainedConfig):
+def test_backbones_that_can_be_cut_are(config: PretrainedConfig):
     model = made(config)
-    whole = hidden_states(trunk_of(model), probe())
-    assert torch.allclose(Tops(model, 1).policy_trunk()(probe()), whole, atol=1e-5)
+    whole = hidden_states(backbone_of(model), probe())
+    assert torch.allclose(Tops(model, 1).policy_backbone()(probe()), whole, atol=1e-5)
 
 
 class NamesItsLayers(LlamaModel):
-    """A trunk that counts on its second layer."""
+    """A backbone that counts on its second layer."""
 
     def forward(self, *args, **given):
         assert self.layers[1] is not None
@@ -205,26 +205,26 @@ def test_trees_that_share_a_quantised_base_compute_the_same(bits: str, tmp_path:
         path, dtype=torch.float32, quantization_config=BitsAndBytesConfig(**options), device_map={"": "cpu"}
     )
     sharing = Adapters(base, rank=4, alpha=8.0, targets="all-linear", seed=0)
-    reference, policy, critic = sharing.reference()[0], sharing.policy_trunk(), sharing.scalar_trunk(1)
+    reference, policy, critic = sharing.reference()[0], sharing.policy_backbone(), sharing.scalar_backbone(1)
     with torch.no_grad():
-        expected = hidden_states(trunk_of(load(path).model), probe())
-        states = [trunk.plain(probe()) for trunk in (reference, policy, critic)]
+        expected = hidden_states(backbone_of(load(path).model), probe())
+        states = [backbone.plain(probe()) for backbone in (reference, policy, critic)]
     assert (states[0] - expected).norm() < (0.1 if bits == "8bit" else 0.5) * expected.norm()
     assert all(torch.equal(each, states[0]) for each in states)
     again = shared_tree(base)  # after passes have been made, too
     with torch.no_grad():
-        assert torch.equal(hidden_states(trunk_of(again), probe()), states[0])
+        assert torch.equal(hidden_states(backbone_of(again), probe()), states[0])
     assert Shape.of(base).linears == Shape.of(made(config)).linears
 
 
 @pytest.mark.parametrize(
     ("family", "method", "mode", "result"),
     [
-        ("gemma2", "ppo", "adapters", "slow"),
-        ("gpt2", "dpo", "adapters", "slow"),
+        ("gemma2", "ppo", "lora", "slow"),
+        ("gpt2", "dpo", "lora", "slow"),
         ("granite", "reward", "separate", "slow"),
         ("mamba", "grpo", "separate", "refused"),
-        ("qwen3", "sft", "top", "fast"),
+        ("qwen3", "sft", "shared_backbone", "fast"),
     ],
 )
 def test_cells_of_the_matrix(

@@ -15,7 +15,7 @@ from tether.hub.tiny_model import tiny_model
 from tether.models.backbones import recompute_layers
 from tether.models.cpu_offload import Waiting
 from tether.models.load import disable_dropout, quantization
-from tether.models.roles import Roles, foresee, onto
+from tether.models.roles import Roles, onto, prefetch
 from tether.models.sharing import Separate, build_sharing
 from tether.ops.aggregation import Aggregation
 from tether.train.build import build_rl, load_policy
@@ -45,11 +45,11 @@ def gradients(roles: Roles) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in roles.actor.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("mode", ["separate", "adapters", "top", "gpt2"])
+@pytest.mark.parametrize("mode", ["separate", "lora", "shared_backbone", "gpt2"])
 def test_layers_that_are_run_again_give_the_same_gradient_to_the_bit(mode: str):
     """For a model of a known kind, and for one that its own modules run."""
     model = gpt2() if mode == "gpt2" else tiny_model(seed=1)
-    settings = RolesSettings(mode="separate" if mode == "gpt2" else mode, top_layers=1, lora_rank=4)
+    settings = RolesSettings(mode="separate" if mode == "gpt2" else mode, trainable_layers=1, lora_rank=4)
     roles = Roles.build(build_sharing(model, settings, 7), critic="separate", with_reference=False, seed=3)
     with torch.no_grad():  # a head that speaks, so that the critic's layers learn
         roles.actor.critic.head.weight.normal_(0.0, 0.1)
@@ -64,7 +64,7 @@ def test_layers_that_are_run_again_give_the_same_gradient_to_the_bit(mode: str):
 def test_layers_are_really_run_again(monkeypatch):
     roles = Roles.build(Separate(tiny_model(seed=1)), critic=None, with_reference=False, seed=3)
     runs = []
-    layer = roles.actor.trunk.model.layers[0].mlp.down_proj
+    layer = roles.actor.backbone.model.layers[0].mlp.down_proj
     forward = type(layer).forward
     monkeypatch.setattr(type(layer), "forward", lambda self, x: (runs.append(self is layer), forward(self, x))[1])
     for times in (1, 2):
@@ -76,7 +76,7 @@ def test_layers_are_really_run_again(monkeypatch):
 
 def test_a_reference_that_waits_says_the_same():
     here, waiting = (
-        Roles.build(Separate(tiny_model(seed=1)), critic=None, with_reference=True, seed=0, offload_frozen=offload)
+        Roles.build(Separate(tiny_model(seed=1)), critic=None, with_reference=True, seed=0, offload_reference=offload)
         for offload in (False, True)
     )
     assert waiting.reference.waiting is not None and here.reference.waiting is None
@@ -84,8 +84,8 @@ def test_a_reference_that_waits_says_the_same():
 
 
 def test_only_a_reference_with_weights_of_its_own_waits():
-    sharing = build_sharing(tiny_model(seed=1), RolesSettings(mode="adapters", lora_rank=4), 0)
-    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0, offload_frozen=True)
+    sharing = build_sharing(tiny_model(seed=1), RolesSettings(mode="lora", lora_rank=4), 0)
+    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0, offload_reference=True)
     assert roles.reference.waiting is None
 
 
@@ -119,7 +119,7 @@ def test_what_is_foreseen_of_a_batch_is_what_would_be_found(monkeypatch):
     roles = Roles.build(Separate(tiny_model(seed=1)), critic="separate", with_reference=True, seed=0)
     here = batch()
     expected, moved = roles.evaluate(here), here.map_tensors(torch.clone)
-    foresee(moved, here)
+    prefetch(moved, here)
     aggregation = Aggregation()
     size = aggregation.size(here.response_mask)
     looked = []
@@ -134,7 +134,7 @@ def test_what_is_foreseen_of_a_batch_is_what_would_be_found(monkeypatch):
     assert looked  # of a batch of which nothing is known
 
 
-@pytest.mark.parametrize("flag", ["model.gradient_checkpointing=true", "roles.offload_frozen=true"])
+@pytest.mark.parametrize("flag", ["model.gradient_checkpointing=true", "roles.offload_reference=true"])
 def test_a_run_with_it_is_the_run_without_it(flag: str):
     def metrics(flags: list[str]) -> list[float]:
         small = ["run.steps=2", "rollout.prompts_per_step=4", "rollout.max_new_tokens=4", "ppo.minibatch_size=4"]
@@ -160,11 +160,11 @@ def test_fewer_bits_need_a_device(monkeypatch):
 
 
 def test_weights_in_fewer_bits_are_not_trained():
-    with pytest.raises(ConfigError, match=r"roles\.mode adapters"):
+    with pytest.raises(ConfigError, match=r"roles\.mode lora"):
         load_policy(load_recipe("ppo", None, ["--model.quantize=4bit"]))
 
 
-def test_a_trunk_that_runs_layers_again_holds_no_graphs(monkeypatch: pytest.MonkeyPatch):
+def test_a_backbone_that_runs_layers_again_holds_no_graphs(monkeypatch: pytest.MonkeyPatch):
     """Not in evaluation either: a captured pass keeps its activations between two iterations."""
     from tether.models import backbones
 
@@ -175,12 +175,12 @@ def test_a_trunk_that_runs_layers_again_holds_no_graphs(monkeypatch: pytest.Monk
         passed.append(captured)
         return whole(*arguments, **named)  # pyright: ignore[reportArgumentType]
 
-    trunk = backbones.Trunk(tiny_model(0).model)
-    trunk.fast.captured = object()
+    backbone = backbones.Backbone(tiny_model(0).model)
+    backbone.fast.captured = object()
     monkeypatch.setattr(backbones, "packed_states", watched)
     with torch.no_grad():
-        trunk(batch())
-        trunk.recompute()
-        trunk(batch())
-    trunk(batch())
-    assert passed == [trunk.fast.captured, None, None]
+        backbone(batch())
+        backbone.recompute()
+        backbone(batch())
+    backbone(batch())
+    assert passed == [backbone.fast.captured, None, None]

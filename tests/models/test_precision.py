@@ -74,7 +74,7 @@ def test_every_method_but_trpo_and_reward_models_trains_in_bfloat16_where_it_can
 
 
 @pytest.mark.usefixtures("two_gpus")
-def test_a_reward_model_follows_its_own_device_or_the_trunk_that_it_shares():
+def test_a_reward_model_follows_its_own_device_or_the_backbone_that_it_shares():
     def dtypes(device: torch.device, *flags: str) -> list[str]:
         recipe = load_recipe("ppo", None, [PARTS, *flags])
         held = with_precision(recipe, device)

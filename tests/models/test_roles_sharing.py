@@ -22,11 +22,11 @@ from tether.train.build import build_rl, load_policy
 from tether.train.rl import train_rl
 from tether.types import Sequences
 
-MODES = ["separate", "adapters", "top"]
+MODES = ["separate", "lora", "shared_backbone"]
 
 
 def settings(mode: str) -> RolesSettings:
-    return RolesSettings(mode=mode, top_layers=1, lora_rank=4)
+    return RolesSettings(mode=mode, trainable_layers=1, lora_rank=4)
 
 
 def made(mode: str, model=None):
@@ -70,7 +70,7 @@ def test_training_moves_the_policy_and_the_critic_and_never_the_reference(mode):
     roles = roles_of(mode)
     before = roles.evaluate(batch())
     step(roles)
-    step(roles)  # a critic's trunk learns once its head is no longer zero, an adapter once its other half is not
+    step(roles)  # a critic's backbone learns once its head is no longer zero, an adapter once its other half is not
     after = roles.evaluate(batch())
     assert not torch.allclose(after.old_logprobs, before.old_logprobs)
     assert not torch.allclose(after.values, before.values)
@@ -78,7 +78,7 @@ def test_training_moves_the_policy_and_the_critic_and_never_the_reference(mode):
 
 
 def unique_bytes(roles: Roles, sharing) -> int:
-    modules = [roles.actor, roles.reference.trunk]
+    modules = [roles.actor, roles.reference.backbone]
     tensors = {p.data_ptr(): p.nbytes for module in modules for p in module.parameters()}
     return sum(tensors.values())
 
@@ -91,15 +91,15 @@ def test_sharing_saves_memory():
         sharing = build_sharing(copy.deepcopy(model), settings(mode), seed=7)
         sizes[mode] = unique_bytes(Roles.build(sharing, critic="separate", with_reference=True, seed=3), sharing) / one
     assert sizes["separate"] > 2.5
-    assert sizes["top"] < 1.4
-    assert sizes["adapters"] < 1.4
+    assert sizes["shared_backbone"] < 1.4
+    assert sizes["lora"] < 1.4
 
 
-def test_the_shared_trunk_runs_each_row_once():
-    sharing = made("top")
+def test_the_shared_backbone_runs_each_row_once():
+    sharing = made("shared_backbone")
     roles = Roles.build(sharing, critic="separate", with_reference=True, seed=3)
     scorer = ScalarModel(
-        sharing.scalar_trunk(0), ScalarHead.like_output(sharing.policy, deviation=0.1, seed=0), "reward"
+        sharing.scalar_backbone(0), ScalarHead.like_output(sharing.policy, deviation=0.1, seed=0), "reward"
     )
     scorer(batch())
     roles.evaluate(batch())
@@ -109,13 +109,13 @@ def test_the_shared_trunk_runs_each_row_once():
 
 
 def test_remembered_states_do_not_depend_on_padding_or_company():
-    sharing = made("top")
-    trunk = sharing.policy_trunk()
-    whole = trunk(batch())
+    sharing = made("shared_backbone")
+    backbone = sharing.policy_backbone()
+    whole = backbone(batch())
     alone = batch().select(torch.tensor([0])).trimmed()
-    torch.testing.assert_close(trunk(alone)[0], whole[0, :7], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(backbone(alone)[0], whole[0, :7], atol=1e-5, rtol=1e-5)
     sharing.shared.memory_bytes = 0  # nothing is remembered any more, and nothing changes
-    torch.testing.assert_close(trunk(batch())[1], whole[1], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(backbone(batch())[1], whole[1], atol=1e-5, rtol=1e-5)
     assert len(sharing.shared._rows) == 0
 
 
@@ -123,12 +123,12 @@ def test_remembered_states_do_not_depend_on_padding_or_company():
 @pytest.mark.parametrize("critic", ["separate", "head"])
 def test_a_ppo_run_in_every_mode(mode, critic):
     flags = ["--run.steps", "2", "--rollout.prompts_per_step", "8", "--rollout.max_new_tokens", "4"]
-    flags += ["--roles.mode", mode, "--roles.critic", critic, "--roles.top_layers", "1", "--roles.lora_rank", "4"]
-    recipe = load_recipe("ppo", None, [*flags, "--optimizer.policy_rate", "1e-2"])
+    flags += ["--roles.mode", mode, "--roles.critic", critic, "--roles.trainable_layers", "1", "--roles.lora_rank", "4"]
+    recipe = load_recipe("ppo", None, [*flags, "--optimizer.policy_lr", "1e-2"])
     results = list(train_rl(build_rl(recipe, load_policy(recipe))))
     assert results[0].metrics["kl_ref_k3"] == 0.0
     assert results[1].metrics["kl_ref_k3"] > 0.0
-    assert results[1].metrics["sampler_gap_max"] < 1e-4  # the engine samples from the tree that is trained
+    assert results[1].metrics["logprob_diff_max"] < 1e-4  # the engine samples from the tree that is trained
 
 
 @pytest.fixture
@@ -149,7 +149,7 @@ def test_a_saved_policy_loads_with_transformers_or_peft_and_with_tether(mode, ba
     rows = batch().select(torch.tensor([1]))
     expected = roles.actor.policy(rows.tokens).logits
     assert not torch.allclose(expected, tiny_model(seed=1)(rows.tokens).logits, atol=1e-3)
-    if mode == "adapters":
+    if mode == "lora":
         elsewhere = peft.AutoPeftModelForCausalLM.from_pretrained(target)
     else:
         elsewhere = AutoModelForCausalLM.from_pretrained(target)
@@ -161,7 +161,7 @@ def test_a_saved_policy_loads_with_transformers_or_peft_and_with_tether(mode, ba
 def test_adapters_that_were_trained_on_adapters_stand_on_them(base, tmp_path):
     folder, models = base, []
     for stage in range(3):
-        roles = roles_of("adapters", load_causal_lm(folder, dtype="float32", device="cpu", seed=0).model)
+        roles = roles_of("lora", load_causal_lm(folder, dtype="float32", device="cpu", seed=0).model)
         with torch.no_grad():
             for parameter in roles.actor.policy.parameters():
                 if parameter.requires_grad:
@@ -178,7 +178,7 @@ def test_a_saved_reward_model_loads_elsewhere_and_starts_a_critic(mode, base, tm
     policy = load_causal_lm(base, dtype="float32", device="cpu", seed=0).model
     sharing = made(mode, policy)
     head = ScalarHead.like_output(sharing.policy, deviation=0.1, seed=0)
-    model = ScalarModel(sharing.scalar_trunk(0), head, "reward")
+    model = ScalarModel(sharing.scalar_backbone(0), head, "reward")
     with torch.no_grad():
         head.bias.fill_(0.25)
         for parameter in model.parameter_groups()["reward"]:
@@ -187,7 +187,7 @@ def test_a_saved_reward_model_loads_elsewhere_and_starts_a_critic(mode, base, tm
     rows = batch().select(torch.tensor([1, 2]))
     expected = model(rows).scores
     bias = float(head.bias.detach())
-    if mode == "adapters":
+    if mode == "lora":
         elsewhere = peft.AutoPeftModelForSequenceClassification.from_pretrained(target, num_labels=1)
     else:
         elsewhere = AutoModelForSequenceClassification.from_pretrained(target)
@@ -201,18 +201,18 @@ def test_a_saved_reward_model_loads_elsewhere_and_starts_a_critic(mode, base, tm
     torch.testing.assert_close(roles.evaluate(rows).final_values, expected, atol=1e-5, rtol=1e-5)
 
 
-def test_a_reward_model_of_another_trunk_is_refused(base, tmp_path):
-    other = made("top", tiny_model(seed=2))
-    model = ScalarModel(other.scalar_trunk(0), ScalarHead.like_output(other.policy, deviation=0.1, seed=0), "reward")
+def test_a_reward_model_of_another_backbone_is_refused(base, tmp_path):
+    other = made("shared_backbone", tiny_model(seed=2))
+    model = ScalarModel(other.scalar_backbone(0), ScalarHead.like_output(other.policy, deviation=0.1, seed=0), "reward")
     target = save_model(model, tiny_tokenizer(), tmp_path / "reward")
-    with pytest.raises(ConfigError, match="trunk"):
-        made("top").load_scalar(target, "critic")
+    with pytest.raises(ConfigError, match="backbone"):
+        made("shared_backbone").load_scalar(target, "critic")
     with pytest.raises(ConfigError, match="adapters"):
-        made("adapters").load_scalar(target, "critic")
+        made("lora").load_scalar(target, "critic")
 
 
 def test_bad_settings_say_what_to_do():
-    with pytest.raises(ConfigError, match="top_layers is 2"):
-        build_sharing(tiny_model(seed=1), RolesSettings(mode="top", top_layers=2), seed=0)
+    with pytest.raises(ConfigError, match="trainable_layers is 2"):
+        build_sharing(tiny_model(seed=1), RolesSettings(mode="shared_backbone", trainable_layers=2), seed=0)
     with pytest.raises(ConfigError, match="lora_targets"):
-        build_sharing(tiny_model(seed=1), RolesSettings(mode="adapters", lora_targets="nothing"), seed=0)
+        build_sharing(tiny_model(seed=1), RolesSettings(mode="lora", lora_targets="nothing"), seed=0)

@@ -150,8 +150,8 @@ def test_states_and_targets_must_be_of_one_length():
 
 
 def test_a_second_derivative_is_refused_and_not_wrong():
-    # A trunk with curvature of its own: states = knob^2 * x. Its second derivative through the softmax must be right or
-    # refused; one that leaves the softmax's part out would give TRPO a wrong Fisher matrix without a word.
+    # A backbone with curvature of its own: states = knob^2 * x. Its second derivative through the softmax must be right
+    # or refused; one that leaves the softmax's part out would give TRPO a wrong Fisher matrix without a word.
     states, weight, _, targets = inputs(8)
     knob = torch.tensor(1.3, dtype=torch.float64, requires_grad=True)
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from masked_grids import close, few, garbage, lay_out, masks, numbers, on_row, seeds, spoil
 
 from tether.ops.masks import last_index
-from tether.ops.token_rewards import clip_scores, missing_end_penalty, token_rewards
+from tether.ops.token_rewards import clip_scores, missing_eos_penalty, token_rewards
 
 MASK = torch.tensor(
     [
@@ -79,9 +79,9 @@ def test_a_row_without_a_sampled_token_is_refused():
 def test_missing_end_penalty():
     # The penalty stands in the score's place where the answer was cut off; it is not added to it.
     truncated = torch.tensor([False, True, False])
-    assert missing_end_penalty(SCORES, truncated, -1.0).tolist() == [10.0, -1.0, 30.0]
-    assert missing_end_penalty(SCORES, truncated, 0.0).tolist() == [10.0, 0.0, 30.0]  # 0 is a penalty, None is not
-    assert missing_end_penalty(SCORES, truncated, None).tolist() == [10.0, 20.0, 30.0]
+    assert missing_eos_penalty(SCORES, truncated, -1.0).tolist() == [10.0, -1.0, 30.0]
+    assert missing_eos_penalty(SCORES, truncated, 0.0).tolist() == [10.0, 0.0, 30.0]  # 0 is a penalty, None is not
+    assert missing_eos_penalty(SCORES, truncated, None).tolist() == [10.0, 20.0, 30.0]
 
 
 def test_clip_scores():

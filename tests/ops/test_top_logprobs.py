@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tether.ops.logprobs import token_logprobs
-from tether.ops.top_logprobs import likeliest_tokens, top_of_blocks
+from tether.ops.top_logprobs import top_of_blocks, top_tokens
 
 MASK = torch.tensor([[False, True, True, False], [False, False, True, True]])
 
@@ -26,7 +26,7 @@ def what_was_sampled(hidden, weight, **options):
 def test_they_are_the_top_of_the_whole_distribution(chunk, options):
     hidden, weight = inputs()
     sampled, theirs = what_was_sampled(hidden, weight, **options)
-    tokens, logprobs = likeliest_tokens(hidden, weight, sampled, theirs, MASK, 3, chunk_elements=chunk, **options)
+    tokens, logprobs = top_tokens(hidden, weight, sampled, theirs, MASK, 3, chunk_elements=chunk, **options)
     assert tokens.shape == logprobs.shape == (2, 4, 3) and tokens.dtype == torch.int32
     for row, column in MASK.nonzero().tolist():
         logits = hidden[row, column - 1] @ weight.T + options.get("bias", torch.zeros(7))
@@ -42,7 +42,7 @@ def test_they_are_the_top_of_the_whole_distribution(chunk, options):
 
 def test_a_small_vocabulary_has_no_more_than_all_of_it():
     hidden, weight = inputs(vocabulary=2)
-    tokens, logprobs = likeliest_tokens(hidden, weight, *what_was_sampled(hidden, weight), MASK, 5)
+    tokens, logprobs = top_tokens(hidden, weight, *what_was_sampled(hidden, weight), MASK, 5)
     assert tokens.shape == (2, 4, 2)
     torch.testing.assert_close(logprobs[MASK].exp().sum(dim=-1), torch.ones(4))
 

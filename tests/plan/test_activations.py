@@ -53,7 +53,7 @@ def kept_bytes(run, parameters) -> int:
 
 
 @pytest.mark.parametrize("kv_heads", [6, 2])
-@pytest.mark.parametrize("mode", ["separate", "adapters", "top"])
+@pytest.mark.parametrize("mode", ["separate", "lora", "shared_backbone"])
 @pytest.mark.parametrize("critic", ["separate", "head"])
 def test_activations_are_what_autograd_keeps(mode, critic, kv_heads):
     rows, prompt, new = 8, 24, 40
@@ -61,7 +61,7 @@ def test_activations_are_what_autograd_keeps(mode, critic, kv_heads):
         "model.dtype": "float32",
         "roles.mode": mode,
         "roles.critic": critic,
-        "roles.top_layers": "2",
+        "roles.trainable_layers": "2",
         "roles.lora_rank": "4",
         "rollout.prompts_per_step": rows,
         "rollout.max_new_tokens": new,

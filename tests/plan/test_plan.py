@@ -86,15 +86,15 @@ def test_weights_gradients_and_optimiser_of_full_fine_tuning_in_half_precision()
     policy = next(role for role in plan.memory.roles if role.role == "policy")
     assert (policy.weights, policy.gradients) == (2 * count, 2 * count)
     assert policy.optimizer == 12 * count  # a float32 copy and two running means
-    _, without = plan_of("--model.dtype=bfloat16", "--optimizer.masters=none")
+    _, without = plan_of("--model.dtype=bfloat16", "--optimizer.master_weights=none")
     assert next(role for role in without.memory.roles if role.role == "policy").optimizer == 4 * count
 
 
 @pytest.mark.parametrize(
     "flag",
     [
-        "--optimizer.micro_tokens=2048", "--model.gradient_checkpointing=true", "--optimizer.state=8bit",
-        "--roles.critic=head", "--roles.mode=adapters", "--roles.mode=top", "--roles.offload_frozen=true",
+        "--optimizer.micro_batch_tokens=2048", "--model.gradient_checkpointing=true", "--optimizer.name=adamw_8bit",
+        "--roles.critic=head", "--roles.mode=lora", "--roles.mode=shared_backbone", "--roles.offload_reference=true",
     ],
 )  # fmt: skip
 def test_what_is_meant_to_save_memory_saves_some(flag):
@@ -103,7 +103,7 @@ def test_what_is_meant_to_save_memory_saves_some(flag):
 
 
 def test_graphs_keep_their_activations_while_the_optimiser_steps():
-    flags = ("--model.dtype=bfloat16", "--rollout.prompts_per_step=256", "--optimizer.state=8bit")
+    flags = ("--model.dtype=bfloat16", "--rollout.prompts_per_step=256", "--optimizer.name=adamw_8bit")
     memory = plan_of(*flags)[1].memory
     cache = sum(role.cache for role in memory.roles)
     embedding = 4 * billion().embedding  # in float32: a bucket of its own
@@ -111,9 +111,9 @@ def test_graphs_keep_their_activations_while_the_optimiser_steps():
 
 
 def test_a_head_that_is_the_embedding_waits_for_it_once():
-    flags = ("--model.dtype=bfloat16", "--model.gradient_checkpointing=true", "--optimizer.masters=none")
+    flags = ("--model.dtype=bfloat16", "--model.gradient_checkpointing=true", "--optimizer.master_weights=none")
     sizes = ("--rollout.prompts_per_step=32", "--ppo.minibatch_size=32", "--rollout.max_new_tokens=128")
-    memory = plan_of(*flags, *sizes, "--optimizer.micro_tokens=65536")[1].memory
+    memory = plan_of(*flags, *sizes, "--optimizer.micro_batch_tokens=65536")[1].memory
     before = memory.phases["rollout"] - sum(role.cache for role in memory.roles)
     waiting = memory.phases["update"] - before - sum(role.gradients for role in memory.roles)
     assert 1.0 <= waiting / (2 * billion().embedding) < 1.5  # and the sampler's work space
@@ -204,7 +204,7 @@ def test_the_command_gives_json_and_advice(capsys):
     told = json.loads(capsys.readouterr().out)
     assert told["fits"] is False
     assert told["tokens"]["prompt_mean"] == 100
-    assert {change["key"] for change in told["changes"]} >= {"optimizer.micro_tokens"}
+    assert {change["key"] for change in told["changes"]} >= {"optimizer.micro_batch_tokens"}
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,11 @@ def rollouts():
     return [rollout_of("yes"), rollout_of("no, never", finish="length"), rollout_of("a"), rollout_of("")]
 
 
-@pytest.mark.parametrize("micro_tokens", [1, 40, 8192])
-def test_another_tokenizer_reads_text_in_its_own_template(policy, llama, micro_tokens: int):
+@pytest.mark.parametrize("micro_batch_tokens", [1, 40, 8192])
+def test_another_tokenizer_reads_text_in_its_own_template(policy, llama, micro_batch_tokens: int):
     folder, model = llama
     tokenizer = byte_tokenizer()
-    reward = load(folder, policy, micro_tokens=micro_tokens)
+    reward = load(folder, policy, micro_batch_tokens=micro_batch_tokens)
     asked = "<s><|user|>question</s>\n"
     texts = [f"{asked}<|assistant|>{answer}" for answer in ("yes</s>\n", "no, never", "a</s>\n", "</s>\n")]
     wanted = [logit(model, tokenizer.encode(text, add_special_tokens=False)) for text in texts]
@@ -78,7 +78,7 @@ def test_a_pad_token_that_is_the_end_token_does_not_move_the_score(policy, tmp_p
 @pytest.mark.parametrize("kind", ["bert", "roberta"])
 def test_an_encoder_scores_prompt_and_answer_as_a_pair(policy, tmp_path: Path, kind: str):
     model = save_encoder(tmp_path, kind)
-    reward = load(tmp_path, policy, micro_tokens=64)
+    reward = load(tmp_path, policy, micro_batch_tokens=64)
     assert isinstance(reward.model, ClassifierModel)
     ids = [byte_tokenizer(template=None)("question", answer)["input_ids"] for answer in ("yes", "no, never", "a", "")]
     assert [score.value for score in reward(rollouts())] == pytest.approx([logit(model, row) for row in ids], abs=1e-5)
@@ -96,7 +96,7 @@ def test_what_the_template_refuses_fails_alone(policy, llama):
 
 def test_the_policys_tokenizer_is_read_as_tokens_to_the_bit(policy, tmp_path: Path):
     head = ScalarHead.like_output(policy.model, deviation=0.1, seed=3)
-    ScalarModel(Separate(policy.model).scalar_trunk(0), head, "reward").save_pretrained(tmp_path)
+    ScalarModel(Separate(policy.model).scalar_backbone(0), head, "reward").save_pretrained(tmp_path)
     policy.tokenizer.save_pretrained(tmp_path)
     reward = load(tmp_path, policy)
     assert reward.reads == "tokens" and "it reads the sampled tokens" in reward.notices[0]
@@ -110,7 +110,7 @@ def test_the_policys_tokenizer_is_read_as_tokens_to_the_bit(policy, tmp_path: Pa
 
 def test_same_vocabulary_and_another_template_is_read_as_text(policy, tmp_path: Path):
     head = ScalarHead.like_output(policy.model, deviation=0.1, seed=3)
-    ScalarModel(Separate(policy.model).scalar_trunk(0), head, "reward").save_pretrained(tmp_path)
+    ScalarModel(Separate(policy.model).scalar_backbone(0), head, "reward").save_pretrained(tmp_path)
     policy.tokenizer.save_pretrained(tmp_path)
     (tmp_path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}")
     reward = load(tmp_path, policy)
@@ -160,16 +160,16 @@ def run(capsys, tmp_path: Path, *words: str) -> tuple[int, str, str]:
     return code, out, " ".join(err.split())
 
 
-@pytest.mark.parametrize("mode", ["adapters", "top"])
+@pytest.mark.parametrize("mode", ["lora", "shared_backbone"])
 def test_shared_with_another_tokenizer_is_refused(capsys, llama, tmp_path: Path, mode: str):
     parts = json.dumps([{"kind": "model", "path": str(llama[0]), "shared": True}])
-    code, _, err = run(capsys, tmp_path, "--roles.mode", mode, "--roles.top_layers", "1", "--reward.parts", parts)
+    code, _, err = run(capsys, tmp_path, "--roles.mode", mode, "--roles.trainable_layers", "1", "--reward.parts", parts)
     assert code == 2 and "has another tokenizer than the policy" in err and "set shared: false" in err
 
 
 def test_a_critic_from_another_tokenizer_is_refused(capsys, llama, tmp_path: Path):
-    code, _, err = run(capsys, tmp_path, "--roles.critic_from", str(llama[0]))
-    assert code == 2 and "roles.critic_from: the critic does not share the policy's vocabulary" in err
+    code, _, err = run(capsys, tmp_path, "--roles.critic_init", str(llama[0]))
+    assert code == 2 and "roles.critic_init: the critic does not share the policy's vocabulary" in err
 
 
 def test_ppo_learns_from_another_makers_model(capsys, llama, tmp_path: Path):

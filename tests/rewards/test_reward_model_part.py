@@ -28,7 +28,7 @@ def policy() -> LoadedModel:
 def scorer(policy: LoadedModel) -> ScalarModel:
     head = ScalarHead.like_output(policy.model, deviation=0.1, seed=3)
     torch.nn.init.constant_(head.bias, 0.7)
-    return ScalarModel(Separate(policy.model).scalar_trunk(0), head, "reward")
+    return ScalarModel(Separate(policy.model).scalar_backbone(0), head, "reward")
 
 
 @pytest.fixture(scope="module")
@@ -49,10 +49,10 @@ def alone(model: ScalarModel, ids: list[int]) -> float:
         return float(model(Sequences(tokens=torch.tensor([ids]), attention_mask=mask, response_mask=mask)).scores)
 
 
-@pytest.mark.parametrize("micro_tokens", [1, 16, 8192])
-def test_scores_are_read_at_the_last_real_token(policy, scorer, saved, micro_tokens: int):
+@pytest.mark.parametrize("micro_batch_tokens", [1, 16, 8192])
+def test_scores_are_read_at_the_last_real_token(policy, scorer, saved, micro_batch_tokens: int):
     rows = [[5, 6, 7], [9] * 12, [1, 257], [8, 8, 8, 8, 8]]
-    reward = RewardModelReward.load(part(saved, micro_tokens=micro_tokens), policy)
+    reward = RewardModelReward.load(part(saved, micro_batch_tokens=micro_batch_tokens), policy)
     scores = reward([rollout_of("", tokens=row) for row in rows])
     assert [score.value for score in scores] == pytest.approx([alone(scorer, row) for row in rows], abs=1e-5)
     assert not any(parameter.requires_grad for parameter in reward.model.parameters())
@@ -106,19 +106,19 @@ def test_ppo_learns_from_a_reward_model_and_a_rule(capsys, saved, tmp_path: Path
     assert metrics["reward/rm/failed"] == 0
 
 
-@pytest.mark.parametrize("mode", ["top", "adapters"])
-def test_a_reward_model_on_the_trunk_that_the_roles_share(capsys, tmp_path: Path, mode: str):
+@pytest.mark.parametrize("mode", ["shared_backbone", "lora"])
+def test_a_reward_model_on_the_backbone_that_the_roles_share(capsys, tmp_path: Path, mode: str):
     pairs = tmp_path / "pairs.jsonl"
     pairs.write_text('{"prompt": "a", "chosen": "yes", "rejected": "no"}\n' * 4)
     shared = ["--model.device", "cpu", "--json", "--roles.mode", mode, "--run.steps", "1", "--run.directory"]
-    shared += [str(tmp_path), "--roles.top_layers", "1"]
+    shared += [str(tmp_path), "--roles.trainable_layers", "1"]
     assert cli.main(["train", "reward", *shared, "--run.name", "rm", "--data.train", str(pairs)]) == 0
     words = ["train", "ppo", *shared, "--rollout.prompts_per_step", "4", "--rollout.max_new_tokens", "3"]
     parts = {"kind": "model", "path": str(tmp_path / "rm" / "model"), "shared": True}
     assert cli.main([*words, "--run.name", "on", "--run.save", "false", "--reward.parts", json.dumps([parts])]) == 0
     metrics = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert metrics["reward/model/failed"] == 0 and metrics["score"] == pytest.approx(metrics["reward/model"], abs=1e-5)
-    if mode == "adapters":
+    if mode == "lora":
         parts["shared"] = False
         assert cli.main([*words, "--run.name", "off", "--reward.parts", json.dumps([parts])]) == 2
         assert "holds adapters: set shared: true" in capsys.readouterr().err

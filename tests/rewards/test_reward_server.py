@@ -79,7 +79,7 @@ def test_a_rule_there_and_back():
 def test_a_reward_model_there_and_back(tmp_path: Path):
     policy = load_causal_lm("tiny-bytes", dtype="float32", device="cpu", seed=0)
     head = ScalarHead.like_output(policy.model, deviation=0.1, seed=3)
-    ScalarModel(Separate(policy.model).scalar_trunk(0), head, "reward").save_pretrained(tmp_path)
+    ScalarModel(Separate(policy.model).scalar_backbone(0), head, "reward").save_pretrained(tmp_path)
     policy.tokenizer.save_pretrained(tmp_path)
     service = build_service(str(tmp_path))
     prompt = policy.tokenizer.encode("question")

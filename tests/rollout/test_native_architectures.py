@@ -83,7 +83,7 @@ def test_every_kind_of_model_agrees_with_its_plain_forward_pass(
         loaded.model.double()
         rollouts = NativeEngine(loaded).generate(prompts, sampling, samples_per_prompt=2, seed=0)
     assert_same_rollouts(
-        NativeEngine(loaded, max_batch=1).generate(prompts, sampling, samples_per_prompt=2, seed=0), rollouts
+        NativeEngine(loaded, max_num_seqs=1).generate(prompts, sampling, samples_per_prompt=2, seed=0), rollouts
     )
     assert len({rollout.response_length for rollout in rollouts}) > 2, "answers end at different steps"
 

@@ -32,14 +32,14 @@ OFTEN = tuple(range(0, 256, 10))  # stop tokens that end an answer after about t
 def test_logprobs_are_those_of_a_plain_forward_pass(
     loaded: LoadedModel, prompts: list[Prompt], sampling: Sampling, assert_matches_plain_forward
 ):
-    rollouts = NativeEngine(loaded, max_batch=8).generate(prompts, sampling, samples_per_prompt=2, seed=1)
+    rollouts = NativeEngine(loaded, max_num_seqs=8).generate(prompts, sampling, samples_per_prompt=2, seed=1)
     assert_matches_plain_forward(loaded.model, rollouts, sampling)
     same = sampling.temperature == 0 or (sampling.top_p == 1 and sampling.top_k == 0)
     assert same == all(torch.equal(r.behavior_logprobs, r.untruncated_logprobs) for r in rollouts)
 
 
 def test_rollouts_come_in_input_order_with_whole_columns(loaded: LoadedModel, prompts: list[Prompt]):
-    engine: RolloutEngine = NativeEngine(loaded, max_batch=5)
+    engine: RolloutEngine = NativeEngine(loaded, max_num_seqs=5)
     rollouts = engine.generate(prompts, Sampling(9, stop_token_ids=OFTEN), samples_per_prompt=3, seed=0)
     assert [(r.prompt.id, r.group_id, r.sample_id) for r in rollouts] == [
         (prompt.id, group, sample) for group, prompt in enumerate(prompts) for sample in range(3)
@@ -66,7 +66,7 @@ def test_the_result_does_not_depend_on_batching(
     shuffled = [prompts[i] for i in (3, 0, 6, 5, 1, 4, 2)]
     assert_same_rollouts(NativeEngine(exact).generate(shuffled, sampling, samples_per_prompt=3, seed=4), reference)
     for size in (1, 2, 4):
-        engine = NativeEngine(exact, max_batch=size)
+        engine = NativeEngine(exact, max_num_seqs=size)
         assert_same_rollouts(engine.generate(prompts, sampling, samples_per_prompt=3, seed=4), reference)
     alone = [NativeEngine(exact).generate([prompt], sampling, samples_per_prompt=3, seed=4) for prompt in prompts]
     assert_same_rollouts([rollout for one in alone for rollout in one], reference)
@@ -118,7 +118,7 @@ def test_greedy_takes_the_most_likely_token(loaded: LoadedModel, prompts: list[P
 
 def test_first_tokens_follow_the_distribution(loaded: LoadedModel):
     prompt, count = Prompt.from_text("p", "some prompt"), 1500
-    engine = NativeEngine(loaded, max_batch=500)
+    engine = NativeEngine(loaded, max_num_seqs=500)
     rollouts = engine.generate([prompt], Sampling(1, top_k=6), samples_per_prompt=count, seed=0)
     with torch.no_grad():
         logits = loaded.model(rollouts[0].token_ids[None, :-1]).logits[0, -1].double()
@@ -250,8 +250,8 @@ def test_bad_requests(loaded: LoadedModel, prompts: list[Prompt]):
         engine.generate(prompts, Sampling(1, top_p=2.0), samples_per_prompt=1, seed=0)
     with pytest.raises(ValueError, match="prompt 'blank' is empty"):
         engine.generate([Prompt.from_text("blank", "")], Sampling(1), samples_per_prompt=1, seed=0)
-    with pytest.raises(ValueError, match="max_batch is 0"):
-        NativeEngine(loaded, max_batch=0)
+    with pytest.raises(ValueError, match="max_num_seqs is 0"):
+        NativeEngine(loaded, max_num_seqs=0)
 
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf")])

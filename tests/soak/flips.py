@@ -29,7 +29,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from in_process import sitting, whole
+from in_process import attempt, whole
 from same_runs import differences
 from tiny_recipes import tiny
 
@@ -94,13 +94,13 @@ def make_cases(root: Path) -> list[Case]:
 
 def _ppo(root: Path) -> Case:
     calm = whole(tiny("ppo", root / "calm", *PPO))
-    sitting(tiny("ppo", root / "place", *PPO), stop_after=4)
+    attempt(tiny("ppo", root / "place", *PPO), stop_after=4)
     return _case("ppo", root, calm, 0)
 
 
 def _fork(root: Path) -> Case:
     for place in ("calm", "place"):
-        sitting(tiny("sft", root / place, *SFT, name="parent"), stop_after=3)
+        attempt(tiny("sft", root / place, *SFT, name="parent"), stop_after=3)
         with contextlib.redirect_stderr(io.StringIO()), contextlib.redirect_stdout(io.StringIO()):
             if place == "calm":
                 fork_run("parent", str(root / place), 3, ["--run.name", "run"], json_output=True)

@@ -31,9 +31,9 @@ os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import numpy as np
 import torch
+from attempts import sit
 from safetensors.torch import load_file
 from same_runs import differences, metrics_table, rollouts_table
-from sittings import sit
 from soak import Pace, Verdict, newest_step, undisturbed
 from tiny_recipes import tiny
 
@@ -155,15 +155,15 @@ def kill_and_resume(recipe: Recipe, pace: Pace, kills: int) -> Verdict:
     verdict = Verdict("ppo", recipe.run.steps)
     while verdict.kills < kills:
         before = newest_step(recipe, verdict.wrong)
-        sitting = pace.next(before, verdict.kills)
-        if not sitting.killed:
-            verdict.wrong.append(f"it ended with {sitting.exit_code} after {verdict.kills} of {kills} kills")
+        attempt = pace.next(before, verdict.kills)
+        if not attempt.killed:
+            verdict.wrong.append(f"it ended with {attempt.exit_code} after {verdict.kills} of {kills} kills")
             break
         newest = newest_step(recipe, verdict.wrong)
-        verdict.count(sitting, newest)
+        verdict.count(attempt, newest)
         if newest < before:
             verdict.wrong.append(f"a kill lost the checkpoint of step {before}")
-        print(f"kill {verdict.kills} of {kills}: {' and '.join(sitting.where)}, {newest} steps", file=sys.stderr)
+        print(f"kill {verdict.kills} of {kills}: {' and '.join(attempt.where)}, {newest} steps", file=sys.stderr)
     if (code := sit(recipe).exit_code) != 0:
         verdict.wrong.append(f"the last attempt ended with {code}")
     return verdict

@@ -15,7 +15,7 @@ class Broken(Exception):  # noqa: N818 (stands for a kill)
     """The process dies here."""
 
 
-def sitting(
+def attempt(
     recipe: Recipe,
     *,
     stop_after: int | None = None,
@@ -39,15 +39,15 @@ def sitting(
 
 
 def whole(recipe: Recipe) -> Path:
-    """Run it in one sitting; where it is."""
-    assert sitting(recipe).steps == recipe.run.steps
+    """Run it in one attempt; where it is."""
+    assert attempt(recipe).steps == recipe.run.steps
     return run_path(recipe)
 
 
 def step_by_step(recipe: Recipe) -> Path:
-    """Run it in as many sittings as it has steps; where it is."""
+    """Run it in as many attempts as it has steps; where it is."""
     for done in range(1, recipe.run.steps + 1):
-        assert sitting(recipe, stop_after=1).steps == done
+        assert attempt(recipe, stop_after=1).steps == done
     return run_path(recipe)
 
 
@@ -65,11 +65,11 @@ def broken_in_every_step(recipe: Recipe, monkeypatch, words: str) -> Path:
     monkeypatch.setattr(Session, "doing", breaking)
     for _ in range(recipe.run.steps):
         try:
-            sitting(recipe)
+            attempt(recipe)
         except Broken:
             continue
         raise AssertionError("nothing was broken off")
     monkeypatch.undo()
-    assert sitting(recipe).steps == recipe.run.steps
+    assert attempt(recipe).steps == recipe.run.steps
     assert len(broken) == recipe.run.steps
     return run_path(recipe)

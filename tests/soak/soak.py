@@ -24,8 +24,8 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a pool of threads
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+from attempts import Attempt, aimed_at, sit
 from same_runs import differences
-from sittings import Sitting, aimed_at, sit
 from tiny_recipes import TOP, tiny
 
 from tether.config.recipes import Recipe
@@ -52,14 +52,14 @@ class Verdict:
     wrong: list[str] = field(default_factory=list)
     seconds: float = 0.0
 
-    def count(self, sitting: Sitting, newest: int) -> None:
+    def count(self, attempt: Attempt, newest: int) -> None:
         """Note a kill."""
         self.kills += 1
         self.resumes += 1
         self.before_first_checkpoint += newest == 0
-        self.while_writing_checkpoint += "checkpoint" in sitting.where
-        self.while_writing_record += "record" in sitting.where
-        self.at(sitting.where[0])
+        self.while_writing_checkpoint += "checkpoint" in attempt.where
+        self.while_writing_record += "record" in attempt.where
+        self.at(attempt.where[0])
 
     def at(self, place: str) -> None:
         """Count a place."""
@@ -79,37 +79,37 @@ class Verdict:
 class Pace:
     """When to kill next: at random, such that the kills spread over the run's life and it still comes to its end."""
 
-    def __init__(self, recipe: Recipe, kills: int, draw: random.Random, calm: Sitting) -> None:
+    def __init__(self, recipe: Recipe, kills: int, draw: random.Random, calm: Attempt) -> None:
         self.recipe, self.kills, self.draw = recipe, kills, draw
         self.steps, self.every = recipe.run.steps, recipe.checkpoint.every
         self.startup, self.step = calm.startup, (calm.seconds - calm.startup) / calm.steps  # in seconds
 
-    def next(self, done: int, kills: int) -> Sitting:
+    def next(self, done: int, kills: int) -> Attempt:
         """Sit until the next kill, where `done` steps are in a checkpoint and `kills` have landed.
 
-        However quick the machine becomes, a sitting takes but a few steps and none ends the run.
+        However quick the machine becomes, a attempt takes but a few steps and none ends the run.
         """
         most = max(1, min(2 * self.every, self.steps - done - 1))
         behind = (self.steps - 2 * self.every) * kills / self.kills - done
         if behind <= 0 or self.draw.random() >= behind / self.every:
             after = self.draw.uniform(0.0, self.startup + self.step * self.every)
-            sitting = sit(self.recipe, kill_after=after, most_steps=most)
+            attempt = sit(self.recipe, kill_after=after, most_steps=most)
         elif self.draw.random() < 0.5:
-            sitting = sit(self.recipe, into_checkpoint=self.draw.uniform(0.0, WRITING), most_steps=most)
+            attempt = sit(self.recipe, into_checkpoint=self.draw.uniform(0.0, WRITING), most_steps=most)
         else:
             after = self.startup + self.step * self.draw.uniform(self.every, 2 * self.every)
-            sitting = sit(self.recipe, kill_after=after, most_steps=most)
-        self.learn(sitting)
-        return sitting
+            attempt = sit(self.recipe, kill_after=after, most_steps=most)
+        self.learn(attempt)
+        return attempt
 
-    def learn(self, sitting: Sitting) -> None:
+    def learn(self, attempt: Attempt) -> None:
         """From how long it took."""
-        if sitting.startup:
-            self.startup += 0.2 * (sitting.startup - self.startup)
-            if sitting.steps:
-                self.step += 0.2 * ((sitting.seconds - sitting.startup) / (sitting.steps + 0.5) - self.step)
-        elif sitting.seconds > self.startup:  # it takes longer than was thought, by how much was not seen
-            self.startup = 1.2 * sitting.seconds
+        if attempt.startup:
+            self.startup += 0.2 * (attempt.startup - self.startup)
+            if attempt.steps:
+                self.step += 0.2 * ((attempt.seconds - attempt.startup) / (attempt.steps + 0.5) - self.step)
+        elif attempt.seconds > self.startup:  # it takes longer than was thought, by how much was not seen
+            self.startup = 1.2 * attempt.seconds
 
 
 def newest_step(recipe: Recipe, wrong: list[str]) -> int:
@@ -118,12 +118,12 @@ def newest_step(recipe: Recipe, wrong: list[str]) -> int:
     return 0 if found is None else found.step
 
 
-def undisturbed(recipe: Recipe) -> Sitting:
-    """Run it in one sitting."""
-    sitting = sit(recipe)
-    if sitting.exit_code != 0:
-        raise SystemExit(f"the undisturbed run ended with {sitting.exit_code}")
-    return sitting
+def undisturbed(recipe: Recipe) -> Attempt:
+    """Run it in one attempt."""
+    attempt = sit(recipe)
+    if attempt.exit_code != 0:
+        raise SystemExit(f"the undisturbed run ended with {attempt.exit_code}")
+    return attempt
 
 
 def killed_at_random(name: str, make: Callable[[Path], Recipe], kills: int, seed: int, tell: Tell) -> Verdict:
@@ -134,11 +134,11 @@ def killed_at_random(name: str, make: Callable[[Path], Recipe], kills: int, seed
     verdict = Verdict(name, recipe.run.steps)
     while verdict.kills < kills:
         before = newest_step(recipe, verdict.wrong)
-        sitting = pace.next(before, verdict.kills)
-        if not sitting.killed:
-            verdict.wrong += [] if sitting.exit_code == 0 else [f"a sitting ended with {sitting.exit_code}"]
+        attempt = pace.next(before, verdict.kills)
+        if not attempt.killed:
+            verdict.wrong += [] if attempt.exit_code == 0 else [f"a attempt ended with {attempt.exit_code}"]
             break
-        verdict.count(sitting, newest_step(recipe, verdict.wrong))
+        verdict.count(attempt, newest_step(recipe, verdict.wrong))
         if newest_step(recipe, verdict.wrong) < before:
             verdict.wrong.append(f"a kill lost the checkpoint of step {before}")
         if verdict.kills % 10 == 0:
@@ -154,14 +154,14 @@ def killed_while_writing(name: str, make: Callable[[Path], Recipe], kills: int, 
     verdict, draw = Verdict(name, recipe.run.steps), random.Random(seed)
     newest = 0
     while verdict.kills < kills:
-        sitting = sit(recipe, prepare=aimed_at(draw.randrange(SHOTS), draw.randrange(2**31)))
-        if not sitting.killed:
+        attempt = sit(recipe, prepare=aimed_at(draw.randrange(SHOTS), draw.randrange(2**31)))
+        if not attempt.killed:
             break
         before, newest = newest, newest_step(recipe, verdict.wrong)
-        verdict.count(sitting, newest)
-        verdict.at(sitting.where[-1].split(":")[-1].strip())
+        verdict.count(attempt, newest)
+        verdict.at(attempt.where[-1].split(":")[-1].strip())
         if newest < before:
-            verdict.wrong.append(f"{sitting.where[-1]}: the checkpoint of step {before} was lost")
+            verdict.wrong.append(f"{attempt.where[-1]}: the checkpoint of step {before} was lost")
         if verdict.kills % 10 == 0:
             tell(f"  {name}: {verdict.kills} of {kills} kills, {newest} steps")
     return _ended(verdict, calm, recipe, kills, began, root)
@@ -172,7 +172,7 @@ def _ended(verdict: Verdict, calm: Recipe, recipe: Recipe, kills: int, began: fl
     if verdict.kills < kills:
         verdict.wrong.append(f"it came to its end after {verdict.kills} of {kills} kills")
     if (code := sit(recipe).exit_code) != 0:
-        verdict.wrong.append(f"the last sitting ended with {code}")
+        verdict.wrong.append(f"the last attempt ended with {code}")
     else:
         verdict.wrong += differences(run_path(calm), run_path(recipe))
     verdict.seconds = time.monotonic() - began
@@ -197,7 +197,7 @@ def every_run(kills: int, record_kills: int, aimed: int, seed: int, tell: Tell) 
         tell(verdict.line())
 
     for method in ("sft", "reward"):
-        for roles, flags in (("separate", ()), ("top", TOP)):
+        for roles, flags in (("separate", ()), ("shared_backbone", TOP)):
             name = f"{method}, roles {roles}"
             add(killed_at_random(name, maker(method, 45, 3, *flags), record_kills, seed, tell))
     name = "sft, kills aimed inside checkpoint writing"

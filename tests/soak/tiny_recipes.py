@@ -9,7 +9,7 @@ from tether.config.load import load_recipe
 from tether.config.recipes import Recipe
 
 WORDS = ("red", "green", "blue", "gold")
-RATES = ("--optimizer.policy_rate", "3e-3", "--optimizer.critic_rate", "3e-3")
+RATES = ("--optimizer.policy_lr", "3e-3", "--optimizer.critic_lr", "3e-3")
 MOVING_RATES = (*RATES, "--optimizer.schedule", "cosine", "--optimizer.warmup", "0.2")
 ROLLOUTS = (
     *MOVING_RATES,
@@ -27,7 +27,7 @@ METHODS: dict[str, tuple[str, ...]] = {
     "reinforce": ROLLOUTS,
     "trpo": (*ROLLOUTS, "--trpo.cg_iterations", "2"),
 }
-TOP = ("--roles.mode", "top", "--roles.top_layers", "1")
+TOP = ("--roles.mode", "shared_backbone", "--roles.trainable_layers", "1")
 
 
 def tiny(method: str, workspace: Path, *flags: str, name: str = "run") -> Recipe:

@@ -11,7 +11,7 @@ from tether.store.recorder import RunRecorder, RunStart
 CONFIG = {"method": "ppo", "model": {"path": "tiny-bytes"}, "run": {"seed": 7}}
 
 
-def made_up(step: int, row: int, length: int = 6, *, completion: str = "yes") -> StoredRollout:
+def synthetic(step: int, row: int, length: int = 6, *, completion: str = "yes") -> StoredRollout:
     """A rollout whose every number follows from its step and row."""
     numbers = np.random.default_rng(1000 * step + row)
     columns = {}
@@ -124,5 +124,5 @@ class Recording:
 
     def steps(self, *numbers: int, rollouts: int = 0) -> None:
         for step in numbers:
-            rows = [made_up(step, row) for row in range(rollouts)]
+            rows = [synthetic(step, row) for row in range(rollouts)]
             self.recorder.record(step, {"score": 0.1 * step, "third": 1 / 3}, rows or None)

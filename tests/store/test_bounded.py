@@ -11,7 +11,7 @@ import zlib
 from pathlib import Path
 
 import pytest
-from recording import made_up
+from recording import synthetic
 
 from tether.data import formats
 from tether.errors import DataError, StorageError
@@ -74,7 +74,7 @@ def packed(header: object, rest: bytes = b"", size: int | None = None) -> bytes:
         packed({"length": 0, "columns": []}),
         packed({}, size=2**32 - 1),
         bytes([2]) + zlib.compress(struct.pack("<I", 400_000) + b"[" * 200_000 + b"]" * 200_000),
-        encode_rollout(made_up(0, 0))[:-20],
+        encode_rollout(synthetic(0, 0))[:-20],
     ],
     ids=range(13),
 )
@@ -84,7 +84,7 @@ def test_a_damaged_row_is_told_in_one_sentence(content: bytes):
 
 
 def test_the_head_of_a_row_is_bounded_too():
-    assert rollout_head_of(encode_rollout(made_up(0, 0)))["prompt_id"] == "p0"
+    assert rollout_head_of(encode_rollout(synthetic(0, 0)))["prompt_id"] == "p0"
     with pytest.raises(StorageError, match="damaged"):
         rollout_head_of(packed({}, size=2**32 - 1))
 

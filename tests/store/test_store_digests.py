@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from alembic import command
 from alembic.config import Config
-from recording import Recording, made_up, same
+from recording import Recording, same, synthetic
 from sqlalchemy import create_engine, text
 
 from tether.cli import main
@@ -77,7 +77,7 @@ def test_damaged_metrics_are_not_handed_out_and_are_put_back(tmp_path: Path, sto
         assert ["damaged metrics of step 1" in said for said in settled.told] == [True]
         run = read_run(opened, "a")
         assert [row["third"] for row in run.metrics] == [1 / 3] * 3
-        assert all(same(made_up(1, row), found) for row, found in enumerate(run.rollouts(1))), "tokens stay"
+        assert all(same(synthetic(1, row), found) for row, found in enumerate(run.rollouts(1))), "tokens stay"
 
 
 def test_a_store_of_an_older_tether_is_upgraded_without_loss(tmp_path: Path, store_url):

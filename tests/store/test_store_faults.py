@@ -13,12 +13,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recording import Recording, experience, made_up, rollouts_of, same
+from recording import Recording, experience, rollouts_of, same, synthetic
 
 import tether.store.database.journal as journal_module
 import tether.store.recorder as writer_module
 from tether.store.database.records import Record
-from tether.store.database.spool import Pending, is_being_recorded
+from tether.store.database.spool import Spool, is_being_recorded
 from tether.store.read import find_run, list_runs, open_workspace, read_run
 from tether.store.tokens import StepRollouts
 
@@ -54,7 +54,7 @@ def test_a_locked_store_is_told_once_waited_for_on_disk_and_caught_up_in_order(t
     recording.steps(1, 2, 3, rollouts=2)
     recording.recorder.event("note", "while it was away", step=2)
     assert recording.recorder.flush(), "files beside the store are durable too"
-    assert len(list((recording.folder / "pending").glob("*.record"))) == 4
+    assert len(list((recording.folder / "spool").glob("*.record"))) == 4
     other.execute("ROLLBACK")
     wait_until(lambda: any("up to date" in text for text in recording.said))
     recording.steps(4)
@@ -62,11 +62,11 @@ def test_a_locked_store_is_told_once_waited_for_on_disk_and_caught_up_in_order(t
     assert recorded_steps(tmp_path) == [0, 1, 2, 3, 4]
     away, back = recording.said
     assert "locked" in away and "Training goes on" in away and "4 records" in back
-    assert not (recording.folder / "pending").exists() and recording.recorder.dropped == 0
+    assert not (recording.folder / "spool").exists() and recording.recorder.dropped == 0
     with open_workspace(tmp_path / "runs") as opened:
         run = read_run(opened, "a")
         assert [event.text for event in run.events] == ["while it was away"]
-        assert same(run.rollouts(2)[1], made_up(2, 1))
+        assert same(run.rollouts(2)[1], synthetic(2, 1))
 
 
 def test_a_store_that_was_never_there_does_not_stop_the_start(tmp_path: Path):
@@ -88,7 +88,7 @@ def test_a_server_that_is_down_does_not_stop_the_run(tmp_path: Path):
     recording.steps(0, 1)
     assert recording.recorder.close("done")
     assert "cannot be written" in recording.said[0] and not any("secret" in text for text in recording.said)
-    assert len(Pending(recording.folder).files()) == 4  # start, two steps, state
+    assert len(Spool(recording.folder).files()) == 4  # start, two steps, state
 
 
 def test_a_removed_store_is_begun_anew_rather_than_written_out_of_sight(tmp_path: Path):
@@ -119,7 +119,7 @@ def test_what_an_ended_run_could_not_write_is_taken_in_by_the_next_reader(tmp_pa
     (tmp_path / "runs" / "tether.db").rmdir()
     with open_workspace(tmp_path / "runs") as opened:
         assert find_run(opened, "a").state == "done" and read_run(opened, "a").rollout_steps == [0, 1]
-    assert not (recording.folder / "pending").exists()
+    assert not (recording.folder / "spool").exists()
 
 
 def test_a_resumed_run_takes_in_what_waits_and_rewinds_it(tmp_path: Path):
@@ -224,9 +224,9 @@ def test_a_record_that_finds_no_memory_waits_on_disk(tmp_path: Path, monkeypatch
 
 
 def test_without_store_and_disk_the_newest_are_kept_in_memory_and_the_rest_is_counted(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(journal_module, "MOST_IN_MEMORY", 3)
+    monkeypatch.setattr(journal_module, "MAX_IN_MEMORY", 3)
     away = True
-    add, apply = Pending.add, journal_module.Database.apply
+    add, apply = Spool.add, journal_module.Database.apply
 
     def no_space(self, record):
         if away:
@@ -238,7 +238,7 @@ def test_without_store_and_disk_the_newest_are_kept_in_memory_and_the_rest_is_co
             raise journal_module.Unavailable("database or disk is full")
         apply(self, record)
 
-    monkeypatch.setattr(Pending, "add", no_space)
+    monkeypatch.setattr(Spool, "add", no_space)
     monkeypatch.setattr(journal_module.Database, "apply", no_store)
     recording = Recording(tmp_path)
     recording.steps(*range(6))
@@ -287,22 +287,22 @@ def test_a_damaged_waiting_file_is_set_aside_and_the_rest_is_taken_in(tmp_path: 
     recording.steps(0, 1, 2)
     recording.recorder.close("done")
     (tmp_path / "runs" / "tether.db").rmdir()
-    middle = Pending(recording.folder).files()[2]
+    middle = Spool(recording.folder).files()[2]
     content = bytearray(middle.read_bytes())
     content[len(content) // 2] ^= 1
     middle.write_bytes(content)
     assert recorded_steps(tmp_path) == [0, 2]
-    assert [path.name for path in (recording.folder / "pending").iterdir()] == [f"{middle.stem}.refused"]
+    assert [path.name for path in (recording.folder / "spool").iterdir()] == [f"{middle.stem}.refused"]
 
 
 def test_what_waits_is_listed_in_the_order_of_its_numbers_and_numbered_on(tmp_path: Path):
-    (tmp_path / "pending").mkdir()
+    (tmp_path / "spool").mkdir()
     for number in (3, 11, 5, 100, 4):
-        (tmp_path / "pending" / f"{number:010d}.record").write_bytes(b"")
-    (tmp_path / "pending" / "notes.record").write_bytes(b"")
-    pending = Pending(tmp_path)
-    pending.add(Record("rewind", {"step": 0}))
-    assert [int(path.stem) for path in pending.files()] == [3, 4, 5, 11, 100, 101]
+        (tmp_path / "spool" / f"{number:010d}.record").write_bytes(b"")
+    (tmp_path / "spool" / "notes.record").write_bytes(b"")
+    spool = Spool(tmp_path)
+    spool.add(Record("rewind", {"step": 0}))
+    assert [int(path.stem) for path in spool.files()] == [3, 4, 5, 11, 100, 101]
 
 
 def test_a_record_in_a_file_is_whole_or_refused():
@@ -347,7 +347,7 @@ def test_a_notify_that_raises_hurts_no_one(tmp_path: Path):
 
 
 def test_a_store_that_hangs_costs_tokens_and_never_metrics(tmp_path: Path, monkeypatch):
-    monkeypatch.setattr(writer_module, "MOST_WAITING", 2)
+    monkeypatch.setattr(writer_module, "MAX_WAITING", 2)
     monkeypatch.setattr(writer_module, "PATIENCE", 0.01)
     gate, apply = threading.Event(), journal_module.Database.apply
 
@@ -372,7 +372,7 @@ WRITING = """
 import sys
 sys.path.insert(0, sys.argv[1])
 from pathlib import Path
-from recording import Recording, made_up
+from recording import Recording, synthetic
 recording = Recording(Path(sys.argv[2]), sys.argv[5] or None, name=sys.argv[3], wait=20.0)
 last = int(sys.argv[4])
 for step in range(last):
@@ -398,7 +398,7 @@ def test_two_runs_write_to_one_workspace_at_once(tmp_path: Path, store_url):
         for name in ("one", "two"):
             run = read_run(opened, name)
             assert [row["step"] for row in run.metrics] == list(range(25))
-            assert run.rollout_steps == list(range(25)) and same(run.rollouts(24)[2], made_up(24, 2))
+            assert run.rollout_steps == list(range(25)) and same(run.rollouts(24)[2], synthetic(24, 2))
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -16,7 +16,7 @@ from tether.store.database import patience
 from tether.store.database.open import open_engine, workspace_at
 from tether.store.database.patience import WatchedPool
 from tether.store.read import OpenWorkspace
-from tether.studio.label_store import Ballot, Labels
+from tether.studio.label_store import CastVote, Labels
 from tether.studio.people import Person
 
 
@@ -99,7 +99,7 @@ def test_votes_that_wait_together_fail_together(tmp_path, monkeypatch):
     workspace = workspace_at(tmp_path)
     labels = Labels(OpenWorkspace(workspace, open_engine(workspace, wait=0.1, kept=2)))
     other = open_engine(workspace)
-    sent = [(Person(1, "a", "owner"), Ballot(f"u{n}", 1, [0, 1], "left")) for n in range(64)]
+    sent = [(Person(1, "a", "owner"), CastVote(f"u{n}", 1, [0, 1], "left")) for n in range(64)]
     monkeypatch.setattr(labels, "vote", lambda *_: pytest.fail("one was tried by itself"))
     with other.begin():
         results = labels.vote_together(sent)

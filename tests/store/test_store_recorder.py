@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recording import CONFIG, Recording, made_up, same
+from recording import CONFIG, Recording, same, synthetic
 
 from tether.errors import ConfigError, StorageError
 from tether.store.database.open import workspace_at
@@ -21,7 +21,7 @@ from tether.store.retention import KeepRollouts
 def test_metrics_rollouts_and_events_come_back_as_they_were(tmp_path: Path, store_url):
     recording = Recording(tmp_path, store_url, name="demo/ppo")
     exact = {"tenth": 0.1, "tiny": 5e-324, "big": 1.7976931348623157e308, "minus": -0.0}
-    rows = [made_up(0, row, completion="nul \x00 half \ud83d") for row in range(3)]
+    rows = [synthetic(0, row, completion="nul \x00 half \ud83d") for row in range(3)]
     recording.recorder.record(0, exact, rows)
     recording.recorder.record(1, {"nan": math.nan, "inf": math.inf})
     recording.recorder.event("checkpoint", "step \x00 zero", step=0, data={"bytes": 12, "rate": math.inf})
@@ -86,7 +86,7 @@ def test_a_rewind_takes_the_step_it_names_and_leaves_the_one_before(tmp_path: Pa
 def test_a_step_that_is_recorded_again_replaces_the_first(tmp_path: Path, store_url):
     recording = Recording(tmp_path, store_url)
     recording.steps(0, rollouts=3)
-    recording.recorder.record(0, {"loss": 1.0}, [made_up(0, 0)])
+    recording.recorder.record(0, {"loss": 1.0}, [synthetic(0, 0)])
     recording.recorder.close("done")
     with open_workspace(tmp_path / "runs", store_url) as opened:
         run = read_run(opened, "a")
@@ -204,7 +204,7 @@ def test_lineage_is_read_off_the_recipe(tmp_path: Path):
     data.write_bytes(b"abc")
     config = {
         "model": {"path": str(tmp_path / "sft" / "model")},
-        "roles": {"critic_from": str(tmp_path / "demo" / "reward")},
+        "roles": {"critic_init": str(tmp_path / "demo" / "reward")},
         "reward": {"parts": [{"kind": "model", "path": str(tmp_path / "demo/reward/model")}, {"kind": "ended"}]},
         "data": {"train": str(data), "held_out": None},
         "task": {"prompts": str(tmp_path / "missing.jsonl")},

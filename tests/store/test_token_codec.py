@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from recording import experience, made_up, rollouts_of, same, same_columns
+from recording import experience, rollouts_of, same, same_columns, synthetic
 
 from tether.errors import StorageError
 from tether.store.recorded import TOKEN_COLUMNS, Alternatives, StoredRollout
@@ -41,13 +41,13 @@ def columns(draw, names=tuple(TOKEN_COLUMNS)):
 def test_every_bit_and_every_letter_comes_back(made, prompt, completion, data):
     pieces = [data.draw(ANY_TEXT) for _ in made["token"]]
     rollout = dataclasses.replace(
-        made_up(3, 1), columns=made, prompt_text=prompt, completion=completion, pieces=pieces, final_value=None
+        synthetic(3, 1), columns=made, prompt_text=prompt, completion=completion, pieces=pieces, final_value=None
     )
     assert same(decoded(encode_rollout(rollout), rollout), rollout)
 
 
 def test_a_column_that_was_not_there_is_not_there_afterwards():
-    rollout = made_up(0, 0)
+    rollout = synthetic(0, 0)
     without = {name: column for name, column in rollout.columns.items() if name not in ("value", "clipped")}
     rollout = dataclasses.replace(rollout, columns=without)
     assert same_columns(decoded(encode_rollout(rollout), rollout).columns, without)
@@ -55,7 +55,7 @@ def test_a_column_that_was_not_there_is_not_there_afterwards():
 
 @pytest.mark.parametrize("damage", [lambda b: b[:-3], lambda b: b"\x09" + b[1:], lambda b: b"", lambda b: b[:1] + b"x"])
 def test_damaged_bytes_are_an_error_that_names_the_sample(damage):
-    rollout = made_up(4, 2)
+    rollout = synthetic(4, 2)
     with pytest.raises(StorageError, match="step 4, sample 2"):
         decoded(damage(encode_rollout(rollout)), rollout)
 
@@ -93,7 +93,7 @@ def test_a_row_keeps_its_own_tokens_and_leaves_the_padding_on_either_side():
 
 
 def test_kl_is_old_minus_reference_on_the_answer_and_zero_elsewhere():
-    rollout = made_up(0, 0, length=3)
+    rollout = synthetic(0, 0, length=3)
     old, ref = np.float32([-1.0, -2.0, -3.0]), np.float32([-1.5, -2.5, -2.0])
     answer = np.array([False, True, True])
     rollout = dataclasses.replace(
@@ -103,7 +103,7 @@ def test_kl_is_old_minus_reference_on_the_answer_and_zero_elsewhere():
 
 
 def test_a_thousand_rollouts_of_512_tokens_fit_into_40_megabytes():
-    rollout = made_up(0, 0, length=512)  # random mantissas in every column: nothing compresses worse
+    rollout = synthetic(0, 0, length=512)  # random mantissas in every column: nothing compresses worse
     pieces = [f" word{place % 89}" for place in range(512)]
     rollout = dataclasses.replace(rollout, pieces=pieces, completion="".join(pieces), prompt_text="".join(pieces[:99]))
     assert len(encode_rollout(rollout)) * 1000 < 30e6
@@ -123,7 +123,7 @@ def test_alternatives_come_back_to_the_bit_and_to_the_letter(counts, data):
         np.array(bits, dtype=np.uint16).view(np.float16),
         {int(token): data.draw(ANY_TEXT) for token in tokens},
     )
-    rollout = dataclasses.replace(made_up(0, 0, length=len(counts)), alternatives=others)
+    rollout = dataclasses.replace(synthetic(0, 0, length=len(counts)), alternatives=others)
     back = decoded(encode_rollout(rollout), rollout).alternatives
     assert back.counts.tolist() == counts and back.tokens.tolist() == tokens.tolist() and back.texts == others.texts
     assert back.logprobs.tobytes() == others.logprobs.tobytes()
@@ -131,7 +131,7 @@ def test_alternatives_come_back_to_the_bit_and_to_the_letter(counts, data):
 
 
 def test_a_rollout_of_the_first_version_still_opens():
-    rollout = made_up(0, 0)
+    rollout = synthetic(0, 0)
     body = zlib.decompress(encode_rollout(rollout)[1:])
     (size,) = struct.unpack_from("<I", body)
     header = json.loads(body[4 : 4 + size])
@@ -147,7 +147,7 @@ def test_alternatives_leave_out_the_token_itself_the_rare_and_the_prompt():
     likeliest = torch.tensor([[[7, 8, 9], [own, 8, 9]]], dtype=torch.int32)
     logprobs = torch.tensor([[[-0.1, -0.2, -0.3], [-0.25, -2.0, -7.0]]])  # e^-7 < 0.001
     answer = torch.tensor([[False, True]])
-    batch = dataclasses.replace(batch, response_mask=answer, likeliest=likeliest, likeliest_logprobs=logprobs)
+    batch = dataclasses.replace(batch, response_mask=answer, likeliest=likeliest, top_logprobs=logprobs)
     source = StepRollouts(batch, rollouts_of(batch))
     [row] = stored_rollouts(0, source, lambda tokens: [f"<{token}>" for token in tokens])
     assert row.alternatives.at_each() == [[], [("<8>", -2.0)]]

@@ -99,7 +99,7 @@ def record_steps(recorder: RunRecorder, steps: Sequence[int], *, score: float = 
             "score": score * step,
             "kl_ref_k3": 0.1 * step,
             "entropy": 2.0 - score * step,
-            "sampler_gap": 0.0,
+            "logprob_diff": 0.0,
             "loss": -0.1,
         }
         recorder.record(step, metrics, rows)

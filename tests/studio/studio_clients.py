@@ -7,7 +7,7 @@ from starlette.testclient import TestClient
 
 sys.path.append(str(Path(__file__).parents[1] / "store"))  # recording.py
 
-from recording import Recording, made_up
+from recording import Recording, synthetic
 
 from tether.studio.settings import Rate, StudioSettings
 
@@ -26,7 +26,7 @@ def record_run(root: Path, url: str | None = None, name: str = "demo/ppo", steps
     recording = Recording(root, url, name=name, steps=steps, method=texts.get("method", "ppo"))
     recording.recorder.event("started", texts.get("event", "from the beginning"))
     for step in range(steps):
-        rows = [made_up(step, row, completion=texts.get("completion", f"answer {step} {row}")) for row in range(2)]
+        rows = [synthetic(step, row, completion=texts.get("completion", f"answer {step} {row}")) for row in range(2)]
         metrics = {"score": step / 10, "kl_ref_k3": 0.5, "entropy": float("nan") if step == 3 else 2.0}
         recording.recorder.record(step, metrics, rows)
     recording.recorder.close("done")

@@ -105,9 +105,9 @@ def test_a_row_that_names_a_folder_outside_is_no_run(plain: Clients, started, tm
             return  # no database keeps a NUL
         connection.execute(insert(runs).values(**values))
     assert [run.name for run in list_runs(opened)] == ["demo/ppo"]
-    for verb in ("resume", "fork", "stop"):
-        reply = plain.owner.post(f"/api/runs/77/{verb}", json={} if verb == "fork" else None)
-        assert reply.status_code == 404, (verb, reply.text)
+    for subcommand in ("resume", "fork", "stop"):
+        reply = plain.owner.post(f"/api/runs/77/{subcommand}", json={} if subcommand == "fork" else None)
+        assert reply.status_code == 404, (subcommand, reply.text)
     assert plain.owner.get("/api/runs").json()["runs"][0]["name"] == "demo/ppo"
     assert plain.owner.get("/api/runs/77").status_code == 404
     assert not started
@@ -117,13 +117,13 @@ def test_a_record_beside_a_run_names_no_other_run(tmp_path: Path):
     from recording import Recording
 
     from tether.store.database.records import Record
-    from tether.store.database.spool import Pending
+    from tether.store.database.spool import Spool
 
     recording = Recording(tmp_path, None, name="demo/ppo", steps=1, method="ppo")
     recording.recorder.close("done")
     start = {"name": "../x", "uid": "other", "method": "ppo", "steps": 1, "config": {}, "environment": {}}
     start |= {"resumes": False, "sources": [], "time": 0.0}
-    Pending(tmp_path / "runs" / "demo" / "ppo").add(Record("start", start))
+    Spool(tmp_path / "runs" / "demo" / "ppo").add(Record("start", start))
     from tether.store.read import open_workspace
 
     with open_workspace(tmp_path / "runs") as opened, opened.reading() as connection:

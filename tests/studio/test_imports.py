@@ -120,8 +120,12 @@ def test_what_a_server_that_died_left_is_finished_or_removed(clients: Clients, m
 def test_a_text_has_a_limit_as_a_list_has(plain: Clients, monkeypatch):
     monkeypatch.setattr(import_export, "MAX_LINES", 50)
     queue = plain.queue()
-    for verb, extra in (("import", {}), ("fill", {"from": "file"}), ("fill", {"from": "model", "model": "tiny-bytes"})):
-        reply = plain.owner.post(f"/api/label/queues/{queue}/{verb}", json={"text": lines(51)} | extra)
+    for subcommand, extra in (
+        ("import", {}),
+        ("fill", {"from": "file"}),
+        ("fill", {"from": "model", "model": "tiny-bytes"}),
+    ):
+        reply = plain.owner.post(f"/api/label/queues/{queue}/{subcommand}", json={"text": lines(51)} | extra)
         assert reply.status_code == 400 and "at most 50 records" in reply.json()["error"]
     reply = plain.owner.post(f"/api/label/queues/{queue}/import", json={"text": lines(50) + "\n" * 500})
     assert reply.json() == {"items": 50, "votes": 50}

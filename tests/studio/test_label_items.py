@@ -331,7 +331,7 @@ def test_demonstrations_are_trained_on_with_their_conversations(plain: Clients, 
     assert told["examples"] == len(rows) == 5 and told["sft_run"] == "d/sft"
     assert rows[0]["messages"] == [CHAT[0], {"role": "user", "content": "q0"}, {"role": "assistant", "content": "a0"}]
     recipe = json.loads((folder / "data" / "sft.yaml").read_text())
-    assert recipe["run"]["steps"] == 7 and recipe["optimizer"]["policy_rate"] == 1e-5
+    assert recipe["run"]["steps"] == 7 and recipe["optimizer"]["policy_lr"] == 1e-5
     assert json.loads((folder / "sft" / "votes.json").read_text())["queue"] == queue
     pairs_queue = plain.queue(records=pairs(1))
     assert plain.owner.post("/api/train/demonstrations", json={"queue_id": pairs_queue}).status_code == 422
@@ -340,25 +340,28 @@ def test_demonstrations_are_trained_on_with_their_conversations(plain: Clients, 
 # -- recipes ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("mode", "rate"), [("separate", 1e-5), ("adapters", 1e-4), ("top", 5e-4)])
+@pytest.mark.parametrize(("mode", "rate"), [("separate", 1e-5), ("lora", 1e-4), ("shared_backbone", 5e-4)])
 def test_rates_suit_the_mode_and_the_mode_stays(mode: str, rate: float):
-    config = {"method": "ppo", "roles": {"mode": mode, "critic": "separate", "critic_from": "old", "top_layers": 3}}
-    config |= {"optimizer": {"policy_rate": 0.7, "critic_rate": 0.9, "micro_tokens": 77}}
+    config = {
+        "method": "ppo",
+        "roles": {"mode": mode, "critic": "separate", "critic_init": "old", "trainable_layers": 3},
+    }
+    config |= {"optimizer": {"policy_lr": 0.7, "critic_lr": 0.9, "micro_batch_tokens": 77}}
     config |= {
         "reward": {
-            "missing_end_penalty": -2.0,
+            "missing_eos_penalty": -2.0,
             "parts": [{"kind": "ended"}, {"kind": "model", "path": "old", "weight": 3.0}],
         }
     }
     reward = reward_recipe(config, "m", {}, {})
-    assert reward["optimizer"]["critic_rate"] == rate and reward["optimizer"]["micro_tokens"] == 77
-    assert reward["roles"] == {"mode": mode, "top_layers": 3}
-    assert reward_recipe(config, "m", {"roles.mode": "top"}, {})["optimizer"]["critic_rate"] == 5e-4
+    assert reward["optimizer"]["critic_lr"] == rate and reward["optimizer"]["micro_batch_tokens"] == 77
+    assert reward["roles"] == {"mode": mode, "trainable_layers": 3}
+    assert reward_recipe(config, "m", {"roles.mode": "shared_backbone"}, {})["optimizer"]["critic_lr"] == 5e-4
     policy = ppo_recipe(config, "m", {}, "new", "p.jsonl")
-    assert policy["optimizer"] == config["optimizer"] and policy["roles"]["critic_from"] == "new"
+    assert policy["optimizer"] == config["optimizer"] and policy["roles"]["critic_init"] == "new"
     shared = {} if mode == "separate" else {"shared": True}
     new = {"kind": "model", "path": "new", "weight": 3.0} | shared
-    assert policy["reward"] == {"missing_end_penalty": -2.0, "parts": [{"kind": "ended"}, new]}
+    assert policy["reward"] == {"missing_eos_penalty": -2.0, "parts": [{"kind": "ended"}, new]}
 
 
 # -- the tables of before -----------------------------------------------------------------------------------------

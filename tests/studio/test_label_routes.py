@@ -10,7 +10,7 @@ from studio_clients import Clients, pairs
 from test_run_routes import HOSTILE
 
 from tether.store.database.schema import label_audits, votes
-from tether.studio.label_store import Ballot
+from tether.studio.label_store import CastVote
 from tether.studio.votes import shown_order
 
 
@@ -290,8 +290,8 @@ def test_what_is_exported_can_be_imported(clients: Clients):
 )
 def test_records_that_cannot_be_asked_are_told_and_none_is_taken(plain: Clients, body):
     queue = plain.queue()
-    for verb, extra in (("import", {}), ("fill", {"from": "file"})):
-        reply = plain.owner.post(f"/api/label/queues/{queue}/{verb}", json=body | extra)
+    for subcommand, extra in (("import", {}), ("fill", {"from": "file"})):
+        reply = plain.owner.post(f"/api/label/queues/{queue}/{subcommand}", json=body | extra)
         assert reply.status_code in (400, 422) and reply.json()["error"]
     assert plain.app.state.studio.labels.items(queue) == []
 
@@ -354,8 +354,8 @@ def test_votes_kept_together_are_kept_as_they_would_be_one_by_one(clients: Clien
         queue = clients.queue(records=pairs(4), name=f"q{together}")
         first = labels.items(queue)[0].id
         draw.seed(seed)
-        ballots = [
-            Ballot(
+        vote = [
+            CastVote(
                 f"{together}{uid}",
                 first + draw.randrange(5),  # the fifth is no item of this queue
                 draw.choice([[0, 1], [1, 0], [0, 0]]),
@@ -363,7 +363,7 @@ def test_votes_kept_together_are_kept_as_they_would_be_one_by_one(clients: Clien
             )
             for uid in range(12)
         ]
-        sent = [(draw.choice(people), draw.choice(ballots)) for _ in range(20)]  # some come twice, or from another
+        sent = [(draw.choice(people), draw.choice(vote)) for _ in range(20)]  # some come twice, or from another
         if together:
             results = [result for start in range(0, 20, 7) for result in labels.vote_together(sent[start : start + 7])]
         else:

@@ -14,7 +14,7 @@ from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
 from tether.studio.launcher import Launcher
 from tether.studio.replies import Refused
-from tether.studio.vote_training import TrainingWish, split_records, write_plan
+from tether.studio.vote_training import TrainingRequest, split_records, write_plan
 
 
 def wait_until(true, seconds: float = 60.0) -> None:
@@ -83,7 +83,7 @@ def test_a_run_is_started_watched_stopped_and_resumed(tmp_path: Path, monkeypatc
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.delenv("TETHER_STORE", raising=False)
     clients = Clients(create_app(workspace_at(tmp_path / "runs"), settings()))
-    small = {"rollout.prompts_per_step": 4, "rollout.max_new_tokens": 2, "ppo.epochs": 1, "kl.place": "none"}
+    small = {"rollout.prompts_per_step": 4, "rollout.max_new_tokens": 2, "ppo.epochs": 1, "kl.apply_to": "none"}
     small |= {"kl.coef": 0.0, "checkpoint.every": 1, "run.steps": 5000, "run.name": "from/page", "model.device": "cpu"}
     started = clients.owner.post("/api/runs", json={"method": "ppo", "settings": small})
     assert started.status_code == 200 and started.json()["name"] == "from/page"
@@ -137,7 +137,9 @@ def test_too_few_pairs_are_told_and_empty_answers_are_left_out():
 
 def test_a_plan_holds_the_very_votes_and_recipes_that_can_be_read(tmp_path: Path):
     split = split_records(judged(10), 0.2)
-    wish = TrainingWish("loop", queue=7, model="tiny-bytes", considered=range(100, 112), ppo_settings={"run.seed": 3})
+    wish = TrainingRequest(
+        "loop", queue=7, model="tiny-bytes", considered=range(100, 112), ppo_settings={"run.seed": 3}
+    )
     plan = json.loads(write_plan(tmp_path, wish, split).read_text())
     assert [words[:2] for words in plan["commands"]] == [["train", "reward"], ["train", "ppo"]]
     assert plan["commands"][1][-1] == "--run.seed=3"

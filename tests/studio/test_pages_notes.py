@@ -88,17 +88,17 @@ def test_compared_runs_show_the_settings_that_differ(visitor: Visitor, served: S
 def test_a_curve_that_is_zero_throughout_is_folded_away_until_it_is_not(visitor: Visitor, served: Served):
     recorder = start_run(served.workspace, "zero", steps=9)
     try:
-        record_steps(recorder, range(3))  # their sampler_gap is 0
+        record_steps(recorder, range(3))  # their logprob_diff is 0
         page = visitor.go(f"#/run/{served.run_id('zero')}")
         fold = page.locator("details.flat:not([hidden])")
         expect(fold.locator("summary")).to_have_text("Zero throughout: Sampler gap")
-        expect(page.locator(".chart[data-metric='sampler_gap'] canvas")).to_be_hidden()
+        expect(page.locator(".chart[data-metric='logprob_diff'] canvas")).to_be_hidden()
         fold.locator("summary").click()
-        expect(page.locator(".chart[data-metric='sampler_gap'] canvas")).to_be_visible()
+        expect(page.locator(".chart[data-metric='logprob_diff'] canvas")).to_be_visible()
         expect(page.locator("#connection")).to_have_text("live")
-        recorder.record(3, {"score": 0.1, "sampler_gap": 0.5})
+        recorder.record(3, {"score": 0.1, "logprob_diff": 0.5})
         expect(page.locator("details.flat:not([hidden])")).to_have_count(0)
-        expect(page.locator(".chart[data-metric='sampler_gap'] .readout")).to_have_text("0.5")
+        expect(page.locator(".chart[data-metric='logprob_diff'] .readout")).to_have_text("0.5")
     finally:
         recorder.close("done")
 

@@ -53,7 +53,7 @@ def sampled(tmp_path_factory: pytest.TempPathFactory) -> Path:
     ]
     words += ["--rollout.prompts_per_step", str(PROMPTS), "--rollout.samples_per_prompt", str(ANSWERS)]
     words += ["--rollout.max_new_tokens", "24", "--run.seed", "4", "--model.device", "cpu"]
-    words += ["--roles.mode", "top", "--roles.top_layers", "1"]
+    words += ["--roles.mode", "shared_backbone", "--roles.trainable_layers", "1"]
     assert main([*words, "--json"]) == 0
     return root / "runs"
 
@@ -156,8 +156,8 @@ def test_the_trainings_keep_the_source_run_s_roles_parts_and_base(served: Served
     policy = json.loads((sampled / "kept" / "data" / "ppo.yaml").read_text())
     for recipe in (reward, policy):
         assert recipe["model"]["path"] == str((sampled / "policy" / "model").resolve())
-        assert (recipe["roles"]["mode"], recipe["roles"]["top_layers"]) == ("top", 1)
-    assert reward["optimizer"]["critic_rate"] == 5e-4, "a rate for top layers"
+        assert (recipe["roles"]["mode"], recipe["roles"]["trainable_layers"]) == ("shared_backbone", 1)
+    assert reward["optimizer"]["critic_lr"] == 5e-4, "a rate for top layers"
     model, length = policy["reward"]["parts"]
     assert model["kind"] == "model" and model["shared"] and length["kind"] == "length" and length["weight"] == 2.0
     assert policy["task"]["prompts"].endswith("prompts.jsonl")

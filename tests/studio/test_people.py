@@ -20,7 +20,7 @@ from tether.rate_limit import Rate, network_of
 from tether.server.serve import find_token
 from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
-from tether.studio.people import Doorkeeper, Person
+from tether.studio.people import Auth, Person
 from tether.studio.sessions import MAX_PER_PERSON
 from tether.studio.settings import trusted_networks
 from tether.studio.tokens import chosen_token
@@ -175,7 +175,7 @@ def test_a_revocation_elsewhere_is_noticed(monkeypatch):
     there = {"ann": Person(7, "ann", "annotator")}
     token = "a" * 43
     made = {"owner_token": "t" * 20, "login_code": None, "token_logs_in": False}
-    door = Doorkeeper(Person(1, "owner", "owner"), **made, find_rater=lambda _: there.get("ann"))
+    door = Auth(Person(1, "owner", "owner"), **made, find_rater=lambda _: there.get("ann"))
 
     async def visit() -> None:
         secret = await door.log_in(token)

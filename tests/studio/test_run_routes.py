@@ -6,7 +6,7 @@ import json
 
 import numpy as np
 import pytest
-from recording import Recording, made_up
+from recording import Recording, synthetic
 from studio_clients import Clients, record_run, settings
 
 from tether.config import RECIPES
@@ -129,15 +129,15 @@ def test_answers_are_sorted_searched_and_cut(clients: Clients):
 
     assert rows("step=2") == [0, 1] and rows("step=2&sort=score") == [1, 0] and rows("step=2&limit=1&offset=1") == [1]
     assert rows("step=2&q=QUESTION%201") == [1] and rows("step=2&truncated=1") == [] and rows("truncated=0") == [0, 1]
-    kl = [float(made_up(2, row).kl.sum()) for row in (0, 1)]
+    kl = [float(synthetic(2, row).kl.sum()) for row in (0, 1)]
     assert rows("step=2&sort=kl") == sorted((0, 1), key=lambda row: -kl[row])
     listed = strict(clients.owner.get("/api/runs/1/rollouts?step=2"))
     assert listed["total"] == 2 and listed["rollouts"][0]["length"] == 4
-    assert listed["rollouts"][1]["clipped"] == int(made_up(2, 1).answer("clipped").sum())
+    assert listed["rollouts"][1]["clipped"] == int(synthetic(2, 1).answer("clipped").sum())
 
 
 def test_an_answer_has_every_column_as_it_was_stored(clients: Clients):
-    page, stored = strict(clients.owner.get("/api/runs/1/rollouts/2/1")), made_up(2, 1)
+    page, stored = strict(clients.owner.get("/api/runs/1/rollouts/2/1")), synthetic(2, 1)
     assert page["pieces"] == stored.pieces and page["response"] == [False, False, True, True, True, True]
     assert page["columns"]["kl"] == pytest.approx(stored.kl.tolist(), abs=1e-7)
     for name in ("advantage", "value", "ratio", "old_logprob", "return"):
@@ -165,7 +165,7 @@ def test_hostile_texts_arrive_as_they_were_written(tmp_path, monkeypatch, text):
 
 def test_the_form_of_a_recipe_has_every_field_with_its_help(plain: Clients):
     fields = {field["key"]: field for field in strict(plain.owner.get("/api/schema/ppo"))["fields"]}
-    assert fields["ppo.clip_range"]["default"] == 0.2 and fields["kl.place"]["choices"] == ["reward", "loss", "none"]
+    assert fields["ppo.clip_range"]["default"] == 0.2 and fields["kl.apply_to"]["choices"] == ["reward", "loss", "none"]
     assert all(field["description"] for field in fields.values())
     needed = {field["key"]: field for field in strict(plain.owner.get("/api/schema/sft"))["fields"]}["data.train"]
     assert needed["required"] and needed["default"] is None

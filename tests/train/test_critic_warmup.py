@@ -23,24 +23,24 @@ from tether.train.run import run_recipe
 WARMUP = 2
 SMALL = [
     *("--run.steps", str(WARMUP + 1), "--rollout.prompts_per_step", "4", "--rollout.max_new_tokens", "4"),
-    *("--optimizer.policy_rate", "3e-3", "--optimizer.critic_rate", "3e-3", "--optimizer.weight_decay", "0.1"),
+    *("--optimizer.policy_lr", "3e-3", "--optimizer.critic_lr", "3e-3", "--optimizer.weight_decay", "0.1"),
     *("--ppo.critic_warmup", str(WARMUP), "--ppo.epochs", "2", "--ppo.minibatch_size", "2"),
     *("--store.alternatives", "0", "--model.device", "cpu"),
 ]
 MODES = {
     "separate": [],
-    "adapters": ["--roles.mode", "adapters", "--roles.lora_rank", "2"],
-    "top": ["--roles.mode", "top", "--roles.top_layers", "1"],
+    "lora": ["--roles.mode", "lora", "--roles.lora_rank", "2"],
+    "shared_backbone": ["--roles.mode", "shared_backbone", "--roles.trainable_layers", "1"],
 }
 OBJECTIVES = {
-    "clip": ["--kl.controller", "adaptive", "--ppo.max_kl_old", "0.5"],
+    "clip": ["--kl.controller", "adaptive", "--ppo.target_kl", "0.5"],
     "penalty": ["--ppo.objective", "kl_penalty", "--kl.controller", "proportional", "--kl.horizon", "100"],
     "unclipped": [
         *("--ppo.objective", "unclipped", "--ppo.entropy_coef", "0.5"),
-        *("--kl.place", "loss", "--kl.estimator", "k3", "--kl.coef", "0.3", "--kl.controller", "adaptive"),
+        *("--kl.apply_to", "loss", "--kl.estimator", "k3", "--kl.coef", "0.3", "--kl.controller", "adaptive"),
     ],
 }
-STATES = {"full": [], "8bit": ["--optimizer.state", "8bit"]}
+STATES = {"adamw": [], "adamw_8bit": ["--optimizer.name", "adamw_8bit"]}
 
 
 @pytest.fixture
@@ -58,7 +58,7 @@ def build(*flags: str) -> RLParts:
 def tensors(parts: RLParts) -> dict[str, torch.Tensor]:
     """Everything that the roles hold, by role."""
     reference = parts.roles.reference
-    frozen = {} if reference is None else {f"reference/{k}": v for k, v in reference.trunk.state_dict().items()}
+    frozen = {} if reference is None else {f"reference/{k}": v for k, v in reference.backbone.state_dict().items()}
     learned = {name: parameter.detach() for name, parameter in parts.learner.named.items()}
     policy = {f"policy/{name}": value for name, value in parts.roles.actor.policy.state_dict().items()}
     return {name: value.clone() for name, value in (frozen | policy | learned).items()}
@@ -71,7 +71,10 @@ def changed(before: dict[str, torch.Tensor], after: dict[str, torch.Tensor]) -> 
 def check_metrics(result: StepResult) -> None:
     found = result.metrics
     assert found["critic_warmup"] == 1.0 and found["value_loss"] > 0.0 and found["grad_norm/critic"] > 0.0
-    assert not {"policy_loss", "clip_fraction", "kl_old", "kl_old_after", "ptx_loss", "grad_norm/policy"} & found.keys()
+    assert (
+        not {"policy_loss", "clip_fraction", "approx_kl", "approx_kl_after", "ptx_loss", "grad_norm/policy"}
+        & found.keys()
+    )
     assert all(map(math.isfinite, found.values()))
     assert bool((result.ratios == 1.0).all())
 
@@ -81,8 +84,8 @@ COMBINATIONS = [
     (mode, critic, objective, with_texts, state)
     for place, (mode, critic) in enumerate(itertools.product(MODES, ("head", "separate")))
     for objective, with_texts, state in (
-        (list(OBJECTIVES)[place % 3], place % 2 == 0, "full"),
-        (list(OBJECTIVES)[(place + 1 + place // 3) % 3], place % 2 == 1, "8bit"),
+        (list(OBJECTIVES)[place % 3], place % 2 == 0, "adamw"),
+        (list(OBJECTIVES)[(place + 1 + place // 3) % 3], place % 2 == 1, "adamw_8bit"),
     )
 ]
 
@@ -126,14 +129,14 @@ def test_after_warm_up_training_goes_on_as_from_a_fresh_policy():
 def test_a_run_that_is_stopped_within_its_warm_up_ends_with_the_same_bits(tmp_path: Path, texts: list[str]):
     def recipe(name: str, *more: str):
         short = ("--run.steps", "3", "--ppo.critic_warmup", "2", "--ppo.objective", "kl_penalty")
-        kept = ("--roles.critic", "head", "--optimizer.state", "8bit", "--evaluation.every", "0")
+        kept = ("--roles.critic", "head", "--optimizer.name", "adamw_8bit", "--evaluation.every", "0")
         return tiny("ppo", tmp_path / name, *short, *kept, *texts, *more)
 
     calm = whole(recipe("calm"))
     assert differences(calm, step_by_step(recipe("stopped", "--checkpoint.every", "0"))) == []
 
 
-@pytest.mark.parametrize("mode", ["adapters", "top"])  # whose reference is another pass than the policy's
+@pytest.mark.parametrize("mode", ["lora", "shared_backbone"])  # whose reference is another pass than the policy's
 def test_the_doctor_says_nothing_of_a_policy_that_is_meant_to_stand_still(tmp_path: Path, capsys, mode: str):
     more = ["--run.steps", "22", "--ppo.critic_warmup", "20", "--run.directory", str(tmp_path), "--run.name", "warm"]
     more += ["--rollout.prompts_per_step", "8", "--run.save", "false", "--kl.controller", "adaptive"]

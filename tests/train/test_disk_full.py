@@ -11,7 +11,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from in_process import sitting, whole
+from in_process import attempt, whole
 from same_runs import differences
 from tiny_recipes import tiny
 
@@ -124,7 +124,7 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(disk
         disk.fill(leave)
 
     at_step(monkeypatch, {2: note_and_fill, 4: note_and_free})
-    assert sitting(recipe, notify=told.append).steps == 6
+    assert attempt(recipe, notify=told.append).steps == 6
     assert seen["before"] and seen["after"] == seen["before"]  # steps 3 and 4 have none, and cost the others nothing
     failed = [text for text in told if "was not written (No space left on device)" in text]
     assert [text.split(" was")[0] for text in failed] == ["The checkpoint of step 3", "The checkpoint of step 4"]
@@ -137,7 +137,7 @@ def test_a_disk_that_is_full_for_a_while_costs_checkpoints_and_nothing_else(disk
 def test_a_disk_that_becomes_read_only_for_a_while_costs_checkpoints_and_nothing_else(disk, calm, monkeypatch):
     recipe, told = on(disk), []
     at_step(monkeypatch, {2: disk.protect, 4: disk.release})
-    assert sitting(recipe, notify=told.append).steps == 6
+    assert attempt(recipe, notify=told.append).steps == 6
     assert sum("was not written (Read-only file system)" in text for text in told) == 2
     assert differences(calm, run_path(recipe)) == []
 
@@ -153,7 +153,7 @@ def test_a_run_that_is_stopped_and_has_no_room_for_a_checkpoint_ends_with_6_and_
     disk, calm, monkeypatch, capsys
 ):
     recipe = on(disk)
-    sitting(recipe, stop_after=2)
+    attempt(recipe, stop_after=2)
     before = named(run_path(recipe))
 
     def fill_and_stop():
@@ -176,7 +176,7 @@ def test_a_run_that_is_stopped_and_has_no_room_for_a_checkpoint_ends_with_6_and_
 @pytest.mark.parametrize("what", ["full", "read-only"])
 def test_a_model_that_cannot_be_saved_ends_with_6_and_the_run_can_be_ended_later(disk, calm, monkeypatch, capsys, what):
     recipe = on(disk)
-    sitting(recipe, stop_after=4)
+    attempt(recipe, stop_after=4)
     finish = Session.finish
 
     def finish_without_room(self):
@@ -198,7 +198,7 @@ def test_a_model_that_cannot_be_saved_ends_with_6_and_the_run_can_be_ended_later
 
 def test_a_run_resumed_on_a_read_only_disk_does_not_pretend_to_have_ended(disk, calm, capsys):
     recipe = on(disk)
-    sitting(recipe, stop_after=4)
+    attempt(recipe, stop_after=4)
     before = named(run_path(recipe))
     disk.protect()
     assert main(command(recipe)) == 6
@@ -218,4 +218,4 @@ def test_a_run_that_cannot_begin_says_where_and_leaves_its_name_free(disk, capsy
     assert f"run.directory: cannot write to {run_path(recipe)}" in capsys.readouterr().err
     assert not is_run(run_path(recipe))
     disk.free() if what == "full" else disk.release()
-    assert sitting(recipe, stop_after=1).steps == 1
+    assert attempt(recipe, stop_after=1).steps == 1

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from in_process import sitting
+from in_process import attempt
 from same_runs import _files, metrics_table
 from tiny_recipes import TOP, tiny
 
@@ -27,7 +27,7 @@ from tether.train.resume import stored_recipe
 from tether.train.supervised import evaluate_held_out, train_supervised
 
 METHODS = ("sft", "reward", "dpo")
-LORA = ("--roles.mode", "adapters", "--roles.lora_rank", "2")
+LORA = ("--roles.mode", "lora", "--roles.lora_rank", "2")
 HELD_OUT = ("--data.held_out_fraction", "0.25")
 
 
@@ -99,11 +99,11 @@ def test_a_run_by_epochs_records_its_steps_and_goes_on_by_name(tmp_path):
         "--run.name",
         "a",
     )
-    assert not sitting(recipe, stop_after=2).finished
+    assert not attempt(recipe, stop_after=2).finished
     with open_workspace(tmp_path / "runs") as opened:
         assert find_run(opened, "a").steps_target == 5
     assert stored_recipe(run_path(recipe)).run.steps == 5
-    done = sitting(recipe)
+    done = attempt(recipe)
     assert (done.steps, done.total, done.finished) == (5, 5, True)
 
 
@@ -140,7 +140,7 @@ def test_one_prompt_cannot_be_split_and_both_ways_are_refused(tmp_path):
 def test_held_out_metrics_do_not_depend_on_batches_or_micro_batches(tmp_path, method):
     data, found = records(tmp_path, method, 20), []
     for batch, tokens in (("2", "30"), ("7", "60"), ("20", "8192")):
-        flags = (f"--{method}.batch_size", batch, "--optimizer.micro_tokens", tokens)
+        flags = (f"--{method}.batch_size", batch, "--optimizer.micro_batch_tokens", tokens)
         parts = parts_of(method, data, "--data.held_out", data, *flags)
         found.append(evaluate_held_out(parts))
     for other in found[1:]:
@@ -194,7 +194,7 @@ def test_what_is_best_and_when_nothing_better_has_come_for_long_enough(tmp_path)
         ("sft", ()),
         ("reward", ()),
         ("dpo", ()),
-        ("sft", (*TOP, "--optimizer.policy_rate", "1.0")),
+        ("sft", (*TOP, "--optimizer.policy_lr", "1.0")),
         ("reward", LORA),
         ("dpo", TOP),
     ],
@@ -207,20 +207,20 @@ def test_a_run_ends_early_keeps_the_best_and_resumes_to_the_bit(tmp_path, method
     against.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def recipe(name: str):
-        rate = ("--optimizer.policy_rate", "0.01", "--optimizer.critic_rate", "0.01")
+        rate = ("--optimizer.policy_lr", "0.01", "--optimizer.critic_lr", "0.01")
         rules = ("--evaluation.every", "1", "--evaluation.patience", "2", "--run.epochs", "9")
         rules += ("--data.held_out", str(against))
         where = ("--run.directory", str(tmp_path / name), "--run.name", "run", "--checkpoint.every", "0")
         return recipe_of(method, records(tmp_path, method), *rate, *rules, *where, *flags)
 
-    calm = sitting(recipe("calm"))
+    calm = attempt(recipe("calm"))
     assert calm.finished
     assert calm.steps < calm.total
     assert "was not better in 2 evaluations" in calm.ended
-    sittings = 0
-    while not (stopped := sitting(recipe("stopped"), stop_after=1)).finished:
-        sittings += 1
-    assert (stopped.steps, sittings) == (calm.steps, calm.steps - 1)
+    attempts = 0
+    while not (stopped := attempt(recipe("stopped"), stop_after=1)).finished:
+        attempts += 1
+    assert (stopped.steps, attempts) == (calm.steps, calm.steps - 1)
     one, other = (run_path(recipe(name)) for name in ("calm", "stopped"))
     assert [*_files(one, other, "model"), *_files(one, other, "best")] == []
     assert metrics_table(one) == metrics_table(other)
@@ -237,14 +237,14 @@ def test_the_best_reward_model_is_centred_and_training_goes_on_with_its_own_bits
     found = {}
     for name, keep in (("kept", "true"), ("not", "false")):
         flags = ("--run.steps", "4", "--evaluation.every", "1", *HELD_OUT, "--evaluation.keep_best", keep)
-        where = ("--run.directory", str(tmp_path / name), "--run.name", "run", "--reward.centre_on", demonstrations)
-        recipe = recipe_of("reward", data, *flags, *where, "--optimizer.critic_rate", "1e-3")
-        sitting(recipe)
+        where = ("--run.directory", str(tmp_path / name), "--run.name", "run", "--reward.center_on", demonstrations)
+        recipe = recipe_of("reward", data, *flags, *where, "--optimizer.critic_lr", "1e-3")
+        attempt(recipe)
         found[name] = run_path(recipe)
     assert not (found["not"] / "best").exists()
     assert [*_files(found["kept"], found["not"], "model")] == []
     model = ScalarModel.load(found["kept"] / "best", torch.float32, "cpu")
-    recipe = recipe_of("reward", data, "--reward.centre_on", demonstrations)
+    recipe = recipe_of("reward", data, "--reward.center_on", demonstrations)
     policy = load_causal_lm("tiny-bytes", dtype="float32", device="cpu", seed=0)
     rows = read_demonstrations(demonstrations, _encoder(recipe.data, policy))
     with torch.no_grad():
@@ -253,7 +253,7 @@ def test_the_best_reward_model_is_centred_and_training_goes_on_with_its_own_bits
 
 
 def test_rl_ends_early_too(tmp_path):
-    rules = ("--evaluation.every", "1", "--evaluation.patience", "1", "--optimizer.policy_rate", "0")
+    rules = ("--evaluation.every", "1", "--evaluation.patience", "1", "--optimizer.policy_lr", "0")
     recipe = tiny("grpo", tmp_path / "runs", "--run.steps", "4", *rules)
-    done = sitting(recipe)
+    done = attempt(recipe)
     assert (done.steps, done.finished) == (1, True)  # the policy does not move, so nothing gets better

@@ -142,7 +142,7 @@ def test_the_kl_is_that_of_the_distributions(models):
     """One token an answer, many samples: both estimates approach the exact KL of the two next-token distributions."""
     prompt = Prompt.from_text("p", "hello")
     sampled = evaluate_model(
-        models[0], [prompt], sampling=Sampling(1, 0.7), samples_per_prompt=4000, seed=0, max_batch=4000
+        models[0], [prompt], sampling=Sampling(1, 0.7), samples_per_prompt=4000, seed=0, max_num_seqs=4000
     )
     found = with_kl(sampled, models[0], models[1])
     ids = torch.tensor([tiny_tokenizer().encode("hello")])
@@ -183,5 +183,5 @@ def test_layers_that_two_models_share_are_run_once_and_the_kl_is_the_same(models
 
 def test_micro_batches_change_no_kl(models):
     sampled = evaluate_model(models[0], PROMPTS, sampling=Sampling(6), samples_per_prompt=2)
-    whole, small = (with_kl(sampled, *models, micro_tokens=size).metrics["kl_k3"].value for size in (8192, 20))
+    whole, small = (with_kl(sampled, *models, micro_batch_tokens=size).metrics["kl_k3"].value for size in (8192, 20))
     assert whole == pytest.approx(small, rel=1e-3) and whole > 0.0

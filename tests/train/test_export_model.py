@@ -27,8 +27,8 @@ TEMPLATE = (
 
 def train(folder: Path, method: str, mode: str, name: str, *words: str) -> None:
     given = ["--model.path", str(folder / "base"), "--run.directory", str(folder / "runs"), "--run.name", name]
-    given += ["--run.steps", "2", "--roles.mode", mode, "--roles.top_layers", "1", "--store.rollouts_every", "0"]
-    given += ["--optimizer.policy_rate", "0.01", "--optimizer.critic_rate", "0.01", "--model.device", "cpu"]
+    given += ["--run.steps", "2", "--roles.mode", mode, "--roles.trainable_layers", "1", "--store.rollouts_every", "0"]
+    given += ["--optimizer.policy_lr", "0.01", "--optimizer.critic_lr", "0.01", "--model.device", "cpu"]
     assert main(["train", method, *given, *words, "--json"]) == 0
 
 
@@ -46,7 +46,7 @@ def workspace(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / file).write_text("".join(json.dumps(row) + "\n" for row in rows))
     data = str(folder / "sft.jsonl")
     compared = str(folder / "pairs.jsonl")
-    for mode in ("separate", "adapters", "top"):
+    for mode in ("separate", "lora", "shared_backbone"):
         train(folder, "sft", mode, f"sft-{mode}", "--data.train", data, "--checkpoint.every", "1")
         train(folder, "reward", mode, f"reward-{mode}", "--data.train", compared, "--data.held_out", compared)
     return folder
@@ -65,7 +65,7 @@ def export(capsys, *words: str, code: int = 0) -> str:
     return captured.out if code == 0 else captured.err
 
 
-@pytest.mark.parametrize("mode", ["separate", "adapters", "top"])
+@pytest.mark.parametrize("mode", ["separate", "lora", "shared_backbone"])
 def test_a_merged_folder_says_what_the_run_said(workspace: Path, tmp_path: Path, capsys, mode: str):
     target = tmp_path / "out"
     told = json.loads(export(capsys, f"sft-{mode}", "--merge", "--to", str(target), "--json"))
@@ -83,13 +83,13 @@ def test_a_merged_folder_says_what_the_run_said(workspace: Path, tmp_path: Path,
 
 def test_adapters_really_changed_the_model(workspace: Path):
     base = load_causal_lm(str(workspace / "base"), dtype="float32", device="cpu", seed=0)
-    merged = load_merged(workspace / "runs" / "sft-adapters" / "model")
+    merged = load_merged(workspace / "runs" / "sft-lora" / "model")
     with torch.no_grad():
         before = base.model(merged.probe).logits[0]
     assert (merged.outputs - before).abs().max() > 1e-2
 
 
-@pytest.mark.parametrize("mode", ["separate", "adapters", "top"])
+@pytest.mark.parametrize("mode", ["separate", "lora", "shared_backbone"])
 def test_a_merged_reward_model_is_a_classifier(workspace: Path, tmp_path: Path, capsys, mode: str):
     target = tmp_path / "out"
     export(capsys, f"reward-{mode}", "--merge", "--model", str(target))
@@ -110,20 +110,20 @@ def test_a_merged_reward_model_is_a_classifier(workspace: Path, tmp_path: Path, 
 
 def test_the_card_holds_no_path_and_no_secret(workspace: Path, tmp_path: Path, capsys):
     target = tmp_path / "out"
-    export(capsys, "sft-adapters", "--merge", "--to", str(target), "--license", "apache-2.0")
+    export(capsys, "sft-lora", "--merge", "--to", str(target), "--license", "apache-2.0")
     card = (target / "README.md").read_text()
     assert card.startswith("---\nlicense: apache-2.0\n") and "Trained from `base`" in card and "`sft.jsonl`" in card
     for file in target.iterdir():
         if file.suffix in (".json", ".md", ".jinja"):
             assert str(workspace) not in file.read_text() and "/tmp" not in file.read_text(), file.name
-    export(capsys, "sft-adapters", "--model", str(tmp_path / "adapters"))
+    export(capsys, "sft-lora", "--model", str(tmp_path / "adapters"))
     assert "library_name: peft" in (tmp_path / "adapters" / "README.md").read_text()
 
 
 def test_a_checkpoint_can_be_merged(tmp_path: Path, capsys):
-    export(capsys, "sft-adapters", "--merge", "--checkpoint", "1", "--to", str(tmp_path / "one"))
-    export(capsys, "sft-adapters", "--merge", "--checkpoint", "-1", "--to", str(tmp_path / "last"))
-    export(capsys, "sft-adapters", "--merge", "--to", str(tmp_path / "model"))
+    export(capsys, "sft-lora", "--merge", "--checkpoint", "1", "--to", str(tmp_path / "one"))
+    export(capsys, "sft-lora", "--merge", "--checkpoint", "-1", "--to", str(tmp_path / "last"))
+    export(capsys, "sft-lora", "--merge", "--to", str(tmp_path / "model"))
     weights = {
         name: AutoModelForCausalLM.from_pretrained(tmp_path / name).state_dict() for name in ("one", "last", "model")
     }
@@ -136,9 +136,9 @@ def test_a_checkpoint_can_be_merged(tmp_path: Path, capsys):
 @pytest.mark.parametrize("kind", ["f32", "f16", "q8_0"])
 def test_gguf_reads_back_by_three_readers(workspace: Path, tmp_path: Path, capsys, kind: str):
     file = tmp_path / "model.gguf"
-    told = json.loads(export(capsys, "sft-adapters", "--gguf", str(file), "--type", kind, "--json"))
+    told = json.loads(export(capsys, "sft-lora", "--gguf", str(file), "--type", kind, "--json"))
     assert told["gguf_check"]["type"] == kind
-    ours = load_causal_lm(str(workspace / "runs/sft-adapters/model"), dtype="float32", device="cpu", seed=0)
+    ours = load_causal_lm(str(workspace / "runs/sft-lora/model"), dtype="float32", device="cpu", seed=0)
     fields = GGUFReader(file).fields  # llama.cpp's own reader
     assert fields["general.architecture"].contents() == "llama"
     assert (
@@ -165,13 +165,13 @@ def test_gguf_reads_back_by_three_readers(workspace: Path, tmp_path: Path, capsy
     [
         (("nothing", "--merge"), "nothing"),
         (("sft-separate", "--merge", "--best"), "best"),
-        (("reward-top", "--gguf", "r.gguf"), "reward model"),
-        (("sft-top", "--gguf", "model.bin"), "must end in .gguf"),
-        (("sft-top", "--merge", "--to", "base"), "exists already"),
-        (("sft-top", "--merge", "--metrics", "m.csv"), "by themselves"),
-        (("sft-top", "--private"), "--push"),
-        (("sft-top", "--push", "no-owner"), "OWNER/NAME"),
-        (("sft-top", "--merge", "--checkpoint", "7", "--to", "x"), "checkpoints after"),
+        (("reward-shared_backbone", "--gguf", "r.gguf"), "reward model"),
+        (("sft-shared_backbone", "--gguf", "model.bin"), "must end in .gguf"),
+        (("sft-shared_backbone", "--merge", "--to", "base"), "exists already"),
+        (("sft-shared_backbone", "--merge", "--metrics", "m.csv"), "by themselves"),
+        (("sft-shared_backbone", "--private"), "--push"),
+        (("sft-shared_backbone", "--push", "no-owner"), "OWNER/NAME"),
+        (("sft-shared_backbone", "--merge", "--checkpoint", "7", "--to", "x"), "checkpoints after"),
     ],
 )
 def test_wrong_inputs_are_told_in_a_sentence(capsys, words, said):
@@ -198,14 +198,14 @@ def point_at(hub: FakeHub, monkeypatch) -> None:
 
 def test_offline_is_told_before_anything_is_computed(monkeypatch, capsys):
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    assert "HF_HUB_OFFLINE" in export(capsys, "sft-top", "--push", "me/tiny", code=2)
+    assert "HF_HUB_OFFLINE" in export(capsys, "sft-shared_backbone", "--push", "me/tiny", code=2)
 
 
 def test_push_uploads_the_folder_with_the_users_token(online, tmp_path: Path, monkeypatch, capsys):
     with FakeHub() as hub:
         point_at(hub, monkeypatch)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        told = export(capsys, "sft-adapters", "--push", "me/tiny", "--private", "--json")
+        told = export(capsys, "sft-lora", "--push", "me/tiny", "--private", "--json")
         assert json.loads(told)["pushed"].endswith("/me/tiny") and TOKEN not in told
         [created] = hub.created
         assert created["name"] == "tiny" and (created.get("visibility") == "private" or created.get("private"))
@@ -222,14 +222,14 @@ def test_a_push_that_fails_is_told_in_a_sentence(online, monkeypatch, capsys, tm
     monkeypatch.setenv("HF_HOME", str(tmp_path))
     monkeypatch.setattr(huggingface_hub.constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    assert "HF_TOKEN" in export(capsys, "sft-top", "--push", "me/tiny", code=2)
+    assert "HF_TOKEN" in export(capsys, "sft-shared_backbone", "--push", "me/tiny", code=2)
     with FakeHub() as hub:
         point_at(hub, monkeypatch)
         monkeypatch.setenv("HF_TOKEN", TOKEN)
-        assert "may not write there" in export(capsys, "sft-top", "--push", "other/tiny", code=2)
+        assert "may not write there" in export(capsys, "sft-shared_backbone", "--push", "other/tiny", code=2)
         monkeypatch.setenv("HF_TOKEN", "hf_wrong")
-        error = export(capsys, "sft-top", "--push", "me/tiny", code=2)
+        error = export(capsys, "sft-shared_backbone", "--push", "me/tiny", code=2)
         assert "does not know the token" in error and "hf_wrong" not in error
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")  # nobody listens
-    error = export(capsys, "sft-top", "--push", "me/tiny", code=6)
+    error = export(capsys, "sft-shared_backbone", "--push", "me/tiny", code=6)
     assert "cannot be reached" in error

@@ -142,7 +142,7 @@ def test_a_run_writes_its_fault_and_goes_on(tmp_path):
     parts = build_rl(recipe, load_policy(recipe))
     assert parts.roles.reference is not None
     with torch.no_grad():
-        next(parts.roles.reference.trunk.parameters()).fill_(math.nan)
+        next(parts.roles.reference.backbone.parameters()).fill_(math.nan)
     recorder = FaultRecorder(tmp_path)
     parts.learner.on_fault = recorder
     before = parts.learner.state(copy=True)

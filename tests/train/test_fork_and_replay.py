@@ -7,7 +7,7 @@ import shutil
 
 import pytest
 import torch
-from in_process import Broken, sitting, whole
+from in_process import Broken, attempt, whole
 from same_runs import differences, metrics_table
 from tiny_recipes import tiny
 
@@ -63,7 +63,7 @@ def test_a_fork_of_a_run_on_records_has_its_parents_bits_too(tmp_path, method):
     "flags",
     [
         ("--ppo.clip_range", "0.01"),
-        ("--optimizer.policy_rate", "1e-4"),
+        ("--optimizer.policy_lr", "1e-4"),
         ("--kl.coef", "0.5", "--kl.controller", "fixed"),
     ],
 )
@@ -96,7 +96,7 @@ def test_a_fork_that_is_broken_off_keeps_its_bits_and_its_origin(parent, monkeyp
         with pytest.raises(Broken):
             fork(parent, "--run.name", "broken")
     child = parent.parent / "broken"
-    sitting(stored_recipe(child))
+    attempt(stored_recipe(child))
     assert differences(parent, child, since=2) == []
     with open_workspace(parent.parent) as opened:
         assert [source.run for source in find_run(opened, "broken").lineage if source.role == "fork"] == ["parent"]
@@ -112,7 +112,7 @@ def test_a_fork_that_has_no_checkpoint_of_its_own_does_not_start_at_step_0(paren
             fork(parent, "--run.name", "early")
     child = parent.parent / "early"
     with pytest.raises(StorageError, match=r"began after 2 steps of parent.*fork again"):
-        sitting(stored_recipe(child))
+        attempt(stored_recipe(child))
     shutil.rmtree(child)
     fork(parent, "--run.name", "early")
     assert differences(parent, child, since=2) == []
@@ -143,7 +143,7 @@ REPLAYED = {
     "ppo, cut-off answers bootstrapped": ("ppo", "--ppo.bootstrap_truncated", "true", "--ppo.gamma", "0.97"),
     "ppo, nothing whitened": ("ppo", "--ppo.whiten_advantages", "false", "--kl.estimator", "k3"),
     "ppo, rewards whitened and clipped": ("ppo", "--reward.whiten", "true", "--reward.clip", "0.3"),
-    "ppo, answers without an end": ("ppo", "--reward.missing_end_penalty", "-1", "--ppo.lam", "1"),
+    "ppo, answers without an end": ("ppo", "--reward.missing_eos_penalty", "-1", "--ppo.lam", "1"),
     "ppo, truncated sampling": ("ppo", "--rollout.top_p", "0.7", "--rollout.temperature", "0.8"),
     "ppo, answers of many lengths": ("ppo", *MANY_LENGTHS, "--ppo.bootstrap_truncated", "true"),
     "grpo": ("grpo", *MANY_LENGTHS),

@@ -7,7 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
-from in_process import sitting, whole
+from in_process import attempt, whole
 from same_runs import differences, metrics_table
 from tiny_recipes import tiny
 
@@ -21,7 +21,7 @@ RULES = ("--run.steps", "6", "--checkpoint.every", "2", "--run.doctor_every", "0
 
 def stopped(workspace: Path, after: int = 4, name: str = "run"):
     recipe = tiny("sft", workspace, *RULES, name=name)
-    sitting(recipe, stop_after=after)
+    attempt(recipe, stop_after=after)
     return recipe
 
 
@@ -64,7 +64,7 @@ def test_a_store_that_is_gone_gets_the_history_back_from_the_runs_folder(tmp_pat
 def test_an_older_store_gets_the_steps_that_it_lacks(tmp_path):
     recipe = stopped(tmp_path / "runs", after=2)
     shutil.copy(tmp_path / "runs" / "tether.db", tmp_path / "older.db")
-    sitting(recipe, stop_after=2)
+    attempt(recipe, stop_after=2)
     shutil.copy(tmp_path / "older.db", tmp_path / "runs" / "tether.db")
     said = resumed(tmp_path / "runs" / "run")
     assert any("lacked metrics of steps 2 to 3" in text for text in said)
@@ -81,7 +81,7 @@ def test_another_store_gets_the_whole_history(tmp_path, monkeypatch):
 
 def test_a_run_that_was_renamed_takes_its_records_along_tokens_included(tmp_path):
     recipe = tiny("grpo", tmp_path / "runs", "--run.steps", "3", "--run.doctor_every", "0")
-    sitting(recipe, stop_after=2)
+    attempt(recipe, stop_after=2)
     (tmp_path / "runs" / "run").rename(tmp_path / "runs" / "run2")
     said: list[str] = []
     moved = stored_recipe(tmp_path / "runs" / "run2")
@@ -172,14 +172,14 @@ def test_damaged_tokens_are_told_and_the_rest_can_be_read(tmp_path):
     from tether.errors import StorageError
 
     recipe = tiny("grpo", tmp_path / "runs", "--run.steps", "3", "--run.doctor_every", "0")
-    sitting(recipe, stop_after=2)
+    attempt(recipe, stop_after=2)
     database = sqlite3.connect(tmp_path / "runs" / "tether.db")
     with database:
         database.execute("UPDATE rollouts SET score = score + 1 WHERE step = 1 AND place = 2")
         database.execute("DELETE FROM rollouts WHERE step = 0 AND place = 3")
     database.close()
     said: list[str] = []
-    sitting(recipe, notify=said.append)
+    attempt(recipe, notify=said.append)
     assert any("damaged or missing tokens of steps 0 to 1" in text for text in said)
     with open_workspace(tmp_path / "runs") as opened:
         run = read_run(opened, "run")

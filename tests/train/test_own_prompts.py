@@ -187,7 +187,7 @@ def test_votes_and_chat_take_over_how_a_run_reads_its_prompts(tmp_path, monkeypa
 
     monkeypatch.setattr(Conversation, "fitted", watch)
     options = {"model": "tiny-bytes", "compare": None, "once": "hi", "json": True, "system": None, "seed": 0}
-    options |= {"max_new_tokens": 2, "temperature": 1.0, "dtype": "float32", "device": "cpu", "max_batch": None}
+    options |= {"max_new_tokens": 2, "temperature": 1.0, "dtype": "float32", "device": "cpu", "max_num_seqs": None}
     assert chat(argparse.Namespace(**options)) == 0
     assert [turn["role"] for turn in seen[0].messages] == ["system", "user"]
     assert seen[0].template_kwargs == {"thinking": False}

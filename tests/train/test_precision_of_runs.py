@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from in_process import sitting, whole
+from in_process import attempt, whole
 from same_runs import differences
 from tiny_recipes import tiny
 
@@ -44,7 +44,7 @@ def test_a_run_on_the_cpu_has_the_bits_of_one_in_float32_and_says_so(tmp_path, m
     asked = tiny(method, tmp_path / "auto", *STEPS)
     assert asked.model.dtype == "auto"
     told: list[str] = []
-    sitting(asked, notify=told.append)
+    attempt(asked, notify=told.append)
     assert not [text for text in told if "dtype" in text]
     aloud = whole(tiny(method, tmp_path / "aloud", *STEPS, "--model.dtype", "float32"))
     assert differences(run_path(asked), aloud) == []
@@ -54,7 +54,7 @@ def test_a_run_on_the_cpu_has_the_bits_of_one_in_float32_and_says_so(tmp_path, m
 
 def test_resume_auto_goes_on_in_the_precision_that_was_recorded(tmp_path, capsys):
     recipe = tiny("ppo", tmp_path / "runs", *STEPS, f"--reward.parts=[{LENGTH}]")
-    sitting(recipe, stop_after=1)
+    attempt(recipe, stop_after=1)
     assert start_or_resume(recipe, json_output=True) == 0  # auto, and float32 on record
     assert json.loads(capsys.readouterr().out)["step"] == 1
     in_half = tiny("ppo", tmp_path / "runs", *STEPS, f"--reward.parts=[{LENGTH}]", "--model.dtype", "bfloat16")
@@ -72,14 +72,14 @@ def test_resume_auto_goes_on_in_the_precision_that_was_recorded(tmp_path, capsys
 )
 def test_resume_auto_names_what_differs_in_a_list(tmp_path, parts, named):
     recipe = tiny("ppo", tmp_path / "runs", *STEPS, f"--reward.parts=[{LENGTH}]")
-    sitting(recipe, stop_after=1)
+    attempt(recipe, stop_after=1)
     with pytest.raises(ConfigError, match=rf"another recipe \(.*{named}"):
         start_or_resume(tiny("ppo", tmp_path / "runs", *STEPS, f"--reward.parts={parts}"), json_output=True)
 
 
 def test_a_run_that_was_begun_in_bfloat16_is_not_gone_on_with_on_a_cpu(tmp_path, capsys):
     recipe = tiny("sft", tmp_path / "runs", *STEPS)
-    sitting(recipe, stop_after=1)
+    attempt(recipe, stop_after=1)
     folder = run_path(recipe)
     rewrite(folder, "bfloat16")
     for go_on in (
@@ -99,7 +99,7 @@ def test_a_run_that_was_begun_in_bfloat16_is_not_gone_on_with_on_a_cpu(tmp_path,
 
 def test_a_run_whose_reward_model_was_in_bfloat16_is_not_gone_on_with_on_a_cpu(tmp_path):
     recipe = tiny("ppo", tmp_path / "runs", *STEPS)
-    sitting(recipe, stop_after=1)
+    attempt(recipe, stop_after=1)
     folder = run_path(recipe)
     record = json.loads((folder / "recipe.json").read_text())
     record["reward"]["parts"] = [{"kind": "ended"}, {"kind": "model", "path": "a", "dtype": "bfloat16"}]
@@ -110,7 +110,7 @@ def test_a_run_whose_reward_model_was_in_bfloat16_is_not_gone_on_with_on_a_cpu(t
 
 def test_a_fork_in_another_precision_is_refused(tmp_path):
     recipe = tiny("sft", tmp_path / "runs", *STEPS)
-    sitting(recipe, stop_after=1)
+    attempt(recipe, stop_after=1)
     folder = run_path(recipe)
     with pytest.raises(ConfigError, match=r"--model\.dtype bfloat16: .* was begun in float32"):
         fork_run(str(folder), "runs", None, ["--model.dtype", "bfloat16"], json_output=True)
@@ -120,10 +120,10 @@ def test_a_run_that_goes_on_on_another_device_says_in_which_precision(tmp_path, 
     recipe = tiny("sft", tmp_path / "runs", *STEPS)
     describe = session.describe_environment
     monkeypatch.setattr(session, "describe_environment", lambda **about: describe(**about) | {"device": "cuda:0"})
-    sitting(recipe, stop_after=1)
+    attempt(recipe, stop_after=1)
     monkeypatch.undo()
     told: list[str] = []
-    sitting(recipe, notify=told.append)
+    attempt(recipe, notify=told.append)
     assert any("device cuda:0 -> cpu" in text for text in told)
     assert "The run was begun in float32 and goes on in it." in told
 
@@ -142,7 +142,7 @@ def test_a_run_s_reward_model_in_bfloat16_is_measured_with_on_any_device():
 def test_on_a_gpu_a_run_is_held_in_bfloat16_and_goes_on_in_it(tmp_path, method):
     recipe = tiny(method, tmp_path / "runs", *STEPS, "--model.device", "cuda")
     told: list[str] = []
-    sitting(recipe, stop_after=1, notify=told.append)
+    attempt(recipe, stop_after=1, notify=told.append)
     assert any("held in bfloat16 on this device" in text for text in told)
     assert stored_recipe(run_path(recipe)).model.dtype == "bfloat16"
     assert resume_run(str(run_path(recipe)), "runs", json_output=True) == 0

@@ -7,7 +7,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from in_process import sitting, whole
+from in_process import attempt, whole
 from same_runs import differences
 from tiny_recipes import tiny
 
@@ -26,7 +26,7 @@ RULES = ("--run.steps", "6", "--checkpoint.every", "2", "--run.doctor_every", "0
 @pytest.fixture
 def stopped(tmp_path) -> Path:
     """An SFT run, stopped after three of its six steps."""
-    sitting(tiny("sft", tmp_path / "runs", *RULES), stop_after=3)
+    attempt(tiny("sft", tmp_path / "runs", *RULES), stop_after=3)
     return tmp_path / "runs" / "run"
 
 
@@ -37,18 +37,18 @@ def edit(file: Path, old: str, new: str) -> None:
 
 
 def test_an_edited_recipe_is_refused_with_the_commands_that_go_on_and_that_undo_it(tmp_path, stopped, capsys):
-    edit(stopped / "recipe.json", '"policy_rate": 0.003', '"policy_rate": 0.002')
+    edit(stopped / "recipe.json", '"policy_lr": 0.003', '"policy_lr": 0.002')
     for command in (["resume", str(stopped)], ["export", str(stopped), "--checkpoint", "-1", "--model", "out"]):
         assert cli.main(command) == 2
         told = capsys.readouterr().err
-        assert "optimizer.policy_rate is 0.002, was 0.003" in told
+        assert "optimizer.policy_lr is 0.002, was 0.003" in told
     with pytest.raises(ConfigError, match="is not what the run was begun with"):
         run_config(str(stopped))
     fork = told.partition("`tether ")[2].partition("`")[0].split()
-    assert fork == ["fork", str(stopped), "--optimizer.policy_rate", "0.002"]
+    assert fork == ["fork", str(stopped), "--optimizer.policy_lr", "0.002"]
     assert cli.main([*fork, "--json"]) == 0
     kept = json.loads((stopped.parent / "run-fork-3" / "recipe.json").read_text())
-    assert kept["optimizer"]["policy_rate"] == 0.002
+    assert kept["optimizer"]["policy_lr"] == 0.002
     undo = told.rpartition("`tether ")[2].partition("`")[0].split()
     assert cli.main([word for word in undo if word != "--repair"]) == 6
     assert cli.main(undo) == 0
@@ -58,7 +58,7 @@ def test_an_edited_recipe_is_refused_with_the_commands_that_go_on_and_that_undo_
 
 @pytest.mark.parametrize("key", ['"gamma"', '"steps"', '"temperature"', '"seed"', '"clip_range"'])
 def test_a_flipped_bit_of_a_recipe_is_found(tmp_path, key):
-    sitting(tiny("ppo", tmp_path / "runs", "--run.steps", "2"), stop_after=1)
+    attempt(tiny("ppo", tmp_path / "runs", "--run.steps", "2"), stop_after=1)
     file = tmp_path / "runs" / "run" / "recipe.json"
     content = bytearray(file.read_bytes())
     place = content.find(key.encode())
@@ -79,7 +79,7 @@ def test_a_damaged_header_is_taken_from_the_newest_checkpoint_and_written_anew(t
     before = json.loads((stopped / "run.json").read_text())
     edit(stopped / "run.json", '"id": "', '"id": "f')
     said: list[str] = []
-    sitting(tiny("sft", tmp_path / "runs", *RULES), stop_after=1, notify=said.append)
+    attempt(tiny("sft", tmp_path / "runs", *RULES), stop_after=1, notify=said.append)
     assert any("run.json is damaged" in text for text in said)
     assert json.loads((stopped / "run.json").read_text()) == before
     (stopped / "run.json").unlink()
@@ -93,7 +93,7 @@ def test_a_note_that_all_is_done_counts_only_if_it_is_whole(tmp_path, stopped, c
     (stopped / "finished.json").write_text(content)
     assert not RunFolder(stopped).is_finished
     said: list[str] = []
-    done = sitting(tiny("sft", tmp_path / "runs", *RULES), stop_after=1, notify=said.append)
+    done = attempt(tiny("sft", tmp_path / "runs", *RULES), stop_after=1, notify=said.append)
     assert done.steps == 4
     assert any("finished.json is damaged" in text for text in said)
 
@@ -158,15 +158,15 @@ def test_a_model_that_changed_beside_its_weights_is_refused_by_what_changed(tmp_
     place = tmp_path / "model"
     shutil.copytree(saved, place)
     recipe = tiny(method, tmp_path / "runs", "--model.path", str(place), *RULES)
-    sitting(recipe, stop_after=1)
+    attempt(recipe, stop_after=1)
     change, words = CHANGES[name]
     change(place)
     with pytest.raises(ConfigError, match=words) as refused:
-        sitting(recipe)
+        attempt(recipe)
     assert "changed since the run" in str(refused.value) and "put the old one back" in str(refused.value)
     shutil.rmtree(place)
     shutil.copytree(saved, place)
-    assert sitting(recipe, stop_after=1).steps == 2
+    assert attempt(recipe, stop_after=1).steps == 2
 
 
 def test_a_reward_model_whose_config_or_tokenizer_changed_is_refused(tmp_path):
@@ -174,10 +174,10 @@ def test_a_reward_model_whose_config_or_tokenizer_changed_is_refused(tmp_path):
     (trained / "tether-files.json").unlink()
     part = json.dumps([{"kind": "model", "path": str(trained)}])
     recipe = tiny("grpo", tmp_path / "runs", "--run.steps", "3", "--reward.parts", part)
-    sitting(recipe, stop_after=1)
+    attempt(recipe, stop_after=1)
     change_json(trained / "config.json", lambda config: config.update(rms_norm_eps=1e-3))
     with pytest.raises(ConfigError, match=r"names as reward .*config\.json.* changed since"):
-        sitting(recipe)
+        attempt(recipe)
 
 
 def test_a_model_that_tether_saved_is_refused_where_it_is_loaded_damaged(stopped, tmp_path):
@@ -226,13 +226,13 @@ def test_a_kill_while_the_best_model_is_replaced_loses_neither(tmp_path, monkeyp
 def test_a_damaged_best_model_is_told_and_saved_again_where_the_run_stands_at_its_step(tmp_path):
     rules = (*RULES, "--evaluation.every", "1")
     recipe = tiny("sft", tmp_path / "runs", *rules)
-    sitting(recipe, stop_after=2)
+    attempt(recipe, stop_after=2)
     best = tmp_path / "runs" / "run" / "best"
     weights = best / "model.safetensors"
     before = weights.read_bytes()
     weights.write_bytes(before[:-1] + bytes([before[-1] ^ 4]))
     said: list[str] = []
-    sitting(recipe, stop_after=0, notify=said.append)
+    attempt(recipe, stop_after=0, notify=said.append)
     assert any("is not what was written" in text and "saved again" in text for text in said)
     assert weights.read_bytes() == before
 

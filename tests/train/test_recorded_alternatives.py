@@ -39,8 +39,8 @@ def test_steps_that_do_not_want_them_do_not_pay(tmp_path, flags, monkeypatch):
     import tether.models.roles as roles
 
     asked: list[int] = []
-    whole = roles.likeliest_tokens
-    monkeypatch.setattr(roles, "likeliest_tokens", lambda *a, **options: asked.append(1) or whole(*a, **options))
+    whole = roles.top_tokens
+    monkeypatch.setattr(roles, "top_tokens", lambda *a, **options: asked.append(1) or whole(*a, **options))
     kept = trained(tmp_path, *flags)
     assert sorted(kept) == ([0, 1] if flags[0] == "--store.alternatives" else [0])
     assert bool(asked) == (flags[0] != "--store.alternatives")

@@ -7,7 +7,7 @@ import random
 
 import pytest
 import torch
-from in_process import Broken, broken_in_every_step, sitting, step_by_step, whole
+from in_process import Broken, attempt, broken_in_every_step, step_by_step, whole
 from same_runs import differences, metrics_table
 from tiny_recipes import TOP, prompts, tiny
 
@@ -23,7 +23,7 @@ from tether.train.session import Session
 
 RECORDS = ("sft", "reward", "dpo")
 ROLLOUTS = ("ppo", "grpo", "rloo", "reinforce", "trpo")
-LORA = ("--roles.mode", "adapters", "--roles.lora_rank", "2")
+LORA = ("--roles.mode", "lora", "--roles.lora_rank", "2")
 STOPPED_ONLY = ("--checkpoint.every", "0")
 AT_EACH_STEP = ("--checkpoint.every", "1")
 
@@ -77,8 +77,8 @@ def test_steps_that_are_done_again_leave_one_trace_each(tmp_path):
             raise Broken
 
     with pytest.raises(Broken):
-        sitting(recipe, advance=break_off)
-    assert sitting(recipe, stop_after=0).steps == 3
+        attempt(recipe, advance=break_off)
+    assert attempt(recipe, stop_after=0).steps == 3
     with open_workspace(tmp_path / "runs") as opened:
         run, events = find_run(opened, "run"), read_run(opened, "run").events
     assert run.steps_done == 3  # what was recorded of steps 3 and 4 is forgotten until they are done again
@@ -94,7 +94,7 @@ def test_a_run_whose_first_checkpoint_is_not_there_yet_starts_over(tmp_path):
             raise Broken
 
     with pytest.raises(Broken):
-        sitting(recipe, advance=break_off)
+        attempt(recipe, advance=break_off)
     assert checkpoints.listed(RunFolder(run_path(recipe)).checkpoints) == []
     assert differences(calm, whole(recipe)) == []
 
@@ -102,14 +102,14 @@ def test_a_run_whose_first_checkpoint_is_not_there_yet_starts_over(tmp_path):
 def test_a_damaged_checkpoint_is_told_and_the_one_before_leads_to_the_same_bits(tmp_path):
     calm = whole(three_epochs("sft", tmp_path / "calm"))
     recipe = three_epochs("sft", tmp_path / "damaged", "--checkpoint.every", "2", "--checkpoint.keep", "3")
-    sitting(recipe, stop_after=5)
+    attempt(recipe, stop_after=5)
     folder = RunFolder(run_path(recipe)).checkpoints
     assert [step for step, _ in checkpoints.listed(folder)] == [2, 4, 5]
     (folder / "step-00000005" / "state.json").write_bytes(b"")
     (folder / "step-00000004" / "manifest.json").unlink()
     told: list[str] = []
     taken: list[int] = []
-    sitting(recipe, notify=told.append, advance=lambda step, metrics: taken.append(step))
+    attempt(recipe, notify=told.append, advance=lambda step, metrics: taken.append(step))
     assert taken == [2, 3, 4, 5, 6, 7]
     assert [text for text in told if "passed over" in text] and "step-00000005/state.json" in told[0]
     assert differences(calm, run_path(recipe)) == []
@@ -128,7 +128,7 @@ def test_a_run_that_was_killed_at_its_very_end_still_gets_its_model_and_report(t
     with monkeypatch.context() as patched:
         patched.setattr(RunFolder, "finish", break_off)
         with pytest.raises(Broken):
-            sitting(recipe)
+            attempt(recipe)
     assert not RunFolder(run_path(recipe)).is_finished
     assert differences(calm, whole(recipe)) == []
 
@@ -137,7 +137,7 @@ def test_a_finished_run_is_left_alone(tmp_path):
     recipe = three_epochs("sft", tmp_path / "runs")
     before = metrics_table(whole(recipe))
     taken: list[int] = []
-    assert sitting(recipe, advance=lambda step, metrics: taken.append(step)).steps == 8
+    assert attempt(recipe, advance=lambda step, metrics: taken.append(step)).steps == 8
     assert taken == []
     assert metrics_table(run_path(recipe)) == before
 
@@ -159,23 +159,23 @@ def test_resuming_with_other_weights_or_records_is_refused_by_name(tmp_path):
     whole(three_epochs("sft", tmp_path / "first"))
     model = tmp_path / "first" / "run" / "model"
     recipe = three_epochs("sft", tmp_path / "runs", "--model.path", str(model))
-    sitting(recipe, stop_after=3)
+    attempt(recipe, stop_after=3)
     weights = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(weights[:-1] + bytes([weights[-1] ^ 1]))
     with pytest.raises(ConfigError, match=r"model.* changed since the run .*runs/run began"):
-        sitting(recipe)
+        attempt(recipe)
     (model / "model.safetensors").write_bytes(weights)
     records = tmp_path / "demonstrations.jsonl"
     content = records.read_text()
     records.write_text(content.replace("red", "rot"))
     with pytest.raises(ConfigError, match=r"data.*changed since the run") as refused:
-        sitting(recipe)
+        attempt(recipe)
     command = str(refused.value).rpartition(": tether ")[2].split()
     assert command == ["fork", str(tmp_path / "runs" / "run")]
     assert cli.main([*command, "--json"]) == 0, "the command that is offered works"
     assert RunFolder(tmp_path / "runs" / "run-fork-3").is_finished
     records.write_text(content)
-    assert sitting(recipe).steps == 8
+    assert attempt(recipe).steps == 8
 
 
 def test_resume_auto_begins_goes_on_and_refuses_another_recipe(tmp_path, monkeypatch, capsys):
@@ -184,8 +184,8 @@ def test_resume_auto_begins_goes_on_and_refuses_another_recipe(tmp_path, monkeyp
     monkeypatch.setattr(Session, "finish", lambda self: self.stop())
     assert start_or_resume(recipe, json_output=True) == 0
     monkeypatch.undo()
-    changed = load_recipe("sft", None, _as_flags(recipe, "--sft.batch_size", "4", "--optimizer.policy_rate", "1e-3"))
-    with pytest.raises(ConfigError, match=r"optimizer.policy_rate, sft.batch_size differ.*tether fork"):
+    changed = load_recipe("sft", None, _as_flags(recipe, "--sft.batch_size", "4", "--optimizer.policy_lr", "1e-3"))
+    with pytest.raises(ConfigError, match=r"optimizer.policy_lr, sft.batch_size differ.*tether fork"):
         start_or_resume(changed, json_output=True)
     capsys.readouterr()
     assert start_or_resume(recipe, json_output=True) == 0
@@ -201,14 +201,14 @@ def _as_flags(recipe, *more: str) -> list[str]:
     data, run = recipe.data, recipe.run
     own = ["--data.train", data.train, "--data.held_out", data.held_out, "--run.directory", run.directory]
     own += ["--run.name", run.name, "--run.steps", str(run.steps), "--model.device", "cpu"]
-    own += ["--optimizer.critic_rate", "3e-3", "--optimizer.schedule", "cosine", "--optimizer.warmup", "0.2"]
+    own += ["--optimizer.critic_lr", "3e-3", "--optimizer.schedule", "cosine", "--optimizer.warmup", "0.2"]
     return [*own, *more]
 
 
 def test_a_run_is_found_by_its_name_its_path_and_after_it_was_moved(tmp_path):
     calm = whole(three_epochs("sft", tmp_path / "calm"))
     recipe = three_epochs("sft", tmp_path / "runs")
-    sitting(recipe, stop_after=3)
+    attempt(recipe, stop_after=3)
     (tmp_path / "runs").rename(tmp_path / "elsewhere")
     assert stored_recipe(tmp_path / "elsewhere" / "run").run.directory == str(tmp_path / "elsewhere")
     assert resume_run("run", str(tmp_path / "elsewhere"), json_output=True) == 0

@@ -19,7 +19,7 @@ from tether.types import Score
 BY_LENGTH = ["--reward.parts", "[{kind: length, target: 3}]"]
 SMALL = [
     *("--run.steps", "2", "--rollout.prompts_per_step", "8", "--rollout.max_new_tokens", "4"),
-    *("--optimizer.policy_rate", "3e-3", "--optimizer.critic_rate", "3e-3"),
+    *("--optimizer.policy_lr", "3e-3", "--optimizer.critic_lr", "3e-3"),
 ]
 METHODS = {
     "ppo": [],
@@ -50,7 +50,7 @@ def test_a_run_repeats_itself_to_the_bit(name):
 
 def test_the_sampler_and_the_trainer_agree():
     for result in train_rl(build("ppo", "--rollout.top_p", "0.8", "--rollout.temperature", "0.7")):
-        assert result.metrics["sampler_gap_max"] < 1e-4
+        assert result.metrics["logprob_diff_max"] < 1e-4
         mask = result.experience.response_mask
         gap = result.experience.behavior_logprobs - result.experience.untruncated_logprobs
         assert bool((gap[mask] >= -1e-6).all())  # what was sampled from is truncated, so its log-probs are higher
@@ -164,7 +164,7 @@ def test_prompts_from_a_file(tmp_path):
 
 
 def test_critic_warm_up_teaches_the_critic_and_leaves_the_policy():
-    parts = build("ppo", "--ppo.critic_warmup", "1", "--ppo.max_kl_old", "0.5")
+    parts = build("ppo", "--ppo.critic_warmup", "1", "--ppo.target_kl", "0.5")
     before = parts.learner.flat_parameters("policy"), parts.learner.flat_parameters("critic")
     steps = train_rl(parts)
     assert "policy_loss" not in next(steps).metrics
@@ -197,7 +197,7 @@ def test_held_out_prompts_are_scored_and_the_best_model_is_kept(tmp_path, capsys
 
 def test_k1_in_the_loss_is_refused():
     with pytest.raises(ValueError, match="k2 or k3"):
-        load_recipe("ppo", None, ["--kl.place", "loss"])
+        load_recipe("ppo", None, ["--kl.apply_to", "loss"])
 
 
 def test_a_score_beyond_single_precision_is_left_out():

@@ -9,9 +9,9 @@ import time
 from collections.abc import Callable
 
 import pytest
-from in_process import sitting, whole
+from attempts import Notes, watch
+from in_process import attempt, whole
 from same_runs import differences
-from sittings import Notes, watch
 from tiny_recipes import tiny
 
 from tether.cli import main
@@ -74,7 +74,7 @@ def slow(seconds: float) -> Callable[[], None]:
 def begun(tmp_path):
     """A run that was stopped before its first step, to be resumed by its folder."""
     recipe = tiny("sft", tmp_path / "runs", *STEPS)
-    sitting(recipe, stop_after=0)
+    attempt(recipe, stop_after=0)
     assert kept(recipe) == [0]
     return recipe
 

@@ -22,7 +22,7 @@ def write(path, records) -> str:
 
 
 def flags(train: str, *more: str) -> list[str]:
-    rates = ("--optimizer.policy_rate", "3e-3", "--optimizer.critic_rate", "3e-3")
+    rates = ("--optimizer.policy_lr", "3e-3", "--optimizer.critic_lr", "3e-3")
     return ["--data.train", train, *rates, *more]
 
 
@@ -75,7 +75,7 @@ def test_dpo_prefers_what_was_chosen(rankings):
 def test_micro_batches_do_not_change_the_reward_models_gradient(rankings):
     gradients = []
     for tokens in ("30", "8192"):
-        recipe = load_recipe("reward", None, flags(rankings, "--optimizer.micro_tokens", tokens))
+        recipe = load_recipe("reward", None, flags(rankings, "--optimizer.micro_batch_tokens", tokens))
         parts = build_supervised(recipe, load_policy(recipe))
         parts.learner.backward(parts.collate(parts.examples.items), parts.objective)
         gradients.append(parts.learner.flat_gradient("reward"))

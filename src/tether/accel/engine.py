@@ -12,7 +12,7 @@ from torch import Tensor
 from tether.accel import supported
 from tether.accel.decode_cpu.cpu_batch import ContinuousBatch
 from tether.accel.decode_cpu.cpu_decoder import LlamaDecoder
-from tether.accel.decode_gpu.decoder_cache import MOST_SLOTS, DecoderKeeper
+from tether.accel.decode_gpu.decoder_cache import MAX_SLOTS, DecoderCache
 from tether.accel.decode_gpu.gpu_batch import GpuBatch
 from tether.device_transfer import at
 from tether.ops.sampling import Draw, by_sequence, draw_columns
@@ -21,7 +21,7 @@ from tether.protocols import Sampling
 CheckToken = Callable[[int, int, int], None]  # (token, sequence, step): raises where no token could be drawn
 
 
-class StateKeeper(Protocol):
+class StateCollector(Protocol):
     """Takes the inputs of layer `depth` for each sampled sequence, so that training need not compute them again."""
 
     @property
@@ -54,7 +54,7 @@ class FastDecoder:
     """Draws answers on a CPU or a CUDA device. Captured steps of a GPU are kept from one call to the next."""
 
     def __init__(self) -> None:
-        self.gpu = DecoderKeeper()
+        self.gpu = DecoderCache()
 
     def unsupported_reason(self, model: Any, base: Any) -> str | None:
         """Why the model, or `base` inside its adapters, cannot be decoded here as it is now; None where it can be."""
@@ -66,11 +66,11 @@ class FastDecoder:
 
     def most_slots(self, device: torch.device) -> int | None:
         """How many answers are decoded at once unasked; None where the engine decides."""
-        return MOST_SLOTS if device.type == "cuda" else None
+        return MAX_SLOTS if device.type == "cuda" else None
 
     @torch.inference_mode()
     def draw(
-        self, base: Any, request: DecodeRequest, slots: int, check: CheckToken, keeper: StateKeeper | None
+        self, base: Any, request: DecodeRequest, slots: int, check: CheckToken, keeper: StateCollector | None
     ) -> list[Draw]:
         """The drawn tokens and log-probs of each sequence, (length,) each, on the CPU.
 
@@ -98,7 +98,7 @@ class FastDecoder:
 
 
 def _draw_on_cpu(
-    base: Any, request: DecodeRequest, slots: int, check: CheckToken, keeper: StateKeeper | None
+    base: Any, request: DecodeRequest, slots: int, check: CheckToken, keeper: StateCollector | None
 ) -> list[Draw]:
     decoder = LlamaDecoder(base, slots, request.length, keeper.depth if keeper else None)
     batch = ContinuousBatch(decoder, slots, request.prompts, request.groups, request.sampling.max_new_tokens)

@@ -26,7 +26,7 @@ class LayerFacts:
 
     window: int | None  # how many tokens a token sees, itself counted; None: all before it
     cap: float | None  # a score s becomes cap * tanh(s / cap)
-    rotary: str | None  # which of the trunk's tables of positions, where it has several
+    rotary: str | None  # which of the backbone's tables of positions, where it has several
     scaling: float
 
 
@@ -47,32 +47,32 @@ class Norm:
         )
 
 
-def departure(trunk: Any, length: int, around: nn.Module | None = None) -> str | None:
-    """How a trunk, or sequences of `length` tokens in it, depart from what the packed pass computes; None where not.
+def unsupported_reason(backbone: Any, length: int, around: nn.Module | None = None) -> str | None:
+    """How a backbone, or sequences of `length` tokens in it, depart from what the packed pass computes; None where not.
 
     Looks at the model as it is now and computes nothing. `around` is the whole model where that is run too.
     """
-    window = getattr(trunk.config, "sliding_window", None)
-    if type(trunk) in TRUNKS and window is not None and length > window:
+    window = getattr(backbone.config, "sliding_window", None)
+    if type(backbone) in TRUNKS and window is not None and length > window:
         return f"sequences of {length} tokens exceed the attention window of {window}"
-    return _departure(trunk, TRUNKS, around)
+    return _unsupported_reason(backbone, TRUNKS, around)
 
 
-def decoding_departure(trunk: Any, around: nn.Module) -> str | None:
+def decoding_unsupported_reason(backbone: Any, around: nn.Module) -> str | None:
     """The same for the decoders, which know windows and the Gemma families too."""
-    if getattr(trunk.config, "use_bidirectional_attention", False):
+    if getattr(backbone.config, "use_bidirectional_attention", False):
         return "its tokens attend to later ones"
-    return _departure(trunk, (*TRUNKS, *GEMMAS), around)
+    return _unsupported_reason(backbone, (*TRUNKS, *GEMMAS), around)
 
 
-def _departure(trunk: Any, known: tuple[type, ...], around: nn.Module | None) -> str | None:
-    if type(trunk) not in known:
-        return f"{type(trunk).__name__} is not one of {', '.join(kind.__name__ for kind in known)}"
-    kinds = trunk.rotary_emb.rope_type
+def _unsupported_reason(backbone: Any, known: tuple[type, ...], around: nn.Module | None) -> str | None:
+    if type(backbone) not in known:
+        return f"{type(backbone).__name__} is not one of {', '.join(kind.__name__ for kind in known)}"
+    kinds = backbone.rotary_emb.rope_type
     for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
         if kind not in ROTARY:
             return f"rotary positions of type {kind!r} depend on the length"
-    return changed_module(trunk if around is None else around)
+    return changed_module(backbone if around is None else around)
 
 
 def changed_module(model: nn.Module) -> str | None:
@@ -100,16 +100,16 @@ def _change(module: nn.Module) -> str | None:
     return "has a forward pass of its own" if "forward" in vars(module) else None
 
 
-def layer_facts(trunk: Any) -> list[LayerFacts]:
+def layer_facts(backbone: Any) -> list[LayerFacts]:
     """The facts of each layer."""
     found = []
-    for layer in trunk.layers:
+    for layer in backbone.layers:
         attention = layer.self_attn
         # Mistral's window is every layer's; the others say it layer by layer
-        mistral = isinstance(trunk, MistralModel)
-        window = trunk.config.sliding_window if mistral else getattr(attention, "sliding_window", None)
-        cap = attention.attn_logit_softcapping if isinstance(trunk, Gemma2Model) else None
-        several = isinstance(trunk.rotary_emb.rope_type, dict)
+        mistral = isinstance(backbone, MistralModel)
+        window = backbone.config.sliding_window if mistral else getattr(attention, "sliding_window", None)
+        cap = attention.attn_logit_softcapping if isinstance(backbone, Gemma2Model) else None
+        several = isinstance(backbone.rotary_emb.rope_type, dict)
         found.append(LayerFacts(window, cap, attention.layer_type if several else None, attention.scaling))
     return found
 
@@ -127,23 +127,23 @@ def head_norms(attention: Any) -> tuple[Norm, Norm] | None:
     return (Norm.of(attention.q_norm), Norm.of(attention.k_norm)) if hasattr(attention, "q_norm") else None
 
 
-def rotary_tables(trunk: Any, length: int, dtype: torch.dtype) -> dict[str | None, tuple[Tensor, Tensor]]:
+def rotary_tables(backbone: Any, length: int, dtype: torch.dtype) -> dict[str | None, tuple[Tensor, Tensor]]:
     """cos and sin, (length, D) each, of positions 0 to length - 1, for each table that the layers name."""
-    device = trunk.embed_tokens.weight.device
+    device = backbone.embed_tokens.weight.device
     like, positions = torch.empty(0, dtype=dtype, device=device), torch.arange(length, device=device)[None]
     tables = {}
-    for kind in {facts.rotary for facts in layer_facts(trunk)}:
-        cos, sin = trunk.rotary_emb(like, positions) if kind is None else trunk.rotary_emb(like, positions, kind)
+    for kind in {facts.rotary for facts in layer_facts(backbone)}:
+        cos, sin = backbone.rotary_emb(like, positions) if kind is None else backbone.rotary_emb(like, positions, kind)
         tables[kind] = cos[0], sin[0]
     return tables
 
 
-def embedding_scale(trunk: Any) -> float:
+def embedding_scale(backbone: Any) -> float:
     """What the embeddings are multiplied by, beside what the embedding module itself does; rounded as the model does.
 
-    Some releases of transformers scale Gemma 2's embeddings in the trunk, others in the module.
+    Some releases of transformers scale Gemma 2's embeddings in the backbone, others in the module.
     """
-    module = trunk.embed_tokens
-    if not isinstance(trunk, GEMMAS) or hasattr(module, "embed_scale"):
+    module = backbone.embed_tokens
+    if not isinstance(backbone, GEMMAS) or hasattr(module, "embed_scale"):
         return 1.0
-    return float(torch.tensor(trunk.config.hidden_size**0.5, dtype=module.weight.dtype))
+    return float(torch.tensor(backbone.config.hidden_size**0.5, dtype=module.weight.dtype))

@@ -17,7 +17,7 @@ from transformers import (
 
 from tether.accel.decode_cpu.cpu_decoder import LlamaDecoder
 from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
-from tether.accel.families import decoding_departure
+from tether.accel.families import decoding_unsupported_reason
 
 KINDS = (
     *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
@@ -49,7 +49,7 @@ def unsupported(model: Any, base: Any = None) -> str | None:
         return f"the weights are {', '.join(sorted(map(str, dtypes)))} and not {wanted}"
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         return "the adapter puts tokens of its own before the prompt"
-    return decoding_departure(base.model, around=model)
+    return decoding_unsupported_reason(base.model, around=model)
 
 
 @torch.inference_mode()

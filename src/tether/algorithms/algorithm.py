@@ -14,7 +14,7 @@ from tether.learner.learner import Learner
 from tether.ops.kl import Estimator, FixedKL, KLController, kl_estimate
 from tether.ops.policy_losses import truncated_importance
 from tether.ops.statistics import masked_mean, masked_variance, whiten
-from tether.ops.token_rewards import clip_scores, missing_end_penalty, token_rewards
+from tether.ops.token_rewards import clip_scores, missing_eos_penalty, token_rewards
 from tether.protocols import AdvantageEstimator, Objective
 from tether.types import EvaluatedBatch, Experience, Measures, TokenOutputs, extend
 
@@ -43,11 +43,11 @@ class Controllers:
         """The weights now."""
         return Coefficients(self.reference.coef, self.old.coef)
 
-    def after(self, *, kl_reference: float | None, kl_old: float | None, samples: int) -> Controllers:
+    def after(self, *, kl_reference: float | None, approx_kl: float | None, samples: int) -> Controllers:
         """The controllers once a step's KLs were measured; one that was not measured stays."""
         return Controllers(
             self.reference if kl_reference is None else self.reference.after(kl_reference, samples),
-            self.old if kl_old is None else self.old.after(kl_old, samples),
+            self.old if approx_kl is None else self.old.after(approx_kl, samples),
         )
 
 
@@ -67,17 +67,19 @@ class UpdateRule(Protocol):
 
 
 @dataclass(frozen=True)
-class Crediting:
+class AdvantageSettings:
     """How scores and KL become rewards, and what is done to rewards and advantages."""
 
-    kl_place: Literal["reward", "loss", "none"] = "reward"
+    kl_apply_to: Literal["reward", "loss", "none"] = "reward"
     kl_estimator: Estimator = "k1"
-    missing_end_penalty: float | None = None
+    missing_eos_penalty: float | None = None
     score_clip: float | None = None
     whiten_rewards: bool = False
     whiten_advantages: bool = False
     bootstrap_truncated: bool = False
-    importance_cap: float | None = None  # of the weight old / behavior on each token's policy loss; None: no weight
+    importance_sampling_cap: float | None = (
+        None  # of the weight old / behavior on each token's policy loss; None: no weight
+    )
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,7 @@ class Algorithm:
     objective: Callable[[Coefficients], TokenObjective]
     update: UpdateRule
     minibatch_size: int
-    crediting: Crediting
+    advantage_settings: AdvantageSettings
     controllers: Controllers = Controllers(FixedKL(0.0), FixedKL(0.0))
     critic_warmup: CriticWarmup | None = None
     needs_critic: bool = False
@@ -121,15 +123,15 @@ class Algorithm:
     @property
     def needs_reference(self) -> bool:
         """Whether the KL to the reference acts anywhere."""
-        return self.crediting.kl_place != "none"
+        return self.advantage_settings.kl_apply_to != "none"
 
     def credit(self, batch: EvaluatedBatch, kl_coef: float) -> tuple[Experience, Measures]:
         """Rewards, advantages and returns of a batch, over the whole of it: minibatches never change a baseline."""
-        rules, mask = self.crediting, batch.response_mask
+        rules, mask = self.advantage_settings, batch.response_mask
         scores = clip_scores(batch.scores, rules.score_clip)
-        scores = missing_end_penalty(scores, batch.truncated, rules.missing_end_penalty)
+        scores = missing_eos_penalty(scores, batch.truncated, rules.missing_eos_penalty)
         kl = None
-        if rules.kl_place == "reward":
+        if rules.kl_apply_to == "reward":
             assert batch.ref_logprobs is not None
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, rules.kl_estimator)
         rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef)
@@ -144,8 +146,8 @@ class Algorithm:
         measures = credit_measures(batch, scores, advantages, returns)
         if rules.whiten_advantages:
             advantages = whiten(advantages, mask)
-        if rules.importance_cap is not None:
-            advantages = weigh(advantages, batch, rules.importance_cap, measures)
+        if rules.importance_sampling_cap is not None:
+            advantages = weigh(advantages, batch, rules.importance_sampling_cap, measures)
         columns: dict[str, Any] = {"rewards": rewards, "advantages": advantages, "returns": returns}
         return extend(batch, Experience, **columns), measures
 
@@ -175,8 +177,8 @@ def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, r
     measures.add("truncated", batch.truncated.sum(), rows)
     measures.add("advantage_std", masked_variance(advantages, mask).sqrt())
     gap = (batch.old_logprobs - batch.untruncated_logprobs).abs().masked_fill(~mask, 0.0)
-    measures.add("sampler_gap", gap.sum(), tokens)
-    measures.add("sampler_gap_max", gap.max())
+    measures.add("logprob_diff", gap.sum(), tokens)
+    measures.add("logprob_diff_max", gap.max())
     kl = kl_estimate(batch.untruncated_logprobs, batch.old_logprobs, "k3").masked_fill(~mask, 0.0)
     measures.add("sampler_kl", kl.sum(), tokens)  # KL(sampler || trainer) a token
     cut = (batch.behavior_logprobs - batch.untruncated_logprobs).masked_fill(~mask, 0.0)

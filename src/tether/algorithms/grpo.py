@@ -5,7 +5,7 @@ from __future__ import annotations
 from tether.algorithms.algorithm import Algorithm, Controllers
 from tether.algorithms.estimators import GroupRelative
 from tether.algorithms.objectives import Clip, PolicyObjective
-from tether.algorithms.shared import aggregation, crediting, kl_in_loss, reference_controller
+from tether.algorithms.shared import advantage_settings, aggregation, kl_in_loss, reference_controller
 from tether.algorithms.updates import MinibatchEpochs
 from tether.config.methods import GRPOSettings
 from tether.config.sections import KLSettings, RewardSettings
@@ -25,9 +25,9 @@ def grpo(settings: GRPOSettings, kl: KLSettings, reward: RewardSettings) -> Algo
             kl_coef=kl_in_loss(kl, coefficients),
             kl_estimator=kl.estimator,
         ),
-        update=MinibatchEpochs(settings.epochs, settings.minibatch_size, settings.max_kl_old),
+        update=MinibatchEpochs(settings.epochs, settings.minibatch_size, settings.target_kl),
         minibatch_size=settings.minibatch_size,
-        crediting=crediting(kl, reward),
+        advantage_settings=advantage_settings(kl, reward),
         controllers=Controllers(reference_controller(kl), FixedKL(0.0)),
         needs_groups=True,
     )

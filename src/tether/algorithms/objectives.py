@@ -131,10 +131,10 @@ class PolicyObjective:
     def _measure(self, outputs: TokenOutputs, batch: Experience, policy: Tensor) -> Measures:
         mask, measures = batch.response_mask, Measures()
         tokens = mask.sum()
-        kl_old = kl_estimate(batch.old_logprobs, outputs.logprobs, "k3")
+        approx_kl = kl_estimate(batch.old_logprobs, outputs.logprobs, "k3")
         measures.add("policy_loss", self.aggregation.total(policy, mask), self.aggregation.size(mask))
         measures.add("entropy", masked_sum(outputs.entropy, mask), tokens)
-        measures.add("kl_old", masked_sum(kl_old, mask), tokens)
+        measures.add("approx_kl", masked_sum(approx_kl, mask), tokens)
         measures.add("ratio_clamped", (self._clamped(outputs, batch) & mask).sum(), tokens)
         self.surrogate.measure(outputs.logprobs, batch, measures)
         return measures

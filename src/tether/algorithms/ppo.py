@@ -5,7 +5,13 @@ from __future__ import annotations
 from tether.algorithms.algorithm import Algorithm, Coefficients, Controllers, CriticWarmup
 from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped, ValueObjective
-from tether.algorithms.shared import aggregation, crediting, kl_in_loss, penalty_controller, reference_controller
+from tether.algorithms.shared import (
+    advantage_settings,
+    aggregation,
+    kl_in_loss,
+    penalty_controller,
+    reference_controller,
+)
 from tether.algorithms.updates import MinibatchEpochs
 from tether.config.methods import PPOSettings
 from tether.config.sections import KLSettings, RewardSettings
@@ -38,11 +44,11 @@ def ppo(settings: PPOSettings, kl: KLSettings, reward: RewardSettings) -> Algori
         update=MinibatchEpochs(
             settings.epochs,
             settings.minibatch_size,
-            settings.max_kl_old,
+            settings.target_kl,
             measure_after=penalised and settings.penalty.adaptive,
         ),
         minibatch_size=settings.minibatch_size,
-        crediting=crediting(
+        advantage_settings=advantage_settings(
             kl,
             reward,
             whiten_advantages=settings.whiten_advantages,

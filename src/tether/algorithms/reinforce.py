@@ -5,7 +5,7 @@ from __future__ import annotations
 from tether.algorithms.algorithm import Algorithm, Controllers
 from tether.algorithms.estimators import PolicyGradientWeights
 from tether.algorithms.objectives import PolicyObjective, Reinforce
-from tether.algorithms.shared import aggregation, crediting, kl_in_loss, reference_controller
+from tether.algorithms.shared import advantage_settings, aggregation, kl_in_loss, reference_controller
 from tether.algorithms.updates import MinibatchEpochs
 from tether.config.methods import ReinforceSettings
 from tether.config.sections import KLSettings, RewardSettings
@@ -27,7 +27,7 @@ def reinforce(settings: ReinforceSettings, kl: KLSettings, reward: RewardSetting
         ),
         update=MinibatchEpochs(1, settings.minibatch_size),
         minibatch_size=settings.minibatch_size,
-        crediting=crediting(kl, reward, whiten_advantages=settings.whiten_advantages),
+        advantage_settings=advantage_settings(kl, reward, whiten_advantages=settings.whiten_advantages),
         controllers=Controllers(reference_controller(kl), FixedKL(0.0)),
         needs_critic=settings.needs_critic,
     )

@@ -16,8 +16,10 @@ from tether.config.recipes import GRPORecipe, PPORecipe, ReinforceRecipe, RLOORe
 def build_algorithm(recipe: RLRecipe) -> Algorithm:
     """The algorithm of a recipe that learns from rollouts."""
     algorithm = _by_method(recipe)
-    crediting = replace(algorithm.crediting, importance_cap=recipe.rollout.importance_cap)
-    return replace(algorithm, crediting=crediting)
+    advantage_settings = replace(
+        algorithm.advantage_settings, importance_sampling_cap=recipe.rollout.importance_sampling_cap
+    )
+    return replace(algorithm, advantage_settings=advantage_settings)
 
 
 def _by_method(recipe: RLRecipe) -> Algorithm:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from tether.algorithms.algorithm import Coefficients, Crediting
+from tether.algorithms.algorithm import AdvantageSettings, Coefficients
 from tether.config.sections import AggregationSettings, KLSettings, PenaltySettings, RewardSettings
 from tether.ops.aggregation import Aggregation
 from tether.ops.kl import AdaptiveKL, FixedKL, KLController, ProportionalKL
@@ -15,17 +15,17 @@ def aggregation(settings: AggregationSettings) -> Aggregation:
 
 def kl_in_loss(kl: KLSettings, coefficients: Coefficients) -> float:
     """The weight of the KL to the reference in the loss: 0 where it acts elsewhere."""
-    return coefficients.reference if kl.place == "loss" else 0.0
+    return coefficients.reference if kl.apply_to == "loss" else 0.0
 
 
-def crediting(
+def advantage_settings(
     kl: KLSettings, reward: RewardSettings, *, whiten_advantages: bool = False, bootstrap_truncated: bool = False
-) -> Crediting:
+) -> AdvantageSettings:
     """How this recipe turns scores into credit."""
-    return Crediting(
-        kl_place=kl.place,
+    return AdvantageSettings(
+        kl_apply_to=kl.apply_to,
         kl_estimator=kl.estimator,
-        missing_end_penalty=reward.missing_end_penalty,
+        missing_eos_penalty=reward.missing_eos_penalty,
         score_clip=reward.clip,
         whiten_rewards=reward.whiten,
         whiten_advantages=whiten_advantages,

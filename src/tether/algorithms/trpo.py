@@ -12,7 +12,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
 from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import PolicyObjective, Unclipped, ValueObjective
-from tether.algorithms.shared import crediting, reference_controller
+from tether.algorithms.shared import advantage_settings, reference_controller
 from tether.algorithms.updates import MinibatchEpochs
 from tether.config.methods import TRPOSettings
 from tether.config.sections import KLSettings, RewardSettings
@@ -32,7 +32,7 @@ def trpo(settings: TRPOSettings, kl: KLSettings, reward: RewardSettings) -> Algo
         objective=lambda _: PolicyObjective(surrogate=Unclipped()),
         update=TrustRegionStep(settings),
         minibatch_size=settings.minibatch_size,
-        crediting=crediting(
+        advantage_settings=advantage_settings(
             kl,
             reward,
             whiten_advantages=settings.whiten_advantages,
@@ -75,7 +75,7 @@ class TrustRegionStep:
         else:
             learner.discard()
             measures.count("steps", float(search.accepted))
-            measures.add("kl_old_after", search.kl)
+            measures.add("approx_kl_after", search.kl)
             measures.add("surrogate_gain", search.surrogate - surrogate_at_old(experience))
             measures.add("step_fraction", search.fraction)
         skipped = learner.skipped_in_a_row if search is None else 0
@@ -86,7 +86,7 @@ class TrustRegionStep:
         learner.skipped_in_a_row = max(skipped, learner.skipped_in_a_row)
         for name in {"skipped_steps", "out_of_memory"} & taught.counts.keys():
             measures.count(name, taught.counts[name])
-        for name in {"value_loss", "grad_norm/critic", "micro_tokens"} & taught.weighted.keys():
+        for name in {"value_loss", "grad_norm/critic", "micro_batch_tokens"} & taught.weighted.keys():
             measures.add(name, *taught.weighted[name])
         return measures
 

@@ -53,10 +53,12 @@ class MinibatchEpochs:
             if batch is not None:
                 learner.begin(batch)  # while the device is at work on the one before
             if learner.finite:
-                if not measures.weighted and "kl_old" in seen.weighted:
-                    measures.add("first_kl_old", seen.mean("kl_old"))  # of the very policy that sampled: 0, or a fault
+                if not measures.weighted and "approx_kl" in seen.weighted:
+                    measures.add(
+                        "first_approx_kl", seen.mean("approx_kl")
+                    )  # of the very policy that sampled: 0, or a fault
                 measures.merge(seen)
-                if self.max_kl is not None and "kl_old" in seen.weighted and seen.mean("kl_old") > self.max_kl:
+                if self.max_kl is not None and "approx_kl" in seen.weighted and seen.mean("approx_kl") > self.max_kl:
                     learner.discard()
                     stopped = True
                     break
@@ -66,7 +68,7 @@ class MinibatchEpochs:
             measures.merge(learner.step())
         measures.count("early_stop", float(stopped))
         if self.measure_after:
-            measures.add("kl_old_after", *learner.measure(experience, objective).weighted["kl_old"])
+            measures.add("approx_kl_after", *learner.measure(experience, objective).weighted["approx_kl"])
         return measures
 
     def _steps(self, experience: Experience, generator: torch.Generator) -> Iterator[Tensor]:

@@ -74,7 +74,9 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
         help="precision; auto is bfloat16 on a CUDA device that computes in it, else float32",
     )
     held.add_argument("--device", default="auto", help="auto picks CUDA, then MPS, then CPU")
-    held.add_argument("--max-batch", type=count, metavar="N", help="answers decoded at once (64; on a GPU what fits)")
+    held.add_argument(
+        "--max-num-seqs", type=count, metavar="N", help="answers decoded at once (64; on a GPU what fits)"
+    )
 
 
 def run(options: argparse.Namespace) -> int:

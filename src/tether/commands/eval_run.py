@@ -73,7 +73,7 @@ def evaluate(options: argparse.Namespace, console: Console) -> Report:
         sampling,
         samples=options.samples,
         seed=options.seed,
-        max_batch=options.max_batch or "auto",
+        max_num_seqs=options.max_num_seqs or "auto",
         quiet=console.quiet,
     )
 

@@ -7,7 +7,7 @@ import argparse
 SUMMARY = "Continue from one of a run's checkpoints with changed settings, as a run of its own."
 EPILOG = """examples:
   tether fork ppo --step 40 --ppo.clip_range 0.1
-  tether fork ppo --run.name gentle --optimizer.policy_rate 1e-6
+  tether fork ppo --run.name gentle --optimizer.policy_lr 1e-6
 Every key of the recipe is a flag; what is not given stays as it was.
 """
 

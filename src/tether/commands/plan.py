@@ -8,7 +8,7 @@ from tether.errors import UsageError
 
 SUMMARY = "Say what a recipe will cost in memory, optimiser steps and seconds, before anything is loaded."
 
-EPILOG = """A flag sets one key of the recipe, as for tether train: tether plan recipes/ppo.yaml --roles.mode adapters
+EPILOG = """A flag sets one key of the recipe, as for tether train: tether plan recipes/ppo.yaml --roles.mode lora
 
 examples:
   tether plan recipes/tiny-ppo.yaml

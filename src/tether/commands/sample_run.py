@@ -28,7 +28,7 @@ from tether.rewards.service import reward_parts
 from tether.rollout.native import NativeEngine
 from tether.types import Prompt
 
-LONGEST_LINE = 1 << 26  # of a file that is continued
+MAX_LINE = 1 << 26  # of a file that is continued
 
 
 @dataclass
@@ -77,7 +77,7 @@ def _sample(
     console = Console(stderr=True, quiet=options.json)
     loaded = load(options.model, options, console)
     reward = _reward(options.reward, loaded, options.seed) if options.reward else None
-    engine = NativeEngine(loaded, max_batch=options.max_batch or "auto")
+    engine = NativeEngine(loaded, max_num_seqs=options.max_num_seqs or "auto")
 
     def skip(prompt: Prompt, reason: str) -> None:
         del prompt
@@ -162,7 +162,7 @@ def _last_record(target: Path) -> dict[str, Any] | None:
     """The record on the last line of a file; None where it has none."""
     with target.open("r+b") as file:
         size = file.seek(0, os.SEEK_END)
-        file.seek(max(0, size - LONGEST_LINE))
+        file.seek(max(0, size - MAX_LINE))
         tail = file.read()
         whole = tail.rfind(b"\n") + 1
         if whole < len(tail):

@@ -32,17 +32,17 @@ def _say(note: str) -> Foreign:
     return Foreign(note=note)
 
 
-_RATE = _to("optimizer.policy_rate", note="the critic's and the reward model's is --optimizer.critic_rate")
+_RATE = _to("optimizer.policy_lr", note="the critic's and the reward model's is --optimizer.critic_lr")
 _BATCH = _to(
     "{method}.batch_size",
     "{method}.minibatch_size",
-    note="it counts a whole optimiser step, and optimizer.micro_tokens says how much of it is run at once",
+    note="it counts a whole optimiser step, and optimizer.micro_batch_tokens says how much of it is run at once",
 )
 _EPOCHS = _to("run.epochs", "run.steps")
 _FOLDER = _to("run.directory")
 _DATA = _to("data.train", "task.prompts")
-_RANK = "with --roles.mode adapters"
-_TRACKER = _to("store.sinks")
+_RANK = "with --roles.mode lora"
+_TRACKER = _to("store.trackers")
 _REWARD = "name it in the recipe, as reward: {parts: [...]}, or as --task.reward package.module:function"
 
 FOREIGN: dict[str, Foreign] = {
@@ -55,7 +55,7 @@ FOREIGN: dict[str, Foreign] = {
         ("adam_beta1", "adam_beta2"), _to("optimizer.betas", value="0.9,0.999", note="both, with a comma between")
     ),
     "adam_epsilon": _to("optimizer.epsilon"),
-    "optim": _to("optimizer.state", value="8bit", note="the optimiser is AdamW, its state full or in 8 bits"),
+    "optim": _to("optimizer.name", value="8bit", note="the optimiser is AdamW, its state full or in 8 bits"),
     # how long, how much
     **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs"), _EPOCHS),
     **dict.fromkeys(("max_steps", "steps", "total_steps", "num_total_batches", "iterations"), _to("run.steps")),
@@ -65,13 +65,13 @@ FOREIGN: dict[str, Foreign] = {
     **dict.fromkeys(("per_device_train_batch_size", "batch_size", "train_batch_size"), _BATCH),
     **dict.fromkeys(("mini_batch_size", "num_mini_batches"), _BATCH),
     "gradient_accumulation_steps": _to(
-        "optimizer.micro_tokens",
+        "optimizer.micro_batch_tokens",
         value="8192",
         note="a step's batch is split by itself into passes of that many tokens, and the gradient is the same",
     ),
     **dict.fromkeys(
         ("per_device_eval_batch_size", "eval_batch_size"),
-        _to("optimizer.micro_tokens", value="8192", note="evaluation is split by it as well"),
+        _to("optimizer.micro_batch_tokens", value="8192", note="evaluation is split by it as well"),
     ),
     **dict.fromkeys(("num_ppo_epochs", "ppo_epochs", "num_iterations", "mu"), _to("{method}.epochs")),
     **dict.fromkeys(("rollout_batch_size", "local_rollout_forward_batch_size"), _to("rollout.prompts_per_step")),
@@ -98,7 +98,7 @@ FOREIGN: dict[str, Foreign] = {
     "trust_remote_code": _say("code that comes with a model is never run"),
     "device_map": _to("model.device", value="auto"),
     # adapters
-    **dict.fromkeys(("use_peft", "use_lora", "lora", "peft"), _to("roles.mode", value="adapters")),
+    **dict.fromkeys(("use_peft", "use_lora", "lora", "peft"), _to("roles.mode", value="lora")),
     **dict.fromkeys(("lora_r", "lora_rank", "r"), _to("roles.lora_rank", note=_RANK)),
     "lora_alpha": _to("roles.lora_alpha", note=_RANK),
     "lora_dropout": _say("dropout is off in every role, for with it ratios and KL would be noise"),
@@ -109,7 +109,7 @@ FOREIGN: dict[str, Foreign] = {
     "adap_kl_ctrl": _to("kl.controller", value="proportional"),
     **dict.fromkeys(("kl_estimator", "kl_penalty"), _to("kl.estimator")),
     "target_kl": _to(
-        "{method}.max_kl_old", "trpo.max_kl", note="the KL to the reference that a controller aims at is --kl.target"
+        "{method}.target_kl", "trpo.max_kl", note="the KL to the reference that a controller aims at is --kl.target"
     ),
     **dict.fromkeys(("cliprange", "clip_eps", "eps_clip"), _to("{method}.clip_range")),
     "epsilon": _to("{method}.clip_range", "optimizer.epsilon"),
@@ -119,14 +119,14 @@ FOREIGN: dict[str, Foreign] = {
     **dict.fromkeys(("ent_coef", "entropy_coeff"), _to("{method}.entropy_coef")),
     **dict.fromkeys(("gae_lambda", "lambda"), _to("{method}.lam")),
     "whiten_rewards": _to("reward.whiten"),
-    **dict.fromkeys(("missing_eos_penalty", "non_eos_penalty"), _to("reward.missing_end_penalty")),
+    **dict.fromkeys(("missing_eos_penalty", "non_eos_penalty"), _to("reward.missing_eos_penalty")),
     **dict.fromkeys(
         ("response_length", "max_completion_length", "max_new_tokens", "generate_max_len"),
         _to("rollout.max_new_tokens"),
     ),
     **dict.fromkeys(("num_generations", "rloo_k", "num_return_sequences"), _to("rollout.samples_per_prompt")),
     **dict.fromkeys(("reward_model_path", "reward_model", "reward_pretrain", "reward_funcs"), _say(_REWARD)),
-    **dict.fromkeys(("value_model_path", "critic_pretrain"), _to("roles.critic_from")),
+    **dict.fromkeys(("value_model_path", "critic_pretrain"), _to("roles.critic_init")),
     **dict.fromkeys(("use_vllm", "vllm_mode"), _say("answers are sampled by Tether's own engine, in this process")),
     # the run
     **dict.fromkeys(("output_dir", "save_path", "ckpt_path"), _FOLDER),
@@ -140,9 +140,9 @@ FOREIGN: dict[str, Foreign] = {
     "metric_for_best_model": _to("evaluation.metric"),
     "early_stopping_patience": _to("evaluation.patience"),
     **dict.fromkeys(("report_to", "log_with", "logger"), _TRACKER),
-    **dict.fromkeys(("wandb", "use_wandb"), _to("store.sinks", value="wandb")),
-    "tensorboard": _to("store.sinks", value="tensorboard"),
-    "wandb_project": _say("set the environment variable WANDB_PROJECT, and --store.sinks wandb"),
+    **dict.fromkeys(("wandb", "use_wandb"), _to("store.trackers", value="wandb")),
+    "tensorboard": _to("store.trackers", value="tensorboard"),
+    "wandb_project": _say("set the environment variable WANDB_PROJECT, and --store.trackers wandb"),
     "logging_steps": _say("every step is recorded; `tether show RUN` and --json print them"),
     "logging_dir": _to("run.directory"),
     "resume_from_checkpoint": _say("say --resume auto, or `tether resume RUN`"),
@@ -160,7 +160,7 @@ def leads_to(name: str, method: str, known: Collection[str]) -> str | None:
         return None
     key = next((each for each in (key.format(method=method) for key in found.keys) if each in known), "")
     # A reward model learns at the critic's rate.
-    return "optimizer.critic_rate" if method == "reward" and key == "optimizer.policy_rate" else key
+    return "optimizer.critic_lr" if method == "reward" and key == "optimizer.policy_lr" else key
 
 
 def answer(name: str, method: str, known: Collection[str], given: str | None, dashes: str) -> str:
@@ -184,7 +184,7 @@ def answer(name: str, method: str, known: Collection[str], given: str | None, da
 
 
 def _written(key: str, value: str | None, dashes: str) -> str:
-    """`--optimizer.policy_rate 1e-5` on a command line, `optimizer: {policy_rate: 1e-5}` in a file."""
+    """`--optimizer.policy_lr 1e-5` on a command line, `optimizer: {policy_lr: 1e-5}` in a file."""
     if dashes:
         return f"{dashes}{key}" + (f" {value}" if value not in (None, "") else "")
     *parents, name = key.split(".")

@@ -16,7 +16,7 @@ class UpdateSettings(Settings):
 
     epochs: Positive = Field(default=4, description="Passes over each batch of rollouts.")
     minibatch_size: Positive = Field(default=64, description="Sequences in one optimiser step.")
-    max_kl_old: PositiveFloat | None = Field(
+    target_kl: PositiveFloat | None = Field(
         default=None, description="End the update before a step once KL(old || new) per token is above this."
     )
 
@@ -139,7 +139,7 @@ class RewardModelSettings(Settings):
     """A reward model from pairs or rankings; all pairs of one prompt are one example."""
 
     batch_size: Positive = Field(default=32, description="Prompts in one optimiser step.")
-    centre_on: Paths | None = Field(
+    center_on: Paths | None = Field(
         default=None, description="Demonstrations whose mean score becomes 0 once the model is trained."
     )
 

@@ -58,9 +58,9 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _critic_from_has_a_critic(self) -> Recipe:
-        if self.roles.critic_from is not None and not self.needs_critic:
+        if self.roles.critic_init is not None and not self.needs_critic:
             raise ValueError(
-                f"roles.critic_from is set, but this recipe ({self.method}) trains no critic: leave it out"
+                f"roles.critic_init is set, but this recipe ({self.method}) trains no critic: leave it out"
             )
         return self
 
@@ -107,7 +107,7 @@ class RLRecipe(Recipe):
                 f"kl.horizon is {self.kl.horizon}, below the {samples} samples of one step: the controller would "
                 "overshoot; raise it"
             )
-        if self.kl.place == "loss" and self.kl.estimator == "k1":
+        if self.kl.apply_to == "loss" and self.kl.estimator == "k1":
             raise ValueError(
                 "kl.estimator k1 in the loss has a gradient whose mean is zero, whatever the KL: use k2 or k3 there"
             )
@@ -160,7 +160,7 @@ class GRPORecipe(RLRecipe):
     method: ClassVar[str] = "grpo"
     grpo: GRPOSettings = Field(default_factory=GRPOSettings)
     rollout: RolloutSettings = Field(default_factory=lambda: RolloutSettings(prompts_per_step=16, samples_per_prompt=4))
-    kl: KLSettings = Field(default_factory=lambda: KLSettings(place="loss", estimator="k3"))
+    kl: KLSettings = Field(default_factory=lambda: KLSettings(apply_to="loss", estimator="k3"))
 
     @model_validator(mode="after")
     def _groups(self) -> GRPORecipe:
@@ -185,8 +185,8 @@ class TRPORecipe(RLRecipe):
     def _own_critic(self) -> TRPORecipe:
         if self.roles.critic != "separate":
             raise ValueError("roles.critic must be separate with TRPO: its step is over the policy's parameters alone")
-        if self.kl.place == "loss":
-            raise ValueError("kl.place must be reward or none with TRPO: its surrogate has no other term")
+        if self.kl.apply_to == "loss":
+            raise ValueError("kl.apply_to must be reward or none with TRPO: its surrogate has no other term")
         return self
 
 

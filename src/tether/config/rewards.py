@@ -46,11 +46,11 @@ class ModelPart(Part):
         default="auto", description="Precision of its weights; auto as for model.dtype, on its own device."
     )
     device: str = Field(default="auto", description="auto is where the policy is; or name one, such as cuda:1.")
-    micro_tokens: Positive = Field(default=8192, description="Padded tokens in one forward pass.")
+    micro_batch_tokens: Positive = Field(default=8192, description="Padded tokens in one forward pass.")
     shared: bool = Field(
         default=False,
-        description="With roles.mode adapters or top: run on the trunk that the roles share. dtype and device are then "
-        "the policy's.",
+        description="With roles.mode lora or shared_backbone: run on the backbone that the roles share. dtype and "
+        "device are then the policy's.",
     )
 
 

@@ -76,7 +76,7 @@ class Leaf:
 
 
 def describe(recipe_class: type[BaseModel]) -> Iterator[Leaf]:
-    """Every setting of a recipe, in order; its default is this recipe's own (GRPO's `kl.place` is not PPO's)."""
+    """Every setting of a recipe, in order; its default is this recipe's own (GRPO's `kl.apply_to` is not PPO's)."""
     yield from _leaves(recipe_class, defaults(recipe_class), "")
 
 

@@ -33,7 +33,7 @@ class ModelSettings(Settings):
         default=False, description="Run each layer again in the backward pass: less memory, a third more work."
     )
     quantize: Literal["none", "8bit", "4bit"] = Field(
-        default="none", description="Hold the frozen base in fewer bits, through bitsandbytes; for roles.mode adapters."
+        default="none", description="Hold the frozen base in fewer bits, through bitsandbytes; for roles.mode lora."
     )
 
 
@@ -99,14 +99,14 @@ class RolloutSettings(Settings):
     top_p: float = Field(default=1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass.")
     top_k: Count = Field(default=0, description="Keep this many likeliest tokens; 0 keeps all.")
     stop_token_ids: tuple[int, ...] = Field(default=(), description="Tokens that end an answer, beside the end token.")
-    max_batch: Positive | Literal["auto"] = Field(
+    max_num_seqs: Positive | Literal["auto"] = Field(
         default="auto",
         description="Answers decoded at once; auto is 64, and on a GPU what its free memory holds, up to 1024.",
     )
-    engine: Literal["auto", "general"] = Field(
+    engine: Literal["auto", "transformers"] = Field(
         default="auto", description="auto takes the decoder written for the model where there is one; general never."
     )
-    importance_cap: float | None = Field(
+    importance_sampling_cap: float | None = Field(
         default=None,
         ge=1,
         description="Weigh each token's policy loss by min(old / behaviour probability, this); null: do not weigh.",
@@ -119,7 +119,7 @@ class RewardSettings(Settings):
     parts: tuple[RewardPart, ...] = Field(
         default=(), description="A weighted sum of these, in place of the task's own reward; see docs/rewards.md."
     )
-    missing_end_penalty: float | None = Field(
+    missing_eos_penalty: float | None = Field(
         default=None, description="The score of an answer that never ended, in place of its own."
     )
     clip: PositiveFloat | None = Field(default=None, description="Scores are clamped to [-clip, clip].")
@@ -143,7 +143,7 @@ class RewardSettings(Settings):
 class KLSettings(Settings):
     """The tether to the reference: the policy before RL."""
 
-    place: Literal["reward", "loss", "none"] = Field(
+    apply_to: Literal["reward", "loss", "none"] = Field(
         default="reward", description="Where the KL to the reference acts."
     )
     coef: NonNegative = Field(default=0.05, description="Its weight at the start.")
@@ -166,42 +166,45 @@ class KLSettings(Settings):
 class RolesSettings(Settings):
     """Who shares what."""
 
-    mode: Literal["separate", "adapters", "top"] = Field(
+    mode: Literal["separate", "lora", "shared_backbone"] = Field(
         default="separate",
-        description="Four models; adapters on one frozen base; or top layers on one frozen trunk, run once a row.",
+        description="Four models; adapters on one frozen base; or top layers on one frozen backbone, run once a row.",
     )
     critic: Literal["head", "separate"] = Field(
         default="separate",
-        description="A value head on the policy's trunk, or a critic of its own (in the mode above).",
+        description="A value head on the policy's backbone, or a critic of its own (in the mode above).",
     )
-    critic_from: str | None = Field(
+    critic_init: str | None = Field(
         default=None,
         description="A reward model (a run, or a folder) that a separate critic starts as; by default, the policy.",
     )
     lora_rank: Positive = Field(default=16, description="Rank of the adapters.")
     lora_alpha: PositiveFloat = Field(default=32.0, description="The adapters are scaled by this over their rank.")
     lora_targets: str = Field(default="all-linear", description="all-linear, or layer names with commas between.")
-    top_layers: Positive = Field(default=4, description="How many layers each role owns in mode top.")
-    trunk_states: str | None = Field(
+    trainable_layers: Positive = Field(default=4, description="How many layers each role owns in mode shared_backbone.")
+    backbone_cache: str | None = Field(
         default=None,
-        description="In mode top, a folder that keeps what the trunk gave for each text, for later runs on the trunk.",
+        description="In mode shared_backbone, a folder that keeps the backbone's hidden states of each text for "
+        "later runs on the same backbone.",
     )
-    offload_frozen: bool = Field(
+    offload_reference: bool = Field(
         default=False, description="In mode separate the reference waits in host memory and comes in for its pass."
     )
 
     @model_validator(mode="after")
-    def _a_trunk_to_keep(self) -> RolesSettings:
-        if self.trunk_states is not None and self.mode != "top":
-            raise ValueError(f"trunk_states is for mode top, where a trunk is shared; mode is {self.mode}")
+    def _a_backbone_to_keep(self) -> RolesSettings:
+        if self.backbone_cache is not None and self.mode != "shared_backbone":
+            raise ValueError(
+                f"backbone_cache is for mode shared_backbone, where a backbone is shared; mode is {self.mode}"
+            )
         return self
 
     @model_validator(mode="after")
     def _a_critic_to_start(self) -> RolesSettings:
-        if self.critic_from is not None and self.critic == "head":
+        if self.critic_init is not None and self.critic == "head":
             raise ValueError(
-                "critic_from is a whole reward model, but critic is head: a head that was trained on the reward "
-                "model's layers means nothing on the policy's; set critic to separate, or leave critic_from out"
+                "critic_init is a whole reward model, but critic is head: a head that was trained on the reward "
+                "model's layers means nothing on the policy's; set critic to separate, or leave critic_init out"
             )
         return self
 
@@ -209,8 +212,8 @@ class RolesSettings(Settings):
 class OptimizerSettings(Settings):
     """How gradients become steps."""
 
-    policy_rate: NonNegative = Field(default=1e-5, description="Learning rate of the policy (and of SFT, DPO).")
-    critic_rate: NonNegative = Field(default=1e-5, description="Learning rate of the critic (and of the reward model).")
+    policy_lr: NonNegative = Field(default=1e-5, description="Learning rate of the policy (and of SFT, DPO).")
+    critic_lr: NonNegative = Field(default=1e-5, description="Learning rate of the critic (and of the reward model).")
     schedule: Literal["constant", "linear", "cosine"] = Field(
         default="constant", description="Shape of the rates over the run."
     )
@@ -219,15 +222,15 @@ class OptimizerSettings(Settings):
     epsilon: PositiveFloat = Field(default=1e-8, description="AdamW's epsilon.")
     weight_decay: NonNegative = Field(default=0.0, description="AdamW's weight decay.")
     max_grad_norm: PositiveFloat | None = Field(default=1.0, description="Clip each group's gradient to this norm.")
-    micro_tokens: Positive = Field(
+    micro_batch_tokens: Positive = Field(
         default=8192, description="Padded tokens in one forward and backward; changes memory, never the gradient."
     )
-    masters: Literal["auto", "fp32", "none"] = Field(
+    master_weights: Literal["auto", "fp32", "none"] = Field(
         default="auto",
         description="Step weights in half precision through fp32 copies; auto does, none loses the smallest steps.",
     )
-    state: Literal["full", "8bit"] = Field(
-        default="full", description="AdamW's running means as they are, or in 8 bits: a quarter of the memory."
+    name: Literal["adamw", "adamw_8bit"] = Field(
+        default="adamw", description="AdamW's running means as they are, or in 8 bits: a quarter of the memory."
     )
 
 
@@ -240,7 +243,7 @@ class RunSettings(Settings):
     steps: Positive = Field(default=100, description="Iterations (RL) or optimiser steps (SFT, reward, DPO).")
     save: bool = Field(default=True, description="Save the model at the end.")
     max_skipped: Positive = Field(default=10, description="Stop (exit 4) after this many updates skipped in a row.")
-    stall_seconds: NonNegative = Field(
+    hang_timeout: NonNegative = Field(
         default=0.0, description="Dump all stacks and end (exit 7) after this long without progress; 0: never."
     )
     memory_check: Literal["error", "warn", "off"] = Field(
@@ -297,7 +300,7 @@ class StoreSettings(Settings):
     alternatives: Count = Field(
         default=5, description="Tokens that the policy held likeliest, kept beside each sampled one; 0: none."
     )
-    sinks: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
         default=(), description="Where metrics go as well."
     )
 

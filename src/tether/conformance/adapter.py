@@ -79,7 +79,7 @@ class Adapter(Protocol):
         """`rewards` (B,T): -kl_coef * kl on True tokens, plus the row's score on its last True token; 0 elsewhere."""
         ...
 
-    def missing_end_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:
+    def missing_eos_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:
         """`scores` (B,): the score, or `penalty` itself in its place where the answer never ended; None: no change."""
         ...
 

@@ -85,8 +85,8 @@ class TetherAdapter:
         paid = token_rewards.token_rewards(self.floats(scores), self.floats(kl), torch.tensor(mask), kl_coef=kl_coef)
         return {"rewards": paid}
 
-    def missing_end_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:
-        return {"scores": token_rewards.missing_end_penalty(self.floats(scores), torch.tensor(truncated), penalty)}
+    def missing_eos_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:
+        return {"scores": token_rewards.missing_eos_penalty(self.floats(scores), torch.tensor(truncated), penalty)}
 
     # -- returns and advantages -----------------------------------------------------------------------------------
     def total_return(self, rewards: Grid, mask: Mask, gamma: float) -> dict[str, Any]:

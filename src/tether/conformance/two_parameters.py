@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tether.algorithms.algorithm import Algorithm, Crediting
+from tether.algorithms.algorithm import AdvantageSettings, Algorithm
 from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import Clip, PolicyObjective, Unclipped
 from tether.algorithms.trpo import TrustRegion, TrustRegionStep, surrogate_at_old
@@ -61,7 +61,7 @@ class TwoParameterPolicy(nn.Module):
 
 def _learner(policy: TwoParameterPolicy, rate: float, width: int) -> Learner:
     """Plain gradient descent, two rows in a micro-batch."""
-    settings = LearnerSettings(rates={"policy": rate}, micro_tokens=2 * width, max_grad_norm=None)
+    settings = LearnerSettings(rates={"policy": rate}, micro_batch_tokens=2 * width, max_grad_norm=None)
     return Learner(policy, settings, make_optimizer=lambda groups: torch.optim.SGD(groups))
 
 
@@ -111,7 +111,7 @@ def ppo_trace(setup: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         objective=lambda _: objective,
         update=MinibatchEpochs(1, len(batch)),
         minibatch_size=len(batch),
-        crediting=Crediting(kl_place="reward", whiten_advantages=setup["whiten_advantages"]),
+        advantage_settings=AdvantageSettings(kl_apply_to="reward", whiten_advantages=setup["whiten_advantages"]),
     )
     experience, _ = algorithm.credit(batch, setup["kl_coef"])
     featured = extend(experience, Featured, features=features)
@@ -194,7 +194,7 @@ class _Watched(Learner):
 
     def backward(self, batch: Sequences, objective: Any) -> Any:
         seen = super().backward(batch, objective)
-        self.kls.append(seen.mean("kl_old"))
+        self.kls.append(seen.mean("approx_kl"))
         return seen
 
 
@@ -217,7 +217,7 @@ def early_stop(minibatches: list[dict[str, Any]], limit: float, dtype: torch.dty
     )
     zeros = torch.zeros_like(old)
     experience = extend(batch, Experience, rewards=zeros, advantages=zeros, returns=None)
-    learner = _Watched(_Recorded(dtype), LearnerSettings(rates={"policy": 0.0}, micro_tokens=2 * width))
+    learner = _Watched(_Recorded(dtype), LearnerSettings(rates={"policy": 0.0}, micro_batch_tokens=2 * width))
     update = MinibatchEpochs(1, height, max_kl=limit)
     measures = update(learner, experience, PolicyObjective(surrogate=Unclipped()), torch.Generator())
     return {

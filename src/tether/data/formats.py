@@ -26,7 +26,7 @@ NESTED = (
     *("prompt_token_ids", "token_ids", "chosen_token_ids", "rejected_token_ids"),
 )
 MAX_RECORD = 1 << 23  # characters of one record: more than any context holds, and minutes to make tokens of
-LONGEST_CELL = MAX_RECORD  # Python's csv refuses cells above 128 KiB unless told otherwise
+MAX_CELL = MAX_RECORD  # Python's csv refuses cells above 128 KiB unless told otherwise
 
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:')
 _BLANK = re.compile(r"[ \t\r\n]*")
@@ -179,7 +179,7 @@ def _csv_rows(path: str, text: str) -> list[tuple[int, list[str]]]:
     """(line it begins on, cells) of every row that is not blank."""
     reader = csv.reader(io.StringIO(text, newline=""), strict=True)
     header: list[str] = []
-    previous = csv.field_size_limit(LONGEST_CELL)
+    previous = csv.field_size_limit(MAX_CELL)
     rows: list[tuple[int, list[str]]] = []
     line = 1
     try:

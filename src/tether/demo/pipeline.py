@@ -60,7 +60,7 @@ class DemoRun:
         write_whole(self.places.root / PROGRESS, {"seconds": self.seconds, "preferences": self.preferences})
 
     def take_up_progress(self) -> None:
-        """Read what an earlier sitting knew."""
+        """Read what an earlier attempt knew."""
         file = self.places.root / PROGRESS
         if file.is_file():
             known = json.loads(file.read_text(encoding="utf-8"))
@@ -227,7 +227,7 @@ def show_sample(console: Console, step: int, sample: Rollout) -> None:
 
 @contextmanager
 def timed(run: DemoRun, stage: str) -> Iterator[None]:
-    """Note how long a stage takes, over all the sittings that it takes."""
+    """Note how long a stage takes, over all the attempts that it takes."""
     began = time.perf_counter()
     try:
         yield

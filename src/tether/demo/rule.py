@@ -34,7 +34,7 @@ ON_TOPIC = 0.3
 MIN_WORDS, MAX_WORDS = 5, 30
 MAX_CLOSE_WORDS = 6  # "Good luck with all your studies!"
 MAX_REPEATS = 3  # of one content word
-FEWEST_FUNCTION_WORDS = 0.15  # of all words: a list of keywords has none
+MIN_FUNCTION_WORDS = 0.15  # of all words: a list of keywords has none
 
 FUNCTION_WORDS = frozenset(
     words_of(
@@ -133,7 +133,7 @@ def _is_sound(text: str, words: list[str], *, is_finished: bool) -> bool:
         and len(set(phrases)) == len(phrases)
         and len(set(sentences)) == len(sentences)
         and max(Counter(content).values()) <= MAX_REPEATS
-        and (len(words) < 2 * MIN_WORDS or _function_share(words) >= FEWEST_FUNCTION_WORDS)
+        and (len(words) < 2 * MIN_WORDS or _function_share(words) >= MIN_FUNCTION_WORDS)
         and all(_is_a_word(word) for word in words)
         and not (is_finished and words[-1] in DANGLING)
         and text.count("!") <= 2

@@ -20,15 +20,15 @@ from tether.demo.task import DemoTask, data_file
 from tether.errors import DataError
 from tether.evaluation.evaluate import Evaluation, WinRate, compare, evaluate_model, with_kl
 from tether.evaluation.judges import ScoreJudge
-from tether.models.backbone_cache import TrunkStates
-from tether.models.forward import trunk_of
+from tether.models.backbone_cache import BackboneCache
+from tether.models.forward import backbone_of
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.protocols import Sampling
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
 from tether.types import Rollout
 
-MOST_AT_ONCE = 96  # answers: from 64 on more of them take as much longer, and fewer steps are taken with a few left
+MAX_AT_ONCE = 96  # answers: from 64 on more of them take as much longer, and fewer steps are taken with a few left
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Places:
 
     @property
     def states(self) -> Path:
-        """What the trunk gave for the texts of one stage, for the next."""
+        """What the backbone gave for the texts of one stage, for the next."""
         return self.root / "states"
 
 
@@ -75,7 +75,7 @@ def reward_stage(recipe: DemoRecipe, places: Places) -> RewardRecipe:
         update={
             "model": reward.model.model_copy(update={"path": places.model("sft")}),
             "data": DataSettings(train=str(places.train_pairs), held_out=str(places.held_out_pairs)),
-            "reward": reward.reward.model_copy(update={"centre_on": str(data_file("demonstrations.jsonl"))}),
+            "reward": reward.reward.model_copy(update={"center_on": str(data_file("demonstrations.jsonl"))}),
             "roles": _roles(reward, places),
             "run": _run(recipe, "reward", places),
         }
@@ -108,9 +108,9 @@ def _run(recipe: DemoRecipe, stage: str, places: Places) -> Any:
 
 
 def _roles(stage: SFTRecipe | RewardRecipe, places: Places) -> RolesSettings:
-    """The stage's roles; where they share a trunk, with what it gave for the texts of the stages before."""
-    shared = stage.roles.mode == "top"
-    return stage.roles.model_copy(update={"trunk_states": str(places.states)}) if shared else stage.roles
+    """The stage's roles; where they share a backbone, with what it gave for the texts of the stages before."""
+    shared = stage.roles.mode == "shared_backbone"
+    return stage.roles.model_copy(update={"backbone_cache": str(places.states)}) if shared else stage.roles
 
 
 def load(path: str, seed: int) -> LoadedModel:
@@ -123,7 +123,7 @@ def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model:
     settings = recipe.rater
     prompts = DataOrder(DemoTask().prompts(), derive_seed(recipe.seed, "preferences")).take(0, settings.prompts)
     states = _states_for_reward(recipe, places, model)
-    rollouts = NativeEngine(model, max_batch=MOST_AT_ONCE, states_for=states).generate(
+    rollouts = NativeEngine(model, max_num_seqs=MAX_AT_ONCE, states_for=states).generate(
         prompts,
         Sampling(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature),
         samples_per_prompt=settings.answers,
@@ -152,11 +152,11 @@ def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model:
     return {"prompts": len(records), "pairs": pairs, "held_out_prompts": held_out, "agrees_with_rule": agreed / pairs}
 
 
-def _states_for_reward(recipe: DemoRecipe, places: Places, model: LoadedModel) -> TrunkStates | None:
-    """Where sampling leaves what the reward model's trunk would give for the same tokens, if it has one."""
-    roles, trunk = recipe.reward.roles, trunk_of(model.model)
-    depth = trunk.config.num_hidden_layers - roles.top_layers
-    return TrunkStates(places.states, trunk, depth) if roles.mode == "top" and depth > 0 else None
+def _states_for_reward(recipe: DemoRecipe, places: Places, model: LoadedModel) -> BackboneCache | None:
+    """Where sampling leaves what the reward model's backbone would give for the same tokens, if it has one."""
+    roles, backbone = recipe.reward.roles, backbone_of(model.model)
+    depth = backbone.config.num_hidden_layers - roles.trainable_layers
+    return BackboneCache(places.states, backbone, depth) if roles.mode == "shared_backbone" and depth > 0 else None
 
 
 def _record(answers: Sequence[Rollout], ranks: Sequence[int]) -> dict[str, Any]:
@@ -192,7 +192,7 @@ def judge(recipe: DemoRecipe, before: LoadedModel, after: LoadedModel) -> Judged
             name=name,
             rewards={"true": rule_reward},
             seed=seed,
-            max_batch=MOST_AT_ONCE,
+            max_num_seqs=MAX_AT_ONCE,
         )
         for name, model in (("SFT", before), ("PPO", after))
     ]

@@ -18,7 +18,7 @@ GRAM = 4  # tokens: a run of four that comes again is a repetition, not a common
 MIXER = np.uint64(0x9E3779B97F4A7C15)  # odd and without a pattern: products wrap around and spread out
 SHORTEST = 16  # tokens: shorter answers are not asked whether they repeat themselves
 TOP_PART = 0.05  # "few samples" are this part of a step's answers, at least one
-FEWEST_ROWS = 16  # answers below which shares and correlations are luck
+MIN_ROWS = 16  # answers below which shares and correlations are luck
 
 
 def step_measures(rollouts: Sequence[StoredRollout]) -> dict[str, float]:
@@ -37,8 +37,8 @@ def step_measures(rollouts: Sequence[StoredRollout]) -> dict[str, float]:
         found["answers/repetition"] = float(np.mean(repeated))
     lengths = np.array([len(answer) for answer in tokens], dtype=float)
     scores = np.array([rollout.score for rollout in rollouts], dtype=float)
-    found["groups/flat"] = flat_groups([rollout.group_id for rollout in rollouts], scores)
-    if len(rollouts) >= FEWEST_ROWS:
+    found["zero_std_groups"] = flat_groups([rollout.group_id for rollout in rollouts], scores)
+    if len(rollouts) >= MIN_ROWS:
         found["length_score_correlation"] = correlation(lengths, scores)
         if all("advantage" in rollout.columns for rollout in rollouts):
             mass = [float(np.abs(rollout.answer("advantage")).sum()) for rollout in rollouts]

@@ -38,7 +38,7 @@ def critic(run: RecordedRun) -> Verdict:
         return Healthy(f"it explains {percent(middle)} of the variance of the returns")
     if middle <= WORSE or len(_overshoots(run)) >= OFTEN:
         return Healthy("no better than the mean, because its rate is too high: critic-rate tells of it")
-    rate = setting(run, "optimizer.critic_rate", 1e-5)
+    rate = setting(run, "optimizer.critic_lr", 1e-5)
     return Finding(
         "critic",
         "warning" if len(explained) >= CRITIC_SURE else "note",
@@ -47,9 +47,9 @@ def critic(run: RecordedRun) -> Verdict:
         f"step had {percent(float(explained.values.max()))}.",
         WHY_CRITIC,
         (
-            f"optimizer.critic_rate: it is {rate:g}" + ("; above 0" if rate == 0 else "; try three times as much"),
+            f"optimizer.critic_lr: it is {rate:g}" + ("; above 0" if rate == 0 else "; try three times as much"),
             "ppo.critic_warmup: let the critic learn alone for the first iterations",
-            "roles.critic_from: start it as the reward model",
+            "roles.critic_init: start it as the reward model",
             "or leave it out: tether train rloo and grpo need no critic",
         ),
         "explained_variance",
@@ -58,7 +58,7 @@ def critic(run: RecordedRun) -> Verdict:
     )
 
 
-def critic_rate(run: RecordedRun) -> Verdict:
+def critic_lr(run: RecordedRun) -> Verdict:
     """Is the critic's learning rate too high?"""
     explained = _where_scores_vary(run)
     if len(explained) < RATE_STEPS:
@@ -78,7 +78,7 @@ def critic_rate(run: RecordedRun) -> Verdict:
         saw,
         WHY_RATE,
         (
-            f"optimizer.critic_rate: it is {setting(run, 'optimizer.critic_rate', 1e-5):g}; try a tenth",
+            f"optimizer.critic_lr: it is {setting(run, 'optimizer.critic_lr', 1e-5):g}; try a tenth",
             "optimizer.max_grad_norm: 1.0, if it is larger or null",
             "reward.clip or reward.whiten: if scores are far from 1 in size",
         ),

@@ -10,7 +10,7 @@ from functools import lru_cache
 from typing import Any
 
 from tether.doctor.answer_metrics import measured
-from tether.doctor.critic import critic, critic_rate
+from tether.doctor.critic import critic, critic_lr
 from tether.doctor.drift import entropy_collapse, kl_runaway, length_drift, mode_collapse, never_ends, repeating
 from tether.doctor.findings import SEVERITIES, Audit, Finding, TooLittle, Verdict
 from tether.doctor.learning import (
@@ -43,7 +43,7 @@ AUDITS: tuple[Audit, ...] = (
     Audit("reward-failures", "Does the reward score every answer?", reward_failures),
     Audit("few-prompts", "Are there enough different prompts?", few_prompts),
     Audit("critic", "Is the critic better than the mean?", critic),
-    Audit("critic-rate", "Is the critic's rate low enough?", critic_rate),
+    Audit("critic-rate", "Is the critic's rate low enough?", critic_lr),
     Audit("dominated-advantages", "Do many answers decide the step?", dominated_advantages),
     Audit("clip", "Does the clip bind as it should?", clip),
     Audit("early-stop", "Are updates finished?", early_stop),

@@ -26,7 +26,7 @@ LOST = 0.15  # part of the entropy at the start that is left
 LOOPING = 0.5  # of the runs of four tokens in an answer have been in it before
 MORE_LOOPING = 0.2  # more than at the start: some tasks repeat by nature
 ONE_ANSWER = 0.5  # of the different prompts get one and the same answer
-FEWEST_PROMPTS = 8  # different prompts in a step before their answers can be compared
+MIN_PROMPTS = 8  # different prompts in a step before their answers can be compared
 
 LONGER = 1.5  # times as long as at the start, and the score likes it: hacking
 MUCH_LONGER = 2.0  # times as long as at the start, whatever the score likes
@@ -62,7 +62,7 @@ def kl_runaway(run: RecordedRun) -> Verdict:
     """Does the policy leave the reference behind for nothing?"""
     kl, length, score = curve(run, "kl_ref_k1"), curve(run, "response_length"), curve(run, "score")
     if len(kl) < FEWEST or len(length) != len(kl):
-        return TooLittle(f"the KL to the reference of {FEWEST} iterations (kl.place: none has no reference)")
+        return TooLittle(f"the KL to the reference of {FEWEST} iterations (kl.apply_to: none has no reference)")
     a_token = Curve(kl.name, kl.steps, kl.values / np.maximum(length.values, 1.0))
     target, controlled = setting(run, "kl.target", 6.0), setting(run, "kl.controller", "fixed") != "fixed"
     quarter = len(kl) // 4
@@ -89,7 +89,7 @@ def kl_runaway(run: RecordedRun) -> Verdict:
         (
             f"kl.coef: raise it (it is {setting(run, 'kl.coef', 0.05):g}); two to five times is a usual step",
             "kl.controller: proportional, with kl.target at the KL you can accept",
-            "optimizer.policy_rate: lower it",
+            "optimizer.policy_lr: lower it",
         ),
         "kl_ref_k3",
         int(kl.steps[quarter]),
@@ -116,7 +116,7 @@ def entropy_collapse(run: RecordedRun) -> Verdict:
         f"{where} on), {grew}: {short(score.start)} at the start, {short(score.end)} at the end.",
         WHY_ENTROPY,
         (
-            "optimizer.policy_rate: lower it, by three to ten times",
+            "optimizer.policy_lr: lower it, by three to ten times",
             f"{run.method}.entropy_coef: 0.001 to 0.01",
             "kl.coef: raise it, so that the reference keeps answers varied",
             "rollout.temperature: 1.0, if it is lower",
@@ -144,7 +144,7 @@ def repeating(run: RecordedRun) -> Verdict:
         (
             "reward.parts: add a part that marks down repetition, or mend the one that likes it",
             "kl.coef: raise it",
-            "optimizer.policy_rate: lower it",
+            "optimizer.policy_lr: lower it",
         ),
         "answers/repetition",
         rate.first_step,
@@ -156,8 +156,8 @@ def repeating(run: RecordedRun) -> Verdict:
 def mode_collapse(run: RecordedRun) -> Verdict:
     """Do different prompts get different answers?"""
     share, prompts = curve(run, "answers/top_share"), curve(run, "prompts/distinct")
-    if len(share) < 2 or not len(prompts) or prompts.end < FEWEST_PROMPTS:
-        return TooLittle(f"answers to {FEWEST_PROMPTS} different prompts from two steps")
+    if len(share) < 2 or not len(prompts) or prompts.end < MIN_PROMPTS:
+        return TooLittle(f"answers to {MIN_PROMPTS} different prompts from two steps")
     if share.end < ONE_ANSWER or share.start > share.end / 2.0:
         return Healthy(f"the most frequent answer was given to {percent(share.end)} of the prompts")
     rollouts = _kept(run)
@@ -172,7 +172,7 @@ def mode_collapse(run: RecordedRun) -> Verdict:
             "reward.parts: the reward does not read the prompt, or one phrase satisfies it",
             "kl.coef: raise it",
             f"{run.method}.entropy_coef: 0.001 to 0.01",
-            "optimizer.policy_rate: lower it",
+            "optimizer.policy_lr: lower it",
         ),
         "answers/top_share",
         share.first_step,
@@ -205,7 +205,7 @@ def length_drift(run: RecordedRun) -> Verdict:
         WHY_LENGTH,
         (
             "reward.parts: add {kind: length, max: ...}, or mend the part that pays for length",
-            "reward.missing_end_penalty: a score for answers that run into the limit",
+            "reward.missing_eos_penalty: a score for answers that run into the limit",
             "rollout.max_new_tokens: what a good answer needs, and no more",
         ),
         "response_length",
@@ -232,7 +232,7 @@ def never_ends(run: RecordedRun) -> Verdict:
         (
             "rollout.max_new_tokens: raise it, if good answers are longer",
             "rollout.stop_token_ids: name the token that ends a turn, if the model has another than the tokenizer's",
-            "reward.missing_end_penalty: a score below that of any answer that ends",
+            "reward.missing_eos_penalty: a score below that of any answer that ends",
             "model.path: start from a model whose demonstrations had an end token (tether train sft adds it)",
         ),
         "truncated",

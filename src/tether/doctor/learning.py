@@ -70,7 +70,7 @@ def dominated_advantages(run: RecordedRun) -> Verdict:
 
 def clip(run: RecordedRun) -> Verdict:
     """Does the clip bind too often, or never?"""
-    clipped, taken, moved = curve(run, "clip_fraction"), curve(run, "steps"), curve(run, "kl_old")
+    clipped, taken, moved = curve(run, "clip_fraction"), curve(run, "steps"), curve(run, "approx_kl")
     if len(clipped) < FEWEST:
         return TooLittle(f"clip_fraction of {FEWEST} iterations (objective: clip)")
     late = clipped.half()
@@ -84,9 +84,9 @@ def clip(run: RecordedRun) -> Verdict:
             f"{percent(float(late.values.max()))}).",
             WHY_CLIPPED,
             (
-                "optimizer.policy_rate: lower it, by three to ten times",
+                "optimizer.policy_lr: lower it, by three to ten times",
                 f"{run.method}.epochs: fewer passes over each batch",
-                f"{run.method}.max_kl_old: 0.02 ends an update before it goes too far",
+                f"{run.method}.target_kl: 0.02 ends an update before it goes too far",
             ),
             "clip_fraction",
             late.first_step,
@@ -102,7 +102,7 @@ def clip(run: RecordedRun) -> Verdict:
             f"{short(float(moved.values.max()))} a token.",
             WHY_IDLE,
             (
-                f"optimizer.policy_rate: raise it (it is {setting(run, 'optimizer.policy_rate', 1e-5):g})",
+                f"optimizer.policy_lr: raise it (it is {setting(run, 'optimizer.policy_lr', 1e-5):g})",
                 f"{run.method}.epochs: more passes over each batch",
             ),
             "clip_fraction",
@@ -124,7 +124,7 @@ def early_stop(run: RecordedRun) -> Verdict:
     size = max(1, int(setting(run, f"{run.method}.minibatch_size", 64)))
     planned = int(setting(run, f"{run.method}.epochs", 1)) * math.ceil(rows_per_step(run) / size)
     mean = float(taken.half().values.mean()) if len(taken) else math.nan
-    limit = setting(run, f"{run.method}.max_kl_old", math.nan)
+    limit = setting(run, f"{run.method}.target_kl", math.nan)
     return Finding(
         "early-stop",
         "alarm" if mean < 0.5 else "warning",
@@ -133,9 +133,9 @@ def early_stop(run: RecordedRun) -> Verdict:
         f"({limit:g} a token), after {short(mean)} of {planned} optimiser steps on average.",
         WHY_STOPPED,
         (
-            "optimizer.policy_rate: lower it, so that all steps of an update fit under the limit",
+            "optimizer.policy_lr: lower it, so that all steps of an update fit under the limit",
             f"{run.method}.epochs: fewer",
-            f"{run.method}.max_kl_old: raise it; 0.01 to 0.05 is usual",
+            f"{run.method}.target_kl: raise it; 0.01 to 0.05 is usual",
         ),
         "early_stop",
         late.first_step,
@@ -165,7 +165,7 @@ def gradient_spikes(run: RecordedRun) -> Verdict:
             "optimizer.max_grad_norm: 1.0 or below"
             + ("" if bound is not None else " (it is null: nothing is clipped)"),
             "reward.clip: bound the scores of the batches that stick out",
-            "optimizer.policy_rate and optimizer.critic_rate: lower the one whose norm spikes",
+            "optimizer.policy_lr and optimizer.critic_lr: lower the one whose norm spikes",
         ),
         worst.name,
         int(worst.steps[places[0]]),
@@ -199,7 +199,7 @@ def not_finite(run: RecordedRun) -> Verdict:
         f"{number:.0f} of {total:.0f} optimiser steps, first at step {int(places[0])}, last at step {int(places[-1])}.",
         WHY_SKIPPED,
         (
-            "optimizer.policy_rate and optimizer.critic_rate: lower them",
+            "optimizer.policy_lr and optimizer.critic_lr: lower them",
             "reward.clip: bound the scores",
             "model.dtype: float32",
         ),
@@ -211,12 +211,12 @@ def not_finite(run: RecordedRun) -> Verdict:
 
 def not_training(run: RecordedRun) -> Verdict:
     """Do the weights move at all?"""
-    group, key = ("reward", "critic_rate") if run.method == "reward" else ("policy", "policy_rate")
-    norm, taken, moved = curve(run, f"grad_norm/{group}"), curve(run, "steps"), curve(run, "kl_old")
+    group, key = ("reward", "critic_lr") if run.method == "reward" else ("policy", "policy_lr")
+    norm, taken, moved = curve(run, f"grad_norm/{group}"), curve(run, "steps"), curve(run, "approx_kl")
     change, length = curve(run, f"weight_change/{group}"), len(run.metrics)
     if length < FEWEST:
         return TooLittle(f"{FEWEST} steps")
-    adapters = setting(run, "roles.mode", "separate") == "adapters"
+    adapters = setting(run, "roles.mode", "separate") == "lora"
     several = len(taken) > 0 and float(np.median(taken.values)) > 1.0
     warming = run.method == "ppo" and int(setting(run, "ppo.critic_warmup", 0)) >= length
     if warming:

@@ -20,7 +20,7 @@ GAPS = {"float32": (0.01, 0.05), "bfloat16": (0.1, 0.25)}
 FIRST_RATIO = 1e-3  # the trainer against itself: the same rows in the same shapes must give ratio 1
 TOKENS_SHOWN = 5
 
-FEWEST_KL = 5  # iterations with a KL
+MIN_KL = 5  # iterations with a KL
 NEGATIVE_PART = 0.3  # a KL below 0 in this part of the iterations is more than a bad draw
 SURE = 3.0  # standard errors below 0 that luck does not explain
 CUT_GAP = 1e-3  # nats a token by which top-p or top-k changed what was sampled from
@@ -39,10 +39,10 @@ WHY_NEGATIVE = (
 
 def rollout_mismatch(run: RecordedRun) -> Verdict:
     """Is the ratio 1 before the first update?"""
-    gap = curve(run, "sampler_gap")
-    first = curve(run, "first_kl_old")
+    gap = curve(run, "logprob_diff")
+    first = curve(run, "first_approx_kl")
     if not len(gap) and not len(first):
-        return TooLittle("sampler_gap: the run records no log-probs of the sampler")
+        return TooLittle("logprob_diff: the run records no log-probs of the sampler")
     if len(first) and math.sqrt(2.0 * max(float(first.values.max()), 0.0)) > FIRST_RATIO:
         return _trainer_disagrees_with_itself(first)
     if not len(gap):
@@ -52,7 +52,7 @@ def rollout_mismatch(run: RecordedRun) -> Verdict:
     if mean <= warning:
         return Healthy(f"sampler and trainer differ by {short(mean)} nats a token (from {warning} on it counts)")
     off = percent(math.expm1(min(mean, 10.0)))
-    peak = curve(run, "sampler_gap_max")
+    peak = curve(run, "logprob_diff_max")
     largest = f", and by up to {short(float(peak.values.max()))} at one token" if len(peak) else ""
     rollouts = _last_rollouts(run)
     return Finding(
@@ -69,7 +69,7 @@ def rollout_mismatch(run: RecordedRun) -> Verdict:
             "with an engine of your own: hand it the new weights before every iteration, and return log-probs at "
             "rollout.temperature",
         ),
-        "sampler_gap",
+        "logprob_diff",
         gap.first_step,
         gap.last_step,
         _worst_tokens(rollouts),
@@ -95,7 +95,7 @@ def _trainer_disagrees_with_itself(first: Curve) -> Finding:
             "model.path: turn off dropout in the model's own config",
             "model.dtype: float32 where kernels give other results for other batch shapes",
         ),
-        "first_kl_old",
+        "first_approx_kl",
         first.first_step,
         first.last_step,
     )
@@ -152,13 +152,13 @@ class _Negative:
 def negative_kl(run: RecordedRun) -> Verdict:
     """Is the KL to the reference below 0, or stuck at 0, and why?"""
     k1, k3 = curve(run, "kl_ref_k1"), curve(run, "kl_ref_k3")
-    if min(len(k1), len(k3)) < FEWEST_KL or len(k1) != len(k3):
-        return TooLittle(f"kl_ref_k1 and kl_ref_k3 of {FEWEST_KL} iterations (kl.place: none has no reference)")
+    if min(len(k1), len(k3)) < MIN_KL or len(k1) != len(k3):
+        return TooLittle(f"kl_ref_k1 and kl_ref_k3 of {MIN_KL} iterations (kl.apply_to: none has no reference)")
     length = curve(run, "response_length")
     tokens = float(length.values.mean()) if len(length) else 1.0
     if k1.first_step == 0 and float(k3.values[0]) / tokens > FIRST_KL:
         return _other_reference(k3, tokens)
-    old = curve(run, "kl_old")
+    old = curve(run, "approx_kl")
     if not np.any(k3.values) and not np.any(k1.values):
         if len(old) and float(old.values.mean()) > MOVED:
             return _same_reference(k3, old)
@@ -174,7 +174,7 @@ def negative_kl(run: RecordedRun) -> Verdict:
 
 
 def _with_cause(run: RecordedRun, found: _Negative, half: Curve) -> Finding:
-    cut, gap = curve(run, "truncation_gap"), curve(run, "sampler_gap")
+    cut, gap = curve(run, "truncation_gap"), curve(run, "logprob_diff")
     severity: Severity = "warning"
     if len(cut) and float(cut.values.mean()) > CUT_GAP:
         p, k = setting(run, "rollout.top_p", 1.0), setting(run, "rollout.top_k", 0)

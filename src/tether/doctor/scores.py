@@ -13,13 +13,13 @@ from tether.reports.chart_scale import short
 from tether.reports.overoptimisation import FEWEST, judge_overoptimisation
 from tether.store.recorded import RecordedRun
 
-FEWEST_STEPS = 10  # iterations before a score that moves is more than luck
+MIN_STEPS = 10  # iterations before a score that moves is more than luck
 FELL_PART = 0.3  # of all it had gained: less is a wobble
 FELL_ERRORS = 4.0  # standard errors of a smoothed point
 
 SLOW_OR_NOT = 20  # measurements below which a true score that is slow to rise looks like one that does not
 
-FEWEST_SPREADS = 5
+MIN_SPREADS = 5
 NO_SPREAD = 1e-6
 LITTLE_SPREAD = 0.02  # part of the run's usual spread, its upper quartile: one wild batch does not count
 RELATIVE_SPREAD = 1e-3  # part of the score itself: a reward model whose scores differ in the third digit
@@ -28,7 +28,7 @@ FLAT_GROUPS = 0.9  # of the groups give no advantage at all
 
 SOME_FAILURES = 0.001
 MANY_FAILURES = 0.01  # of all answers: a loss that biases what is learned
-MOST_FAILURES = 0.05  # half of where a run stops by itself, as reward.max_failure_rate is set by default
+MAX_FAILURES = 0.05  # half of where a run stops by itself, as reward.max_failure_rate is set by default
 
 FEW_PROMPTS = 8  # in a whole run
 REPEATED = 0.25  # of the places in a step have a prompt of their own
@@ -132,8 +132,8 @@ def held_out(run: RecordedRun) -> Verdict:
 def score_collapse(run: RecordedRun) -> Verdict:
     """Did the run lose what it had learned?"""
     score = curve(run, "score")
-    if len(score) < FEWEST_STEPS:
-        return TooLittle(f"score of {FEWEST_STEPS} iterations")
+    if len(score) < MIN_STEPS:
+        return TooLittle(f"score of {MIN_STEPS} iterations")
     smooth = score.smooth()
     peak = int(smooth.argmax())
     fall, gain = float(smooth[peak] - score.end), float(smooth[peak] - score.start)
@@ -150,9 +150,9 @@ def score_collapse(run: RecordedRun) -> Verdict:
         f"at step {score.last_step}, a loss of {short(fall)} (a change counts from {short(error)}).",
         WHY_COLLAPSE,
         (
-            "optimizer.policy_rate: lower it, by three to ten times",
+            "optimizer.policy_lr: lower it, by three to ten times",
             "optimizer.schedule: linear, so that late steps are small",
-            f"{run.method}.max_kl_old: 0.02 ends an update before it goes too far",
+            f"{run.method}.target_kl: 0.02 ends an update before it goes too far",
             "kl.coef: raise it",
             f"go back to step {int(score.steps[peak])}: tether fork, or evaluation.keep_best",
         ),
@@ -164,12 +164,12 @@ def score_collapse(run: RecordedRun) -> Verdict:
 
 def flat_scores(run: RecordedRun) -> Verdict:
     """Do scores differ, so that there is something to learn from?"""
-    spread, score, groups = curve(run, "score_std"), curve(run, "score"), curve(run, "groups/flat")
-    if len(spread) < FEWEST_SPREADS or len(score) != len(spread):
-        return TooLittle(f"score_std of {FEWEST_SPREADS} iterations")
+    spread, score, groups = curve(run, "score_std"), curve(run, "score"), curve(run, "zero_std_groups")
+    if len(spread) < MIN_SPREADS or len(score) != len(spread):
+        return TooLittle(f"score_std of {MIN_SPREADS} iterations")
     largest, usual = float(spread.values.max()), float(np.quantile(spread.values, 0.75))
     bound = np.maximum(NO_SPREAD, np.maximum(LITTLE_SPREAD * usual, RELATIVE_SPREAD * np.abs(score.values)))
-    late = len(spread) - max(FEWEST_SPREADS, len(spread) // 3)
+    late = len(spread) - max(MIN_SPREADS, len(spread) // 3)
     flat = float((spread.values <= bound)[late:].mean())
     no_groups = len(groups) >= 2 and float(np.median(groups.half().values)) > FLAT_GROUPS
     if flat < FLAT_PART and not no_groups:
@@ -216,7 +216,7 @@ def reward_failures(run: RecordedRun) -> Verdict:
     worst = int(lost.values.argmax())
     return Finding(
         "reward-failures",
-        "alarm" if rate >= MOST_FAILURES else "warning" if rate >= MANY_FAILURES else "note",
+        "alarm" if rate >= MAX_FAILURES else "warning" if rate >= MANY_FAILURES else "note",
         "The reward fails on some answers",
         f"{number:.0f} of {asked} answers ({percent(rate)}) have no score, most at step {int(lost.steps[worst])} with "
         f"{float(lost.values[worst]):.0f}" + (f". By reason: {known}." if known else "."),

@@ -26,7 +26,7 @@ from tether.evaluation.intervals import Estimate, bootstrap_mean, jackknife, pai
 from tether.evaluation.judges import Judge, Pair
 from tether.evaluation.rouge import rouge
 from tether.learner.batching import micro_batches
-from tether.models.forward import OutputLayer, trunk_of
+from tether.models.forward import OutputLayer, backbone_of
 from tether.models.load import LoadedModel, check_same_vocabulary
 from tether.models.roles import ReferencePolicy
 from tether.models.shared_backbone import side_by_side
@@ -79,10 +79,10 @@ def evaluate_model(
     rewards: Mapping[str, RewardFn] | None = None,
     samples_per_prompt: int = 1,
     seed: int = 0,
-    max_batch: int | Literal["auto"] = "auto",
+    max_num_seqs: int | Literal["auto"] = "auto",
 ) -> Evaluation:
     """Sample answers and measure them. The same seed and prompts give two models the same random draws."""
-    engine = NativeEngine(loaded, max_batch=max_batch)
+    engine = NativeEngine(loaded, max_num_seqs=max_num_seqs)
     stream = derive_seed(seed, "evaluate")
     rollouts = engine.generate(prompts, sampling, samples_per_prompt=samples_per_prompt, seed=stream)
     return evaluate_rollouts(rollouts, sampling=sampling, name=name, rewards=rewards, seed=seed)
@@ -123,7 +123,7 @@ def evaluate_rollouts(
 
 
 def with_kl(
-    evaluation: Evaluation, model: LoadedModel, reference: LoadedModel, *, micro_tokens: int = 8192, seed: int = 0
+    evaluation: Evaluation, model: LoadedModel, reference: LoadedModel, *, micro_batch_tokens: int = 8192, seed: int = 0
 ) -> Evaluation:
     """The evaluation with `kl_k1` and `kl_k3`: KL(model || reference) of a whole answer, from the model's own samples.
 
@@ -135,7 +135,7 @@ def with_kl(
         raise ConfigError("the KL is estimated from sampled answers: choose a temperature above 0")
     check_same_vocabulary(model, reference, "reference")
     batch = _batch(evaluation.rollouts, model.pad_id, temperature)
-    ours, theirs = _logprobs(model, reference, batch, micro_tokens)
+    ours, theirs = _logprobs(model, reference, batch, micro_batch_tokens)
     groups, columns, metrics = _groups(evaluation.rollouts), dict(evaluation.columns), dict(evaluation.metrics)
     for estimator in ESTIMATORS:
         per_token = kl_estimate(ours, theirs, estimator).masked_fill(~batch.response_mask, 0.0)
@@ -254,13 +254,17 @@ def _batch(rollouts: Sequence[Rollout], pad_id: int, temperature: float) -> Sequ
 
 
 @torch.no_grad()
-def _logprobs(model: LoadedModel, reference: LoadedModel, batch: Sequences, micro_tokens: int) -> tuple[Tensor, Tensor]:
+def _logprobs(
+    model: LoadedModel, reference: LoadedModel, batch: Sequences, micro_batch_tokens: int
+) -> tuple[Tensor, Tensor]:
     """(B, T) log-probs of the answers' tokens by each model, on the CPU."""
     models = model.model, reference.model
-    trunks = side_by_side(*map(trunk_of, models))
-    roles = [ReferencePolicy(trunk, OutputLayer.of(whole)) for trunk, whole in zip(trunks, models, strict=True)]
+    backbones = side_by_side(*map(backbone_of, models))
+    roles = [
+        ReferencePolicy(backbone, OutputLayer.of(whole)) for backbone, whole in zip(backbones, models, strict=True)
+    ]
     columns = torch.zeros(batch.tokens.shape), torch.zeros(batch.tokens.shape)
-    for rows in micro_batches(batch, micro_tokens):
+    for rows in micro_batches(batch, micro_batch_tokens):
         micro = batch.select(rows)
         start, end = micro.span()
         for role, whole, column in zip(roles, models, columns, strict=True):

@@ -50,7 +50,7 @@ def measure(
     *,
     samples: int,
     seed: int,
-    max_batch: int | Literal["auto"] = "auto",
+    max_num_seqs: int | Literal["auto"] = "auto",
     quiet: bool,
 ) -> Report:
     """Sample and score the answers of one model, or of two, which are then compared."""
@@ -68,7 +68,7 @@ def measure(
                     rewards=rewards,
                     samples_per_prompt=samples,
                     seed=seed,
-                    max_batch=max_batch,
+                    max_num_seqs=max_num_seqs,
                 )
             )
     notices = [notice for model in models for notice in model.notices]

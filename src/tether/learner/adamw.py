@@ -1,4 +1,4 @@
-"""AdamW for weights in half precision: fp32 masters, and a state of 8 bits where memory is short.
+"""AdamW for weights in half precision: fp32 master_weights, and a state of 8 bits where memory is short.
 
 A bf16 number has 8 significant bits: a step below 1/256 of a weight rounds to nothing, and with rates of RL that is
 most of them. So the optimiser keeps each weight in fp32 as well (its master), steps that, and rounds the result into
@@ -44,12 +44,18 @@ class MixedAdamW(torch.optim.Optimizer):
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
         weight_decay: float = 0.0,
-        masters: bool = True,
+        master_weights: bool = True,
         eight_bit: bool = False,
         fused: bool = True,
         seed: int = 0,
     ) -> None:
-        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay, "masters": masters}
+        defaults = {
+            "lr": lr,
+            "betas": betas,
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "master_weights": master_weights,
+        }
         super().__init__(params, defaults | {"eight_bit": eight_bit, "fused": fused})
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
@@ -102,7 +108,7 @@ class MixedAdamW(torch.optim.Optimizer):
         if state:
             return state
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
-        if group["masters"] and parameter.dtype in HALF:
+        if group["master_weights"] and parameter.dtype in HALF:
             state["master"] = drawn_master(parameter, seed=self._places[parameter])
         for name, codes in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED)):
             zeros = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
@@ -118,9 +124,9 @@ def drawn_master(weight: Tensor, seed: int) -> Tensor:
     """fp32 numbers that round to the weights, drawn evenly from all that do; 0 stays 0.
 
     A weight stands in the middle of the numbers that round to it. A master that starts there must move by half of the
-    spacing (1/512 of a weight in bf16, or up to twice that) before the model sees any of it. With masters drawn from
-    the whole cell, a move by a tenth of the spacing changes one weight in ten, so that on average the model moves as
-    its masters do. In fp32 read as integers, neighbours differ by 1, and a cell is `LOST` of them wide everywhere.
+    spacing (1/512 of a weight in bf16, or up to twice that) before the model sees any of it. With master weights drawn
+    from the whole cell, a move by a tenth of the spacing changes one weight in ten, so on average the model moves as
+    its master weights do. In fp32 read as integers, neighbours differ by 1, and every cell is `LOST` of them wide.
     """
     master = weight.detach().float().contiguous()
     most = LOST[weight.dtype] // 2

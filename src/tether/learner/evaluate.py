@@ -22,7 +22,7 @@ def evaluate_tokens(
     roles: Roles,
     *,
     minibatch_size: int,
-    micro_tokens: int,
+    micro_batch_tokens: int,
     device: torch.device | str,
     halve: Halve | None = None,
     likeliest: int = 0,
@@ -34,7 +34,7 @@ def evaluate_tokens(
     The same rows in the same shapes go through the same kernels, so that on the first step old and new log-probs are
     equal to the bit and every ratio is exactly 1.
 
-    When memory runs out, `halve` (a learner's) is asked for a smaller `micro_tokens` and all is evaluated again. Should
+    When memory runs out, `halve` (a learner's) gives a smaller `micro_batch_tokens` and all is evaluated again. Should
     memory run out later, in the update, its micro-batches are no longer those of this evaluation, and for that one
     iteration the first ratios are 1 only up to rounding.
     """
@@ -42,14 +42,16 @@ def evaluate_tokens(
 
     def attempt() -> EvaluatedBatch:
         parts = [
-            minibatch[rows] for minibatch in steps for rows in micro_batches(batch.select(minibatch), micro_tokens)
+            minibatch[rows]
+            for minibatch in steps
+            for rows in micro_batches(batch.select(minibatch), micro_batch_tokens)
         ]
         return _evaluate(batch, roles, parts, device, likeliest)
 
     def make_room() -> None:
-        nonlocal micro_tokens
+        nonlocal micro_batch_tokens
         assert halve is not None
-        micro_tokens = halve([batch.select(minibatch) for minibatch in steps])
+        micro_batch_tokens = halve([batch.select(minibatch) for minibatch in steps])
 
     return attempt() if halve is None else within_memory(attempt, make_room)
 

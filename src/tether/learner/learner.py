@@ -19,7 +19,7 @@ from tether.learner.out_of_memory import free_cache, is_out_of_memory, smaller_b
 from tether.learner.overflow import cannot_overflow
 from tether.learner.schedule import rate_factor
 from tether.learner.settings import LearnerSettings
-from tether.models.acceleration import release_captured
+from tether.models.acceleration import release_cuda_graphs
 from tether.protocols import Objective, TrainedModel
 from tether.types import Measures, Sequences
 
@@ -31,7 +31,7 @@ class Learner:
     never changes the gradient. What is not finite, be it an output, a loss, a gradient or the optimiser's own result,
     makes `step` skip the update, count it and call `on_fault`; weights and optimiser stay as they were, to the bit.
 
-    When memory runs out, `micro_tokens` is halved for the rest of the run and the gradient of the step at hand is
+    When memory runs out, `micro_batch_tokens` is halved for the rest of the run and the gradient of the step at hand is
     gathered again from the beginning, so that it is the one that smaller micro-batches would have given.
     """
 
@@ -54,7 +54,7 @@ class Learner:
         self.optimizer = make_optimizer(parameter_groups) if make_optimizer else settings.adamw(parameter_groups)
         self.named = parameter_names(model, self.groups)
         self._trained = tuple(self.groups)  # the groups that learn now
-        self.micro_tokens = settings.micro_tokens
+        self.micro_batch_tokens = settings.micro_batch_tokens
         self._parts = Parts(self.device)
         self.skipped_in_a_row = 0
         self.on_fault: Callable[[Fault], None] = lambda fault: None  # noqa: ARG005 (nobody wants to know)
@@ -87,12 +87,12 @@ class Learner:
 
     def micro_batches(self, batch: Sequences) -> Iterator[Any]:
         """The batch in parts that fit in memory, trimmed of needless padding, on the learner's device."""
-        return (part.micro for part in self._parts.of(batch, self.micro_tokens))
+        return (part.micro for part in self._parts.of(batch, self.micro_batch_tokens))
 
     def begin(self, batch: Sequences) -> None:
         """Put the first part of the batch that `backward` will be asked for next onto the device, if there is room."""
         try:
-            self._parts.begin(batch, self.micro_tokens)
+            self._parts.begin(batch, self.micro_batch_tokens)
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -143,11 +143,11 @@ class Learner:
         forget = getattr(self.model, "forget_ahead", None)  # a pass that a model keeps takes room as well
         if callable(forget):
             forget()
-        release_captured()
+        release_cuda_graphs()
         free_cache(self.device)
-        self.micro_tokens = smaller_budget(batches, self.micro_tokens)
+        self.micro_batch_tokens = smaller_budget(batches, self.micro_batch_tokens)
         self._out_of_memory += 1
-        return self.micro_tokens
+        return self.micro_batch_tokens
 
     def _sum(
         self, batch: Sequences, objective: Objective[Any, Any], visit: Callable[[Tensor, Any, Part], None]
@@ -157,7 +157,7 @@ class Learner:
             raise ValueError("the batch is empty: it has no token, sequence or pair to learn from")
         measures = Measures()
         total = torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
-        for part in self._parts.of(batch, self.micro_tokens):
+        for part in self._parts.of(batch, self.micro_batch_tokens):
             outputs = self.model(part.micro)
             loss = objective(outputs, part.micro)
             visit(loss.total / size, outputs, part)
@@ -177,7 +177,7 @@ class Learner:
         """Clip each group's gradient, take the optimiser's step, clear the gradient.
 
         Groups are clipped apart: a separate critic whose loss is large must not shrink the policy's step. (A value head
-        on the policy's trunk sends its gradient through the trunk, which is the policy's group.)
+        on the policy's backbone sends its gradient through the backbone, which is the policy's group.)
         """
         if not self.finite:
             return self.skip("an output or the loss is not finite")
@@ -220,7 +220,7 @@ class Learner:
         """Leave the update out: hand what was gathered for it to `on_fault`, count it, throw the gradient away."""
         norms = read_norms(self._norms())
         batches = tuple(batch for batch, _ in self._gathered)
-        return self._leave_out(Fault(reason, tuple(self._findings), batches, norms, self.micro_tokens))
+        return self._leave_out(Fault(reason, tuple(self._findings), batches, norms, self.micro_batch_tokens))
 
     def refuse(self, batch: Sequences) -> Measures | None:
         """None where all that is learned from `batch` is finite; else the update is left out, and this is its report.
@@ -231,7 +231,7 @@ class Learner:
         if not findings:
             return None
         names = ", ".join(finding.tensor for finding in findings)
-        return self._leave_out(Fault(f"not finite: {names}", tuple(findings), (batch,), {}, self.micro_tokens))
+        return self._leave_out(Fault(f"not finite: {names}", tuple(findings), (batch,), {}, self.micro_batch_tokens))
 
     def _leave_out(self, fault: Fault) -> Measures:
         self.on_fault(fault)
@@ -243,8 +243,8 @@ class Learner:
         measures.count("skipped_steps", float(skipped))
         if self._out_of_memory:
             measures.count("out_of_memory", float(self._out_of_memory))
-        if self.micro_tokens != self.settings.micro_tokens:
-            measures.add("micro_tokens", float(self.micro_tokens))
+        if self.micro_batch_tokens != self.settings.micro_batch_tokens:
+            measures.add("micro_batch_tokens", float(self.micro_batch_tokens))
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self._out_of_memory = 0
         self.discard()
@@ -266,7 +266,7 @@ class Learner:
         if self.skipped_in_a_row >= most:
             raise Diverged(
                 f"{self.skipped_in_a_row} updates in a row were skipped for what is not finite: lower "
-                "optimizer.policy_rate or optimizer.critic_rate, or look at the rewards and the data"
+                "optimizer.policy_lr or optimizer.critic_lr, or look at the rewards and the data"
             )
 
     # -- state --------------------------------------------------------------------------------------------------------
@@ -282,7 +282,7 @@ class Learner:
 
     def _capture(self, *, copy: bool) -> LearnerState:
         counters = {
-            "micro_tokens": {"start": self.settings.micro_tokens, "now": self.micro_tokens},
+            "micro_batch_tokens": {"start": self.settings.micro_batch_tokens, "now": self.micro_batch_tokens},
             "skipped_in_a_row": self.skipped_in_a_row,
             "largest_norm": self._largest_norm,
             "out_of_memory": self._out_of_memory,
@@ -297,8 +297,8 @@ class Learner:
         check(state, self.named, self.optimizer)
         put_back(state, self.named, self.optimizer, self._start)
         numbers = state.numbers
-        if numbers["micro_tokens"]["start"] == self.settings.micro_tokens:
-            self.micro_tokens = int(numbers["micro_tokens"]["now"])
+        if numbers["micro_batch_tokens"]["start"] == self.settings.micro_batch_tokens:
+            self.micro_batch_tokens = int(numbers["micro_batch_tokens"]["now"])
         self.skipped_in_a_row = int(numbers["skipped_in_a_row"])
         self._largest_norm = float(numbers["largest_norm"])
         self._out_of_memory = int(numbers["out_of_memory"])

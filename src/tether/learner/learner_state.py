@@ -13,7 +13,7 @@ from tether.errors import StorageError
 
 Parameters = Mapping[str, nn.Parameter]
 ABOUT = {"kinds", "plain", "optimizer", "hyperparameters"}
-COUNTERS = {"micro_tokens", "skipped_in_a_row", "largest_norm", "out_of_memory"}
+COUNTERS = {"micro_batch_tokens", "skipped_in_a_row", "largest_norm", "out_of_memory"}
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,7 @@ class Fault:
     findings: tuple[Finding, ...]
     batches: tuple[Sequences, ...]  # what its gradient was gathered over, in order
     norms: Mapping[str, float]  # of the gradient, by group; empty where it was not gathered to the end
-    micro_tokens: int
+    micro_batch_tokens: int
 
 
 def find(name: str, tensor: Tensor, mask: Tensor | None = None) -> Finding | None:

@@ -46,7 +46,7 @@ def step_within_memory(optimizer: torch.optim.Optimizer) -> None:
         if not is_out_of_memory(error):
             raise
         raise StorageError(
-            "out of memory in the optimiser's step: its state does not fit. Train fewer weights (roles.mode adapters "
+            "out of memory in the optimiser's step: its state does not fit. Train fewer weights (roles.mode lora "
             "or top, roles.critic head), or take a smaller model"
         ) from error
 
@@ -60,21 +60,21 @@ def free_cache(device: torch.device) -> None:
         torch.mps.empty_cache()
 
 
-def smaller_budget(batches: Sequence[Sequences], micro_tokens: int) -> int:
-    """`micro_tokens` halved, and halved again until at least one of the batches is really cut into more parts."""
-    now = _parts(batches, micro_tokens)
+def smaller_budget(batches: Sequence[Sequences], micro_batch_tokens: int) -> int:
+    """`micro_batch_tokens` halved, and halved again until at least one of the batches is really cut into more parts."""
+    now = _parts(batches, micro_batch_tokens)
     if now == sum(len(batch.units()) for batch in batches):
         longest = max(int(batch.lengths().max()) for batch in batches)
         raise StorageError(
             f"out of memory with a single row, prompt or pair at a time (the longest row has {longest} tokens), so "
-            "optimizer.micro_tokens cannot be lowered further: make rows shorter (rollout.max_new_tokens, "
+            "optimizer.micro_batch_tokens cannot be lowered further: make rows shorter (rollout.max_new_tokens, "
             "data.max_length, ptx.max_length), or share memory between the roles (roles.mode)"
         )
-    smaller = micro_tokens // 2
+    smaller = micro_batch_tokens // 2
     while smaller > 1 and _parts(batches, smaller) == now:
         smaller //= 2
     return smaller
 
 
-def _parts(batches: Sequence[Sequences], micro_tokens: int) -> int:
-    return sum(1 for batch in batches for _ in micro_batches(batch, micro_tokens))
+def _parts(batches: Sequence[Sequences], micro_batch_tokens: int) -> int:
+    return sum(1 for batch in batches for _ in micro_batches(batch, micro_batch_tokens))

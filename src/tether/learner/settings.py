@@ -16,15 +16,17 @@ class LearnerSettings:
     """How gradients become steps; rates are by parameter group."""
 
     rates: dict[str, float]
-    micro_tokens: int
+    micro_batch_tokens: int
     max_grad_norm: float | None = 1.0
     schedule: Schedule = "constant"
     warmup: float = 0.0
     betas: tuple[float, float] = (0.9, 0.999)
     epsilon: float = 1e-8
     weight_decay: float = 0.0
-    masters: Literal["auto", "fp32", "none"] = "auto"  # fp32 copies of weights in half precision; auto keeps them
-    state: Literal["full", "8bit"] = "full"  # of the optimiser
+    master_weights: Literal["auto", "fp32", "none"] = (
+        "auto"  # fp32 copies of weights in half precision; auto keeps them
+    )
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
     seed: int = 0  # of how 8-bit state is rounded
 
     def adamw(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
@@ -36,7 +38,13 @@ class LearnerSettings:
             "weight_decay": self.weight_decay,
             "fused": {parameter.device.type for parameter in parameters} <= {"cpu", "cuda"},
         }
-        masters = self.masters != "none" and any(parameter.dtype in HALF for parameter in parameters)
-        if not masters and self.state == "full":
+        master_weights = self.master_weights != "none" and any(parameter.dtype in HALF for parameter in parameters)
+        if not master_weights and self.optimizer == "adamw":
             return torch.optim.AdamW(parameter_groups, **options)
-        return MixedAdamW(parameter_groups, masters=masters, eight_bit=self.state == "8bit", seed=self.seed, **options)
+        return MixedAdamW(
+            parameter_groups,
+            master_weights=master_weights,
+            eight_bit=self.optimizer == "adamw_8bit",
+            seed=self.seed,
+            **options,
+        )

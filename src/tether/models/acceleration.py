@@ -17,38 +17,38 @@ MISSING = "the package tether.accel is not installed"
 SLOWER = f"Sampling and training run the model's own modules, which is slower: {MISSING}."
 
 if TYPE_CHECKING or AVAILABLE:
-    from tether.accel.engine import DecodeRequest, FastDecoder, StateKeeper
-    from tether.accel.families import departure
+    from tether.accel.engine import DecodeRequest, FastDecoder, StateCollector
+    from tether.accel.families import unsupported_reason
     from tether.accel.fused_logprobs import CHUNK_ELEMENTS as FUSED_CHUNK_ELEMENTS
     from tether.accel.fused_logprobs import chunk_elements, logprobs
     from tether.accel.fused_pass.packed import (
-        MOST_WORK,
+        MAX_WORK,
         Way,
-        captured_pass,
+        backend_for,
+        cuda_graphs,
         packed_states,
-        release_captured,
-        way_for,
+        release_cuda_graphs,
     )
 else:
     Way = Literal["plain", "fused"]
-    FUSED_CHUNK_ELEMENTS, MOST_WORK = CHUNK_ELEMENTS, 0
-    DecodeRequest, FastDecoder, StateKeeper = None, None, Any
+    FUSED_CHUNK_ELEMENTS, MAX_WORK = CHUNK_ELEMENTS, 0
+    DecodeRequest, FastDecoder, StateCollector = None, None, Any
     logprobs = plain_logprobs
 
-    def departure(*_: Any) -> str:
+    def unsupported_reason(*_: Any) -> str:
         """Why the fast pass is not taken."""
         return MISSING
 
     def chunk_elements(states: Any, weight: Any, softcap: Any) -> None:
         """How many logits to hold at a time: the plain way decides."""
 
-    def release_captured() -> None:
+    def release_cuda_graphs() -> None:
         """There are no CUDA graphs."""
 
-    def captured_pass() -> None:
+    def cuda_graphs() -> None:
         """There are no CUDA graphs."""
 
-    def way_for(trunk: Any) -> None:
+    def backend_for(backbone: Any) -> None:
         """There is no fast pass."""
 
     def packed_states(*args: Any, **settings: Any) -> None:
@@ -58,18 +58,18 @@ else:
 __all__ = [
     "AVAILABLE",
     "FUSED_CHUNK_ELEMENTS",
+    "MAX_WORK",
     "MISSING",
-    "MOST_WORK",
     "SLOWER",
     "DecodeRequest",
     "FastDecoder",
-    "StateKeeper",
+    "StateCollector",
     "Way",
-    "captured_pass",
+    "backend_for",
     "chunk_elements",
-    "departure",
+    "cuda_graphs",
     "logprobs",
     "packed_states",
-    "release_captured",
-    "way_for",
+    "release_cuda_graphs",
+    "unsupported_reason",
 ]

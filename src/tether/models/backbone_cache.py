@@ -1,6 +1,6 @@
-"""What a shared trunk gave for each text, kept in a folder: a later run on the same trunk reads it there.
+"""What a shared backbone gave for each text, kept in a folder: a later run on the same backbone reads it there.
 
-A trunk is known by the digest of its weights, a text by its tokens. A file holds many texts, one after the other:
+A backbone is known by the digest of its weights, a text by its tokens. A file holds many texts, one after the other:
 `tokens` (N,) int64, `lengths` (rows,) and `states` (N, H). Files are written whole and never changed, so runs may share
 a folder; what is read stays on disk, in pages that the operating system may drop.
 """
@@ -34,12 +34,12 @@ class _Place:
     stop: int
 
 
-class TrunkStates:
-    """The folder's rows for the layers of `trunk` below `depth`, which are frozen."""
+class BackboneCache:
+    """The folder's rows for the layers of `backbone` below `depth`, which are frozen."""
 
-    def __init__(self, folder: Path, trunk: PreTrainedModel, depth: int) -> None:
+    def __init__(self, folder: Path, backbone: PreTrainedModel, depth: int) -> None:
         self.folder, self.depth = folder, depth
-        self.digest = weights_digest(layers_between(trunk, 0, depth))
+        self.digest = weights_digest(layers_between(backbone, 0, depth))
         self._places: dict[bytes, _Place] = {}
         self._new: dict[bytes, Tensor] = {}
         with self._writing():  # before there is anything to lose
@@ -75,7 +75,7 @@ class TrunkStates:
         file = self.folder / f"{self.digest[:16]}-{self.depth}-{secrets.token_hex(8)}.safetensors"
         unfinished = file.with_suffix(".part")
         with self._writing(unfinished):
-            save_file(content, unfinished, metadata={"trunk": self.digest})
+            save_file(content, unfinished, metadata={"backbone": self.digest})
             unfinished.replace(file)
         self._new.clear()
         self._read(file)
@@ -89,7 +89,7 @@ class TrunkStates:
                 with suppress(OSError):
                     unfinished.unlink()
             raise StorageError(
-                f"roles.trunk_states: {self.folder} cannot be written ({getattr(error, 'strerror', None) or error}): "
+                f"roles.backbone_cache: {self.folder} cannot be written ({getattr(error, 'strerror', None) or error}): "
                 "make room, or leave the setting out"
             ) from error
 
@@ -97,12 +97,12 @@ class TrunkStates:
         """Learn which texts a file holds."""
         try:
             opened: Any = safe_open(file, framework="pt")
-            if opened.metadata().get("trunk") != self.digest:
+            if opened.metadata().get("backbone") != self.digest:
                 return
             tokens, lengths = opened.get_tensor("tokens"), opened.get_tensor("lengths").tolist()
             states = opened.get_slice("states")
         except (OSError, SafetensorError) as error:
-            raise StorageError(f"roles.trunk_states: {file} is damaged ({error}): remove it") from error
+            raise StorageError(f"roles.backbone_cache: {file} is damaged ({error}): remove it") from error
         for row, start in zip(tokens.split(lengths), _starts(lengths), strict=True):
             self._places[row.numpy().tobytes()] = _Place(states, start, start + len(row))
 

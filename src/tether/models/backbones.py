@@ -1,4 +1,4 @@
-"""Trunks: what turns tokens into hidden states, and how one is cut into layers that roles share and layers they own.
+"""Backbones: what turns tokens into hidden states, and how one is cut into layers that roles share and layers they own.
 
 Roles share memory by sharing *tensors*: each role has a module tree of its own, and trees hold the same parameters
 where the roles have them in common. No role is switched on or off, so nothing depends on who ran last.
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError
-from tether.models.acceleration import MISSING, SLOWER, Way, captured_pass, departure, packed_states, way_for
+from tether.models.acceleration import MISSING, SLOWER, Way, backend_for, cuda_graphs, packed_states, unsupported_reason
 from tether.models.forward import hidden_states
 from tether.types import Sequences
 
@@ -41,8 +41,8 @@ def shared_tree(model: Model) -> Model:
     return copy.deepcopy(model, memo={id(each): each for each in kept})
 
 
-class Trunk(nn.Module):
-    """A whole trunk. `model` is its tree, for saving and for looking at its parameters."""
+class Backbone(nn.Module):
+    """A whole backbone. `model` is its tree, for saving and for looking at its parameters."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -63,26 +63,28 @@ class Trunk(nn.Module):
 
 
 def recompute_layers(model: Model) -> Model:
-    """The model, each of whose trunks keeps only what enters its layers and runs them again in the backward pass."""
+    """The model, each of whose backbones keeps only what enters its layers and runs them again in the backward pass."""
     for module in model.modules():
-        if isinstance(module, Trunk):
+        if isinstance(module, Backbone):
             module.recompute()
     return model
 
 
 class Fast:
-    """Whether a trunk's states may be found by the pass over packed tokens: its kind is known, and a trial agrees."""
+    """Whether a backbone may be run by the pass over packed tokens: its kind is known, and a trial agrees."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.recompute = False
         self.captured: Any = None  # graphs of the pass, where it may hold some
         self.way: Way | None = None
-        self.reason = departure(model, PROBE_LENGTH)  # why the model's own modules are run; None where they are not
+        self.reason = unsupported_reason(
+            model, PROBE_LENGTH
+        )  # why the model's own modules are run; None where they are not
         if self.reason is not None:
             return
-        self.way = way_for(model)
+        self.way = backend_for(model)
         self.reason = self._disagreement(model)
-        self.captured = captured_pass() if self.way == "fused" else None
+        self.captured = cuda_graphs() if self.way == "fused" else None
 
     @torch.no_grad()
     def _disagreement(self, model: PreTrainedModel) -> str | None:
@@ -129,80 +131,78 @@ class Fast:
         """
         recompute, captured = self.recompute and torch.is_grad_enabled(), None if self.recompute else self.captured
         found = None
-        if self.reason is None and self.way is not None and departure(model, batch.tokens.shape[1]) is None:
+        if self.reason is None and self.way is not None and unsupported_reason(model, batch.tokens.shape[1]) is None:
             found = packed_states(model, batch, lower, wanted, way=self.way, recompute=recompute, captured=captured)
         return found if found is not None else hidden_states(model, batch, lower, recompute=recompute)
 
 
-def trunk_notices(model: nn.Module) -> tuple[str, ...]:
-    """A sentence for each reason for which trunks of the model are run by their own modules."""
-    reasons = [module.fast.reason for module in model.modules() if isinstance(module, Trunk)]
+def backbone_notices(model: nn.Module) -> tuple[str, ...]:
+    """A sentence for each reason for which backbones of the model are run by their own modules."""
+    reasons = [module.fast.reason for module in model.modules() if isinstance(module, Backbone)]
     said = "Training runs the model's own modules, not the pass over packed tokens, which is faster: {}."
     return tuple(
         SLOWER if reason == MISSING else said.format(reason) for reason in dict.fromkeys(reasons) if reason is not None
     )
 
 
-def layers_between(trunk: PreTrainedModel, start: int, stop: int | None) -> PreTrainedModel:
-    """The trunk cut down to its layers [start, stop), sharing their modules; the final norm only with the last one.
+def layers_between(backbone: PreTrainedModel, start: int, stop: int | None) -> PreTrainedModel:
+    """The backbone cut down to its layers [start, stop), sharing their modules; the final norm only with the last one.
 
     Run with the states that layer `start` would have been given in place of embeddings.
     """
-    name, layers = layer_list(trunk)
+    name, layers = layer_list(backbone)
     kept = list(layers)[start:stop]
-    part = copy.copy(trunk)
-    part._modules = dict(trunk._modules)
-    part.config = copy.copy(trunk.config)
+    part = copy.copy(backbone)
+    part._modules = dict(backbone._modules)
+    part.config = copy.copy(backbone.config)
     part.config.num_hidden_layers = len(kept)
     worked_out = isinstance(getattr(type(part.config), "layer_types", None), property)  # from the number of layers
     if getattr(part.config, "layer_types", None) and not worked_out:
         part.config.layer_types = list(part.config.layer_types)[start:stop]
     setattr(part, name, nn.ModuleList(kept))
     if stop is not None:
-        setattr(part, final_norm_name(trunk), nn.Identity())
+        setattr(part, final_norm_name(backbone), nn.Identity())
     return part
 
 
-def layer_list(trunk: PreTrainedModel) -> tuple[str, nn.ModuleList]:
-    """The trunk's layers, and the attribute that holds them."""
-    for name, child in trunk.named_children():
-        if isinstance(child, nn.ModuleList) and len(child) == trunk.config.num_hidden_layers:
+def layer_list(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
+    """The backbone's layers, and the attribute that holds them."""
+    for name, child in backbone.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == backbone.config.num_hidden_layers:
             return name, child
-    raise ConfigError(
-        f"roles.mode: the layers of {type(trunk).__name__} cannot be told apart; use separate or adapters"
-    )
+    raise ConfigError(f"roles.mode: the layers of {type(backbone).__name__} cannot be told apart; use separate or lora")
 
 
-def final_norm_name(trunk: PreTrainedModel) -> str:
+def final_norm_name(backbone: PreTrainedModel) -> str:
     """The attribute that holds the norm after the last layer."""
     for name in FINAL_NORMS:
-        if isinstance(getattr(trunk, name, None), nn.Module):
+        if isinstance(getattr(backbone, name, None), nn.Module):
             return name
-    raise ConfigError(f"roles.mode: {type(trunk).__name__} has no final norm that is known; use separate or adapters")
+    raise ConfigError(f"roles.mode: {type(backbone).__name__} has no final norm that is known; use separate or lora")
 
 
-def own_top(trunk: PreTrainedModel, depth: int) -> PreTrainedModel:
-    """A tree that shares the trunk's layers below `depth` and has copies of its own of those above, and of the norm."""
-    tree = shared_tree(trunk)
+def own_top(backbone: PreTrainedModel, depth: int) -> PreTrainedModel:
+    """A tree that shares the backbone's layers below `depth` and owns copies of the layers above and of the norm."""
+    tree = shared_tree(backbone)
     name, layers = layer_list(tree)
-    upper = [copy.deepcopy(layer) for layer in list(layer_list(trunk)[1])[depth:]]
+    upper = [copy.deepcopy(layer) for layer in list(layer_list(backbone)[1])[depth:]]
     setattr(tree, name, nn.ModuleList([*list(layers)[:depth], *upper]))
-    norm = final_norm_name(trunk)
-    setattr(tree, norm, copy.deepcopy(getattr(trunk, norm)))
+    norm = final_norm_name(backbone)
+    setattr(tree, norm, copy.deepcopy(getattr(backbone, norm)))
     return tree
 
 
-def top_parameters(trunk: PreTrainedModel, depth: int) -> list[nn.Parameter]:
+def top_parameters(backbone: PreTrainedModel, depth: int) -> list[nn.Parameter]:
     """The parameters above `depth`: layers and final norm."""
-    layers = list(layer_list(trunk)[1])[depth:]
-    norm: nn.Module = getattr(trunk, final_norm_name(trunk))
+    layers = list(layer_list(backbone)[1])[depth:]
+    norm: nn.Module = getattr(backbone, final_norm_name(backbone))
     return [parameter for module in (*layers, norm) for parameter in module.parameters()]
 
 
-def probe_batch(trunk: PreTrainedModel) -> Sequences:
-    """Two short rows, one of them padded, to try a way of running the trunk on."""
+def probe_batch(backbone: PreTrainedModel) -> Sequences:
+    """Two short rows, one of them padded, to try a way of running the backbone on."""
     count = 2 * PROBE_LENGTH
-    tokens = torch.arange(count, device=trunk.device).reshape(2, -1) % trunk.config.get_text_config().vocab_size
+    tokens = torch.arange(count, device=backbone.device).reshape(2, -1) % backbone.config.get_text_config().vocab_size
     mask = torch.ones_like(tokens, dtype=torch.bool)
     mask[1, 0] = False
     return Sequences(tokens=tokens, attention_mask=mask, response_mask=mask)

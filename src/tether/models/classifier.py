@@ -26,7 +26,7 @@ FILES = ["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tiktoken"]
 
 
 class ClassifierModel(nn.Module):
-    """A classifier that is not a trunk with a linear `score` layer, such as BERT's kind: its own forward pass."""
+    """A classifier that is not a backbone with a linear `score` layer, such as BERT's kind: its own forward pass."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ def reward_model_folder(path: str) -> Path:
 
 
 def load_reward_model(folder: Path, dtype: torch.dtype | str, device: torch.device | str) -> RewardModel:
-    """The reward model in a folder: a trunk with a `score` layer where it is one, else the classifier as it is."""
+    """The reward model in a folder: a backbone with a `score` layer where it is one, else the classifier as it is."""
     if not (folder / "config.json").is_file() or not _has_own_head(folder):
         return ScalarModel.load(folder, dtype, device)
     check_folder(folder, "reward model")
@@ -97,9 +97,9 @@ def load_reward_model(folder: Path, dtype: torch.dtype | str, device: torch.devi
 
 
 def _has_own_head(folder: Path) -> bool:
-    """Whether the architecture's classifier is something else than a trunk with a linear `score` layer."""
+    """Whether the architecture's classifier is something else than a backbone with a linear `score` layer."""
     if (folder / WEIGHT_FILE).is_file():
-        return False  # a trunk, with the head that `tether train reward` gave it beside
+        return False  # a backbone, with the head that `tether train reward` gave it beside
     check_folder(folder, "reward model")
     try:
         config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)

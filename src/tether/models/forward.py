@@ -1,4 +1,4 @@
-"""One pass through a causal language model, split where PPO needs it: the trunk, then the output layer."""
+"""One pass through a causal language model, split where PPO needs it: the backbone, then the output layer."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ from tether.ops.masks import position_ids
 from tether.types import Sequences
 
 
-def trunk_of(model: PreTrainedModel) -> PreTrainedModel:
+def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its output layer; its parameters are the model's own."""
     return model.base_model  # pyright: ignore[reportReturnType]
 
 
 def hidden_states(
-    trunk: PreTrainedModel, batch: Sequences, embeddings: Tensor | None = None, *, recompute: bool = False
+    backbone: PreTrainedModel, batch: Sequences, embeddings: Tensor | None = None, *, recompute: bool = False
 ) -> Tensor:
-    """(B, T, H) the trunk's last hidden states, after its final norm; positions start at the first real token.
+    """(B, T, H) the backbone's last hidden states, after its final norm; positions start at the first real token.
 
     `embeddings` (B, T, H), where given, stand in place of those of the batch's tokens. With `recompute` each layer is
     run again in the backward pass and keeps only its inputs until then, where the architecture knows how.
     """
     arguments: dict[str, Any] = {"attention_mask": batch.attention_mask.long()}
     arguments |= {"input_ids": batch.tokens} if embeddings is None else {"inputs_embeds": embeddings}
-    if "position_ids" in inspect.signature(trunk.forward).parameters:
+    if "position_ids" in inspect.signature(backbone.forward).parameters:
         arguments["position_ids"] = position_ids(batch.attention_mask)
-    with _recomputing(trunk) if recompute and trunk.supports_gradient_checkpointing else nullcontext():
-        states: Tensor = trunk(**arguments, use_cache=False).last_hidden_state
-    # Some trunks (Mamba) add up their residual stream in float32 whatever their weights are; output layers do not.
-    return states.to(trunk.dtype) if states.dtype == torch.float32 and trunk.dtype.itemsize < 4 else states
+    with _recomputing(backbone) if recompute and backbone.supports_gradient_checkpointing else nullcontext():
+        states: Tensor = backbone(**arguments, use_cache=False).last_hidden_state
+    # Some backbones (Mamba) add up their residual stream in float32 whatever their weights are; output layers do not.
+    return states.to(backbone.dtype) if states.dtype == torch.float32 and backbone.dtype.itemsize < 4 else states
 
 
 @contextmanager
-def _recomputing(trunk: PreTrainedModel) -> Iterator[None]:
+def _recomputing(backbone: PreTrainedModel) -> Iterator[None]:
     """Layers checkpoint themselves in training mode only, which is safe: dropout is gone for good."""
-    trunk.gradient_checkpointing_enable({"use_reentrant": False})
-    trunk.train()
+    backbone.gradient_checkpointing_enable({"use_reentrant": False})
+    backbone.train()
     try:
         yield
     finally:
-        trunk.eval()
-        trunk.gradient_checkpointing_disable()
+        backbone.eval()
+        backbone.gradient_checkpointing_disable()
 
 
 @dataclass(frozen=True)
@@ -89,7 +89,7 @@ class OutputLayer:
         everything = torch.ones_like(tokens, dtype=torch.bool)
         probe = Sequences(tokens=tokens, attention_mask=everything, response_mask=everything)
         with torch.no_grad():
-            hidden = hidden_states(trunk_of(model), probe)
+            hidden = hidden_states(backbone_of(model), probe)
             targets = tokens[0].flip(0)
             ours, _ = acceleration.logprobs(hidden[0], self.weight, targets, **self.options(1.0))
             logits = model(input_ids=tokens, use_cache=False).logits[0].float()

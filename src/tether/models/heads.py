@@ -1,4 +1,4 @@
-"""A scalar on top of a trunk: the critic's value of a state, the reward model's score of an answer."""
+"""A scalar on top of a backbone: the critic's value of a state, the reward model's score of an answer."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from transformers import (
 
 from tether.errors import ConfigError
 from tether.hub.safe_files import check_folder
-from tether.models.backbones import Trunk
-from tether.models.forward import OutputLayer, trunk_of
+from tether.models.backbones import Backbone
+from tether.models.forward import OutputLayer, backbone_of
 from tether.models.load import attention_options, disable_dropout, resolve_device
 from tether.models.lora import has_lora, save_lora
 from tether.models.precision import resolve_dtype
@@ -67,11 +67,11 @@ class ScalarHead(nn.Module):
 
 
 class ScalarModel(nn.Module):
-    """A trunk of its own with a scalar head: a separate critic, or a reward model."""
+    """A backbone of its own with a scalar head: a separate critic, or a reward model."""
 
-    def __init__(self, trunk: Trunk, head: ScalarHead, group: str) -> None:
+    def __init__(self, backbone: Backbone, head: ScalarHead, group: str) -> None:
         super().__init__()
-        self.trunk = trunk
+        self.backbone = backbone
         self.head = head
         self.group = group
 
@@ -80,7 +80,7 @@ class ScalarModel(nn.Module):
         """A reward model saved by `save_pretrained`, or a classifier of one label that another tool saved.
 
         Only a local folder and safetensors are read; dropout is gone. A folder without `scalar_head.json` has bias 0.
-        With `scalar_head.safetensors` the folder holds a trunk alone, and its head is in that file.
+        With `scalar_head.safetensors` the folder holds a backbone alone, and its head is in that file.
         """
         folder, place = Path(path).expanduser(), resolve_device(device)
         if not (folder / "config.json").is_file():
@@ -110,7 +110,7 @@ class ScalarModel(nn.Module):
         score = apart if apart is not None else layer.weight if isinstance(layer, nn.Linear) else None
         if info["missing_keys"] or score is None or score.shape[0] != 1:
             raise ConfigError(f"{path} is not a reward model: it needs a saved `score` layer with one output")
-        disable_dropout(model.to(place))  # first of all, for how a trunk is run depends on where it is
+        disable_dropout(model.to(place))  # first of all, for how a backbone is run depends on where it is
         score = score.to(place)
         head = ScalarHead(score.shape[1], deviation=0.0, seed=0, like=score)
         with torch.no_grad():
@@ -118,7 +118,7 @@ class ScalarModel(nn.Module):
             head.bias.fill_(bias)
             if apart is None and isinstance(layer, nn.Linear) and layer.bias is not None:
                 head.bias.add_(layer.bias.to(place))
-        return cls(Trunk(trunk_of(model)), head, "reward")
+        return cls(Backbone(backbone_of(model)), head, "reward")
 
     @staticmethod
     def saved_bias(folder: Path) -> float:
@@ -128,15 +128,15 @@ class ScalarModel(nn.Module):
 
     def forward(self, batch: Sequences) -> ScoreOutputs:
         """One score a row."""
-        return ScoreOutputs(self.head.at_end(self.trunk(batch, last_places(batch.attention_mask)), batch))
+        return ScoreOutputs(self.head.at_end(self.backbone(batch, last_places(batch.attention_mask)), batch))
 
     def save_pretrained(self, target: Path) -> None:
         """In the Hugging Face layout of a sequence classifier with one label, or as peft adapters for one.
 
         Neither layout has room for the head's bias: it goes into a file of its own beside them. An architecture of
-        which transformers has no classifier is saved as a trunk, with the head's weight in a file of its own too.
+        which transformers has no classifier is saved as a backbone, with the head's weight in a file of its own too.
         """
-        tree, score = self.trunk.model, self.head.weight.detach().to(self.trunk.model.dtype)
+        tree, score = self.backbone.model, self.head.weight.detach().to(self.backbone.model.dtype)
         if has_lora(tree):
             save_lora(tree, target, inside=f"{tree.base_model_prefix}.", extra={SCORE: score}, kind="SEQ_CLS")
         elif type(tree.config) in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -148,7 +148,7 @@ class ScalarModel(nn.Module):
 
     @staticmethod
     def _save_classifier(tree: PreTrainedModel, score: Tensor, target: Path) -> None:
-        """The trunk and the head's weight as one classifier of transformers."""
+        """The backbone and the head's weight as one classifier of transformers."""
         with torch.device("meta"):
             config = copy.deepcopy(tree.config)
             config.num_labels = 1

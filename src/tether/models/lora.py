@@ -45,23 +45,23 @@ def lora_config(
     )
 
 
-def linear_layers(trunk: nn.Module) -> dict[str, nn.Module]:
-    """Every layer that is one matrix product, by its path in the trunk; GPT-2 calls them Conv1D."""
-    return {name: layer for name, layer in trunk.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
+def linear_layers(backbone: nn.Module) -> dict[str, nn.Module]:
+    """Every layer that is one matrix product, by its path in the backbone; GPT-2 calls them Conv1D."""
+    return {name: layer for name, layer in backbone.named_modules() if isinstance(layer, nn.Linear | Conv1D)}
 
 
-def target_names(trunk: nn.Module, targets: str) -> list[str]:
-    """The layers that get adapters: those named with commas between, or every linear layer of the trunk that can."""
+def target_names(backbone: nn.Module, targets: str) -> list[str]:
+    """The layers that get adapters: those named with commas between, or every linear layer of the backbone that can."""
     if targets != "all-linear":
         return [name.strip() for name in targets.split(",")]
-    left_out = SCANNED if getattr(getattr(trunk, "config", None), "model_type", None) in SCANS else frozenset[str]()
-    return sorted({name.rpartition(".")[2] for name in linear_layers(trunk)} - left_out)
+    left_out = SCANNED if getattr(getattr(backbone, "config", None), "model_type", None) in SCANS else frozenset[str]()
+    return sorted({name.rpartition(".")[2] for name in linear_layers(backbone)} - left_out)
 
 
-def are_transposed(trunk: nn.Module, names: list[str]) -> bool:
+def are_transposed(backbone: nn.Module, names: list[str]) -> bool:
     """Whether the layers of these names hold (in, out) weights."""
     return any(
-        isinstance(layer, Conv1D) for path, layer in linear_layers(trunk).items() if path.rpartition(".")[2] in names
+        isinstance(layer, Conv1D) for path, layer in linear_layers(backbone).items() if path.rpartition(".")[2] in names
     )
 
 

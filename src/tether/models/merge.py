@@ -17,8 +17,8 @@ from transformers import AutoModelForCausalLM, AutoModelForSequenceClassificatio
 
 from tether.errors import ConfigError, DataError
 from tether.hub.safe_files import check_folder
-from tether.models.backbones import Trunk
-from tether.models.forward import trunk_of
+from tether.models.backbones import Backbone
+from tether.models.forward import backbone_of
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import (
     LoadedModel,
@@ -45,7 +45,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 class Merged:
     """A whole model in memory, and what it says to the probe. `scalar` where it is a reward model."""
 
-    model: LoadedModel  # of a reward model: its trunk with its tokenizer
+    model: LoadedModel  # of a reward model: its backbone with its tokenizer
     scalar: ScalarModel | None
     probe: Tensor  # (1, T) token ids
     outputs: Tensor  # (T, V) logits, or (1,) the score, before anything was merged
@@ -91,24 +91,24 @@ def _merged_reward(folder: Path, adapters: bool) -> Merged:
         scalar = ScalarModel.load(folder, torch.float32, CPU)
         tokenizer = _tokenizer(folder)
         end_id = int(tokenizer.eos_token_id)  # pyright: ignore[reportArgumentType]
-        pad_id, _ = choose_pad_id(tokenizer, end_id, embedding_count(scalar.trunk.model))
-    probe = probe_ids(tokenizer, embedding_count(scalar.trunk.model))
+        pad_id, _ = choose_pad_id(tokenizer, end_id, embedding_count(scalar.backbone.model))
+    probe = probe_ids(tokenizer, embedding_count(scalar.backbone.model))
     outputs = score(scalar, probe)
-    merge_lora(scalar.trunk.model)
-    whole = LoadedModel(scalar.trunk.model, tokenizer, end_id, pad_id, 0)
+    merge_lora(scalar.backbone.model)
+    whole = LoadedModel(scalar.backbone.model, tokenizer, end_id, pad_id, 0)
     return Merged(whole, scalar, probe, outputs)
 
 
 def adapted_reward(base: LoadedModel, folder: Path) -> ScalarModel:
     """A reward model that was saved as adapters, on its base; the adapters are not yet merged."""
     head = ScalarHead.like_output(base.model, deviation=0.0, seed=0)
-    trunk = trunk_of(base.model)
-    inject_lora(trunk, load_config(folder), 0)
-    beside = load_lora(trunk, folder, inside=f"{base.model.base_model_prefix}.")
+    backbone = backbone_of(base.model)
+    inject_lora(backbone, load_config(folder), 0)
+    beside = load_lora(backbone, folder, inside=f"{base.model.base_model_prefix}.")
     with torch.no_grad():
         head.weight.copy_(beside["score.weight"])
         head.bias.fill_(ScalarModel.saved_bias(folder))
-    return ScalarModel(Trunk(trunk), head, "reward")
+    return ScalarModel(Backbone(backbone), head, "reward")
 
 
 def score(scalar: ScalarModel, probe: Tensor) -> Tensor:

@@ -80,7 +80,7 @@ def with_precision(recipe: AnyRecipe, device: torch.device) -> AnyRecipe:
 
 
 def _part_with_precision(part: ModelPart, policy: str, device: torch.device) -> ModelPart:
-    """A reward model's `auto`: the policy's precision where they share a trunk, else what suits its own device."""
+    """A reward model's `auto`: the policy's precision where they share a backbone, else what suits its own device."""
     if part.dtype != AUTO:
         return part
     if part.shared:

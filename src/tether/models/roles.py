@@ -1,7 +1,7 @@
 """Who is policy, reference, critic and reward.
 
 The learner trains an `ActorCritic`; the loop asks `Roles` to evaluate a batch. Neither knows whether the roles are four
-models, adapters on one base, or tops on a shared trunk: that is decided in `sharing.py`.
+models, adapters on one base, or tops on a shared backbone: that is decided in `sharing.py`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 
 from tether.device_transfer import sent
 from tether.models import acceleration
-from tether.models.backbones import Trunk
+from tether.models.backbones import Backbone
 from tether.models.cpu_offload import Waiting
 from tether.models.forward import OutputLayer
 from tether.models.heads import ScalarHead, ScalarModel
@@ -26,8 +26,8 @@ from tether.ops.aggregation import true_places, true_rows
 from tether.ops.logprobs import places_before, places_of
 from tether.ops.masks import last_places
 from tether.ops.packing import packing_of, rows_of
-from tether.ops.top_logprobs import likeliest_tokens
-from tether.tensor_cache import remembered
+from tether.ops.top_logprobs import top_tokens
+from tether.tensor_cache import tensor_cached
 from tether.types import BatchT, Sequences, TokenOutputs
 
 
@@ -41,10 +41,10 @@ class Evaluation:
     final_values: Tensor | None  # (B,)
     entropy: Tensor  # (B, T)
     likeliest: Tensor | None = None  # (B, T, K) int32
-    likeliest_logprobs: Tensor | None = None  # (B, T, K)
+    top_logprobs: Tensor | None = None  # (B, T, K)
 
 
-@remembered
+@tensor_cached
 def states_read(batch: Sequences) -> Tensor:
     """(B, T) whose hidden states the roles read: those before a response token, and each row's last.
 
@@ -61,25 +61,25 @@ def onto(batch: BatchT, device: torch.device | str) -> BatchT:
     """
     moved = batch.to(device)
     if moved.tokens.device != batch.tokens.device:
-        foresee(moved, batch)
+        prefetch(moved, batch)
     return moved
 
 
-def foresee(moved: Sequences, batch: Sequences) -> None:
+def prefetch(moved: Sequences, batch: Sequences) -> None:
     """Answer of `moved`, which is `batch` elsewhere, what will be asked of its masks."""
     device = moved.tokens.device
     packing, wanted = packing_of(batch.attention_mask), states_read(batch)
     there = sent(wanted, device)
-    packing_of.know(moved.attention_mask, packing.to(device))
-    states_read.know(moved, there)
-    rows_of.know(there, packing.rows(wanted).to(device))
+    packing_of.set(moved.attention_mask, packing.to(device))
+    states_read.set(moved, there)
+    rows_of.set(there, packing.rows(wanted).to(device))
     ends = last_places(batch.attention_mask)  # what a reward model reads
     ends_there = sent(ends, device)
-    last_places.know(moved.attention_mask, ends_there)
-    rows_of.know(ends_there, packing.rows(ends).to(device))
-    places_of.know(moved.response_mask, sent(places_of(batch.response_mask), device))
+    last_places.set(moved.attention_mask, ends_there)
+    rows_of.set(ends_there, packing.rows(ends).to(device))
+    places_of.set(moved.response_mask, sent(places_of(batch.response_mask), device))
     for count in (true_places, true_rows):
-        count.know(moved.response_mask, count(batch.response_mask))
+        count.set(moved.response_mask, count(batch.response_mask))
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,14 @@ def _versions(model: nn.Module) -> list[int]:
 
 
 class ActorCritic(nn.Module):
-    """The policy, and a critic where the algorithm needs one: a model of its own, or a head on the policy's trunk."""
+    """The policy, and a critic where the algorithm needs one: a separate model, or a head on the policy's backbone."""
 
     def __init__(
-        self, policy: PreTrainedModel, trunk: Trunk | None = None, critic: ScalarModel | ScalarHead | None = None
+        self, policy: PreTrainedModel, backbone: Backbone | None = None, critic: ScalarModel | ScalarHead | None = None
     ) -> None:
         super().__init__()
         self.policy = policy
-        self.trunk = trunk if trunk is not None else Separate(policy).policy_trunk()
+        self.backbone = backbone if backbone is not None else Separate(policy).policy_backbone()
         self.critic = critic
         self.output = OutputLayer.of(policy)
         self.policy_learns = True
@@ -125,12 +125,12 @@ class ActorCritic(nn.Module):
     def train_only(self, groups: Sequence[str]) -> None:
         """From now on only these of the parameter groups learn: without the policy no graph is kept for its pass.
 
-        A value head then reads the trunk's states as constants, so that its loss cannot move the trunk.
+        A value head then reads the backbone's states as constants, so that its loss cannot move the backbone.
         """
         self.policy_learns = "policy" in groups
 
     def forward(self, batch: Sequences) -> TokenOutputs:
-        """Log-probs, entropy and values on the batch's response tokens; one pass of each trunk."""
+        """Log-probs, entropy and values on the batch's response tokens; one pass of each backbone."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None and ahead.holds_for(batch, self):
             return ahead.outputs
@@ -146,7 +146,7 @@ class ActorCritic(nn.Module):
             hidden, outputs, final_values = self._pass(batch)
         if ahead:
             self._ahead = Ahead(batch, _versions(self), self.policy_learns, outputs)
-        seen = self._likeliest(hidden, batch, outputs.logprobs, likeliest) if likeliest else (None, None)
+        seen = self._top_tokens(hidden, batch, outputs.logprobs, likeliest) if likeliest else (None, None)
         return Evaluation(
             old_logprobs=outputs.logprobs.detach(),
             ref_logprobs=None,
@@ -154,14 +154,14 @@ class ActorCritic(nn.Module):
             final_values=None if final_values is None else final_values.detach(),
             entropy=outputs.entropy.detach(),
             likeliest=seen[0],
-            likeliest_logprobs=seen[1],
+            top_logprobs=seen[1],
         )
 
-    def _likeliest(self, hidden: Tensor, batch: Sequences, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    def _top_tokens(self, hidden: Tensor, batch: Sequences, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         options = self.output.options(batch.temperature)
         given = (hidden, self.output.weight, batch.tokens, logprobs, batch.response_mask, count)
         chunk = acceleration.chunk_elements(hidden, self.output.weight, self.output.softcap)
-        return likeliest_tokens(*given, **options, chunk_elements=chunk)
+        return top_tokens(*given, **options, chunk_elements=chunk)
 
     def forget_ahead(self) -> None:
         """Let a kept pass go: its memory is wanted."""
@@ -170,7 +170,7 @@ class ActorCritic(nn.Module):
     def _pass(self, batch: Sequences) -> tuple[Tensor, TokenOutputs, Tensor | None]:
         """(B, T, H) the policy's hidden states, what `forward` gives, and the value after each row's last token."""
         with torch.set_grad_enabled(self.policy_learns and torch.is_grad_enabled()):
-            hidden = self.trunk(batch, states_read(batch))
+            hidden = self.backbone(batch, states_read(batch))
             logprobs, entropy = self.output.logprobs(hidden, batch)
         if self.critic is None:
             return hidden, TokenOutputs(logprobs, entropy, None), None
@@ -181,14 +181,14 @@ class ActorCritic(nn.Module):
         if isinstance(self.critic, ScalarHead):
             return self.critic, hidden
         assert self.critic is not None
-        return self.critic.head, self.critic.trunk(batch, states_read(batch))
+        return self.critic.head, self.critic.backbone(batch, states_read(batch))
 
     def distributions(self, batch: Sequences) -> Tensor:
         """(N, V) whole log-distributions at the batch's response tokens."""
-        return self.output.distributions(self.trunk.plain(batch), batch)
+        return self.output.distributions(self.backbone.plain(batch), batch)
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """The policy's parameters, and the critic's own (a head on the shared trunk owns only the head)."""
+        """The policy's parameters, and the critic's own (a head on the shared backbone owns only the head)."""
         groups = {"policy": trainable(self.policy)}
         if self.critic is not None:
             groups["critic"] = trainable(self.critic)
@@ -198,15 +198,15 @@ class ActorCritic(nn.Module):
 class ReferencePolicy:
     """The policy before any RL: frozen."""
 
-    def __init__(self, trunk: Trunk, output: OutputLayer) -> None:
-        self.trunk = trunk
+    def __init__(self, backbone: Backbone, output: OutputLayer) -> None:
+        self.backbone = backbone
         self.output = output
         self.waiting: Waiting | None = None
 
     def wait(self) -> None:
-        """From now on stay in host memory, but for visits; the trunk has to stand alone."""
-        tied = self.output.weight is self.trunk.model.get_input_embeddings().weight
-        alone = nn.ModuleDict({"trunk": self.trunk})
+        """From now on stay in host memory, but for visits; the backbone has to stand alone."""
+        tied = self.output.weight is self.backbone.model.get_input_embeddings().weight
+        alone = nn.ModuleDict({"backbone": self.backbone})
         if not tied:  # an output layer of its own waits as well
             alone["output"] = nn.ParameterList([p for p in (self.output.weight, self.output.bias) if p is not None])
         self.waiting = Waiting(alone)
@@ -214,7 +214,7 @@ class ReferencePolicy:
     def logprobs(self, batch: Sequences) -> Tensor:
         """(B, T)."""
         with self.present():
-            return self.output.logprobs(self.trunk(batch, states_read(batch)), batch)[0]
+            return self.output.logprobs(self.backbone(batch, states_read(batch)), batch)[0]
 
     def present(self) -> AbstractContextManager[None]:
         """On the device, for as long as this is entered."""
@@ -237,27 +237,27 @@ class Roles:
         with_reference: bool,
         seed: int,
         start_critic_from: ScalarModel | None = None,
-        offload_frozen: bool = False,
+        offload_reference: bool = False,
     ) -> Roles:
         """The policy and what the algorithm needs beside it.
 
         A value head starts at zero, so that the first advantages are the rewards themselves. `start_critic_from`, a
-        reward model loaded through `sharing`, becomes the separate critic as it is. With `offload_frozen` a reference
+        reward model loaded through `sharing`, becomes the separate critic. With `offload_reference` a reference
         with weights of its own waits in host memory.
         """
         reference = ReferencePolicy(*sharing.reference()) if with_reference else None
-        if reference is not None and offload_frozen and isinstance(sharing, Separate):
+        if reference is not None and offload_reference and isinstance(sharing, Separate):
             reference.wait()
         value: ScalarModel | ScalarHead | None = None
         if critic == "head":
-            assert start_critic_from is None, "a reward model's head means nothing on the policy's trunk"
+            assert start_critic_from is None, "a reward model's head means nothing on the policy's backbone"
             value = ScalarHead.like_output(sharing.policy, deviation=0.0, seed=seed)
         elif critic == "separate" and start_critic_from is not None:
             value = start_critic_from
         elif critic == "separate":
             head = ScalarHead.like_output(sharing.policy, deviation=0.0, seed=seed)
-            value = ScalarModel(sharing.scalar_trunk(seed), head, "critic")
-        return cls(ActorCritic(sharing.policy, sharing.policy_trunk(), value), reference)
+            value = ScalarModel(sharing.scalar_backbone(seed), head, "critic")
+        return cls(ActorCritic(sharing.policy, sharing.policy_backbone(), value), reference)
 
     def present(self) -> AbstractContextManager[None]:
         """All roles on the device, for as long as this is entered: asked for once, a reference comes in once."""

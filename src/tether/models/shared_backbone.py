@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError
-from tether.models.acceleration import departure
-from tether.models.backbone_cache import TrunkStates
-from tether.models.backbones import Fast, Trunk, layer_list, layers_between, probe_batch
+from tether.models.acceleration import unsupported_reason
+from tether.models.backbone_cache import BackboneCache
+from tether.models.backbones import Backbone, Fast, layer_list, layers_between, probe_batch
 from tether.models.forward import hidden_states
 from tether.types import Sequences
 
@@ -34,7 +34,7 @@ class Remembered:
     nbytes: int
 
 
-class SharedTrunk:
+class SharedBackbone:
     """The frozen lower layers of several roles. A row is run through them once and remembered.
 
     Rows are known by their tokens: the states of a row depend on nothing else, because positions start at its first
@@ -46,7 +46,7 @@ class SharedTrunk:
     """
 
     def __init__(
-        self, model: PreTrainedModel, depth: int, memory_bytes: int = 2**29, kept: TrunkStates | None = None
+        self, model: PreTrainedModel, depth: int, memory_bytes: int = 2**29, kept: BackboneCache | None = None
     ) -> None:
         self.depth = depth
         self.kept = kept
@@ -184,10 +184,10 @@ def _row_keys(batch: Sequences) -> tuple[list[bytes], list[Tensor]]:
     return keys, [columns.to(batch.tokens.device) for columns in places]
 
 
-class TopTrunk(Trunk):
-    """A trunk whose lower layers are a `SharedTrunk`'s: only the layers above them are run here."""
+class TopBackbone(Backbone):
+    """A backbone whose lower layers are a `SharedBackbone`'s: only the layers above them are run here."""
 
-    def __init__(self, model: PreTrainedModel, shared: SharedTrunk) -> None:
+    def __init__(self, model: PreTrainedModel, shared: SharedBackbone) -> None:
         super().__init__(model)
         self.shared = shared
         self.top = layers_between(model, shared.depth, None)
@@ -201,18 +201,23 @@ class TopTrunk(Trunk):
         return hidden_states(self.top, batch, self.shared.states(batch))
 
 
-def side_by_side(first: PreTrainedModel, second: PreTrainedModel) -> tuple[Trunk, Trunk]:
-    """The trunks of two models; the layers in which they do not differ, from the bottom up, are run once for both."""
+def side_by_side(first: PreTrainedModel, second: PreTrainedModel) -> tuple[Backbone, Backbone]:
+    """The backbones of two models; the lower layers that they have in common are run once for both."""
     depth = common_depth(first, second)
     if depth == 0:
-        return Trunk(first), Trunk(second)
-    shared = SharedTrunk(first, depth)
-    return TopTrunk(first, shared), TopTrunk(second, shared)
+        return Backbone(first), Backbone(second)
+    shared = SharedBackbone(first, depth)
+    return TopBackbone(first, shared), TopBackbone(second, shared)
 
 
 def common_depth(first: PreTrainedModel, second: PreTrainedModel) -> int:
-    """Up to which layer two trunks of a known kind hold the same numbers; the last layer is not counted."""
-    if type(first) is not type(second) or first.device != second.device or departure(first, 1) or departure(second, 1):
+    """Up to which layer two backbones of a known kind hold the same numbers; the last layer is not counted."""
+    if (
+        type(first) is not type(second)
+        or first.device != second.device
+        or unsupported_reason(first, 1)
+        or unsupported_reason(second, 1)
+    ):
         return 0
     if _shape(first) != _shape(second) or not _same(first.get_input_embeddings(), second.get_input_embeddings()):
         return 0
@@ -220,9 +225,9 @@ def common_depth(first: PreTrainedModel, second: PreTrainedModel) -> int:
     return next((depth for depth, pair in enumerate(layers) if not _same(*pair)), len(layers))
 
 
-def _shape(trunk: PreTrainedModel) -> dict[str, Any]:
+def _shape(backbone: PreTrainedModel) -> dict[str, Any]:
     """Its configuration, whatever folder it was read from."""
-    return {name: value for name, value in trunk.config.to_dict().items() if name != "_name_or_path"}
+    return {name: value for name, value in backbone.config.to_dict().items() if name != "_name_or_path"}
 
 
 def _same(first: nn.Module, second: nn.Module) -> bool:
@@ -234,16 +239,16 @@ def _same(first: nn.Module, second: nn.Module) -> bool:
 
 
 @torch.no_grad()
-def check_split(trunk: PreTrainedModel, depth: int) -> None:
+def check_split(backbone: PreTrainedModel, depth: int) -> None:
     """Raise unless the two parts, one after the other, are the whole: not every architecture can be cut so."""
     refusal = ConfigError(
-        f"roles.mode: {type(trunk).__name__} cannot be cut into a shared trunk and tops; use separate or adapters"
+        f"roles.mode: {type(backbone).__name__} cannot be cut into a shared backbone and tops; use separate or lora"
     )
-    probe = probe_batch(trunk)
+    probe = probe_batch(backbone)
     mask = probe.attention_mask
-    whole = hidden_states(trunk, probe)[mask]
+    whole = hidden_states(backbone, probe)[mask]
     try:
-        lower, upper = layers_between(trunk, 0, depth), layers_between(trunk, depth, None)
+        lower, upper = layers_between(backbone, 0, depth), layers_between(backbone, depth, None)
         parts = hidden_states(upper, probe, hidden_states(lower, probe))[mask]
     except (torch.OutOfMemoryError, ConfigError):
         raise

@@ -1,4 +1,4 @@
-"""Three ways for the roles to share memory: not at all, as adapters on one base, or as tops on one trunk."""
+"""Three ways for the roles to share memory: not at all, as adapters on one base, or as tops on one backbone."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers import PreTrainedModel
 
 from tether.config.sections import RolesSettings
 from tether.errors import ConfigError
-from tether.models.backbone_cache import TrunkStates
-from tether.models.backbones import Trunk, own_top, shared_tree, top_parameters
-from tether.models.forward import OutputLayer, trunk_of
+from tether.models.backbone_cache import BackboneCache
+from tether.models.backbones import Backbone, own_top, shared_tree, top_parameters
+from tether.models.forward import OutputLayer, backbone_of
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import (
     CONFIG,
@@ -26,7 +26,7 @@ from tether.models.lora import (
     saved_config,
     target_names,
 )
-from tether.models.shared_backbone import SharedTrunk, TopTrunk, check_split
+from tether.models.shared_backbone import SharedBackbone, TopBackbone, check_split
 
 
 class Sharing(Protocol):
@@ -38,20 +38,20 @@ class Sharing(Protocol):
         ...
 
     @property
-    def shared(self) -> SharedTrunk | None:
+    def shared(self) -> SharedBackbone | None:
         """The layers that every role runs alike, whose states may be kept from sampling."""
         ...
 
-    def policy_trunk(self) -> Trunk:
-        """The policy's trunk."""
+    def policy_backbone(self) -> Backbone:
+        """The policy's backbone."""
         ...
 
-    def reference(self) -> tuple[Trunk, OutputLayer]:
+    def reference(self) -> tuple[Backbone, OutputLayer]:
         """The policy as it was loaded, frozen."""
         ...
 
-    def scalar_trunk(self, seed: int) -> Trunk:
-        """A trainable trunk for a critic or reward model, which computes what the loaded policy's does."""
+    def scalar_backbone(self, seed: int) -> Backbone:
+        """A trainable backbone for a critic or reward model, which computes what the loaded policy's does."""
         ...
 
     def load_scalar(self, folder: Path, group: str) -> ScalarModel:
@@ -66,24 +66,24 @@ class Separate:
     policy: PreTrainedModel
     shared: None = None
 
-    def policy_trunk(self) -> Trunk:
-        """The policy's trunk."""
-        return Trunk(trunk_of(self.policy))
+    def policy_backbone(self) -> Backbone:
+        """The policy's backbone."""
+        return Backbone(backbone_of(self.policy))
 
-    def reference(self) -> tuple[Trunk, OutputLayer]:
+    def reference(self) -> tuple[Backbone, OutputLayer]:
         """A frozen copy."""
         model = copy.deepcopy(self.policy).requires_grad_(False)
-        return Trunk(trunk_of(model)), OutputLayer.of(model)
+        return Backbone(backbone_of(model)), OutputLayer.of(model)
 
-    def scalar_trunk(self, seed: int) -> Trunk:
-        """A copy of the policy's trunk."""
+    def scalar_backbone(self, seed: int) -> Backbone:
+        """A copy of the policy's backbone."""
         del seed
-        return Trunk(copy.deepcopy(trunk_of(self.policy)).requires_grad_(True))
+        return Backbone(copy.deepcopy(backbone_of(self.policy)).requires_grad_(True))
 
     def load_scalar(self, folder: Path, group: str) -> ScalarModel:
         """As it was saved: a model of its own, of whatever size."""
         loaded = ScalarModel.load(folder, self.policy.dtype, self.policy.device)
-        return ScalarModel(loaded.trunk, loaded.head, group)
+        return ScalarModel(loaded.backbone, loaded.head, group)
 
 
 class Adapters:
@@ -93,33 +93,33 @@ class Adapters:
 
     def __init__(self, base: PreTrainedModel, rank: int, alpha: float, targets: str, seed: int) -> None:
         self.base = base.requires_grad_(False)
-        names = target_names(trunk_of(base), targets)
-        path, transposed = getattr(base.config, "name_or_path", None), are_transposed(trunk_of(base), names)
+        names = target_names(backbone_of(base), targets)
+        path, transposed = getattr(base.config, "name_or_path", None), are_transposed(backbone_of(base), names)
         self.config = lora_config(rank, alpha, names, path, transposed=transposed)
         self.policy = shared_tree(base)
         inject_lora(self.policy, self.config, seed)
 
-    def policy_trunk(self) -> Trunk:
+    def policy_backbone(self) -> Backbone:
         """The base with the policy's adapters."""
-        return Trunk(trunk_of(self.policy))
+        return Backbone(backbone_of(self.policy))
 
-    def reference(self) -> tuple[Trunk, OutputLayer]:
+    def reference(self) -> tuple[Backbone, OutputLayer]:
         """The base without any."""
-        return Trunk(trunk_of(self.base)), OutputLayer.of(self.base)
+        return Backbone(backbone_of(self.base)), OutputLayer.of(self.base)
 
-    def scalar_trunk(self, seed: int) -> Trunk:
+    def scalar_backbone(self, seed: int) -> Backbone:
         """The base with fresh adapters."""
-        tree = shared_tree(trunk_of(self.base))
+        tree = shared_tree(backbone_of(self.base))
         inject_lora(tree, self.config, seed)
-        return Trunk(tree)
+        return Backbone(tree)
 
     def load_scalar(self, folder: Path, group: str) -> ScalarModel:
         """The base with the adapters and head that were saved."""
         if not (folder / CONFIG).is_file():
-            raise ConfigError(f"{folder} holds no adapters: train the reward model with roles.mode adapters")
+            raise ConfigError(f"{folder} holds no adapters: train the reward model with roles.mode lora")
         self._check_scale(folder)
-        trunk = self.scalar_trunk(0)
-        beside = load_lora(trunk.model, folder, inside=f"{self.base.base_model_prefix}.", whole=True)
+        backbone = self.scalar_backbone(0)
+        beside = load_lora(backbone.model, folder, inside=f"{self.base.base_model_prefix}.", whole=True)
         head, saved = ScalarHead.like_output(self.base, deviation=0.0, seed=0), beside.get("score.weight")
         if saved is None:
             raise ConfigError(f"{folder} is not a reward model: its adapters have no `score` layer beside them")
@@ -131,7 +131,7 @@ class Adapters:
         with torch.no_grad():
             head.weight.copy_(saved)
             head.bias.fill_(ScalarModel.saved_bias(folder))
-        return ScalarModel(trunk, head, group)
+        return ScalarModel(backbone, head, group)
 
     def _check_scale(self, folder: Path) -> None:
         """Refuse adapters of another rank or alpha: their weights would not fit, or count for more or less."""
@@ -147,70 +147,70 @@ class Adapters:
 
 
 class Tops:
-    """A shared frozen trunk, run once a row; policy, critic, reward and reference each own the top layers."""
+    """A shared frozen backbone, run once a row; policy, critic, reward and reference each own the top layers."""
 
     def __init__(self, model: PreTrainedModel, layers: int, states: str | None = None) -> None:
-        """`layers` belong to each role; `states` is a folder in which rows of the trunk are kept between runs."""
-        trunk = trunk_of(model)
-        depth = trunk.config.num_hidden_layers - layers
+        """`layers` belong to each role; `states` is a folder in which rows of the backbone are kept between runs."""
+        backbone = backbone_of(model)
+        depth = backbone.config.num_hidden_layers - layers
         if depth < 1:
             raise ConfigError(
-                f"roles.top_layers is {layers}, but the model has {trunk.config.num_hidden_layers} layers: leave at "
+                f"roles.trainable_layers is {layers}, but the model has {backbone.config.num_hidden_layers}: leave at "
                 "least one to share, or use roles.mode separate"
             )
         self.policy = model.requires_grad_(False)
-        check_split(trunk, depth)
-        kept = TrunkStates(Path(states), trunk, depth) if states else None
-        self.shared = SharedTrunk(trunk, depth, kept=kept)
-        self.start = own_top(trunk, depth)  # the policy as loaded: its own top is about to be trained
-        for parameter in top_parameters(trunk, depth):
+        check_split(backbone, depth)
+        kept = BackboneCache(Path(states), backbone, depth) if states else None
+        self.shared = SharedBackbone(backbone, depth, kept=kept)
+        self.start = own_top(backbone, depth)  # the policy as loaded: its own top is about to be trained
+        for parameter in top_parameters(backbone, depth):
             parameter.requires_grad_(True)
 
-    def policy_trunk(self) -> Trunk:
-        """The policy's top on the shared trunk."""
-        return TopTrunk(trunk_of(self.policy), self.shared)
+    def policy_backbone(self) -> Backbone:
+        """The policy's top on the shared backbone."""
+        return TopBackbone(backbone_of(self.policy), self.shared)
 
-    def reference(self) -> tuple[Trunk, OutputLayer]:
+    def reference(self) -> tuple[Backbone, OutputLayer]:
         """The top as it was loaded."""
-        return TopTrunk(self.start.requires_grad_(False), self.shared), OutputLayer.of(self.policy)
+        return TopBackbone(self.start.requires_grad_(False), self.shared), OutputLayer.of(self.policy)
 
-    def scalar_trunk(self, seed: int) -> Trunk:
+    def scalar_backbone(self, seed: int) -> Backbone:
         """A copy of the loaded top."""
         del seed
         return self._trainable(own_top(self.start, self.shared.depth))
 
     def load_scalar(self, folder: Path, group: str) -> ScalarModel:
-        """A reward model that was trained as a top on the same trunk."""
+        """A reward model that was trained as a top on the same backbone."""
         loaded = ScalarModel.load(folder, self.policy.dtype, self.policy.device)
-        theirs, ours = loaded.trunk.model.state_dict(), trunk_of(self.policy).state_dict()
+        theirs, ours = loaded.backbone.model.state_dict(), backbone_of(self.policy).state_dict()
         if {name: x.shape for name, x in theirs.items()} != {name: x.shape for name, x in ours.items()}:
             raise ConfigError(
-                f"{folder} is another model ({size_in_words(loaded.trunk.model)}) than this run's "
-                f"({size_in_words(self.policy)}), and in roles.mode top both stand on one trunk: train it from this "
+                f"{folder} is another model ({size_in_words(loaded.backbone.model)}) than this run's "
+                f"({size_in_words(self.policy)}), and in roles.mode shared_backbone both share one: train it from this "
                 "run's model, or use roles.mode separate"
             )
-        upper = {id(parameter) for parameter in top_parameters(loaded.trunk.model, self.shared.depth)}
-        lower = [name for name, parameter in loaded.trunk.model.named_parameters() if id(parameter) not in upper]
+        upper = {id(parameter) for parameter in top_parameters(loaded.backbone.model, self.shared.depth)}
+        lower = [name for name, parameter in loaded.backbone.model.named_parameters() if id(parameter) not in upper]
         if theirs.keys() != ours.keys() or any(not torch.equal(theirs[name], ours[name]) for name in lower):
             raise ConfigError(
-                f"{folder} was not trained on this model's trunk: train it with the same roles.top_layers"
+                f"{folder} was not trained on this model's backbone: train it with the same roles.trainable_layers"
             )
         tree = own_top(self.start, self.shared.depth)
         tree.load_state_dict(theirs)
         return ScalarModel(self._trainable(tree), loaded.head, group)
 
-    def _trainable(self, tree: PreTrainedModel) -> Trunk:
+    def _trainable(self, tree: PreTrainedModel) -> Backbone:
         for parameter in top_parameters(tree, self.shared.depth):
             parameter.requires_grad_(True)
-        return TopTrunk(tree, self.shared)
+        return TopBackbone(tree, self.shared)
 
 
 def build_sharing(model: PreTrainedModel, settings: RolesSettings, seed: int) -> Sharing:
     """The way of sharing that the recipe asks for."""
-    if settings.mode == "adapters":
+    if settings.mode == "lora":
         return Adapters(model, settings.lora_rank, settings.lora_alpha, settings.lora_targets, seed)
-    if settings.mode == "top":
-        return Tops(model, settings.top_layers, settings.trunk_states)
+    if settings.mode == "shared_backbone":
+        return Tops(model, settings.trainable_layers, settings.backbone_cache)
     return Separate(model)
 
 
@@ -218,7 +218,7 @@ def size_in_words(model: PreTrainedModel) -> str:
     """Such as `LlamaModel, 30 layers of width 576, 49152 tokens`."""
     config = model.config.get_text_config()
     layers, tokens = config.num_hidden_layers, config.vocab_size
-    return f"{type(trunk_of(model)).__name__}, {layers} layers of width {config.hidden_size}, {tokens} tokens"
+    return f"{type(backbone_of(model)).__name__}, {layers} layers of width {config.hidden_size}, {tokens} tokens"
 
 
 def trainable(module: nn.Module) -> list[nn.Parameter]:

@@ -12,16 +12,16 @@ from typing import Literal
 from torch import Tensor
 
 from tether.ops.statistics import masked_sum
-from tether.tensor_cache import remembered
+from tether.tensor_cache import tensor_cached
 
 
-@remembered
+@tensor_cached
 def true_places(mask: Tensor) -> float:
     """How many places of `mask` (B, T) are True."""
     return float(mask.sum())
 
 
-@remembered
+@tensor_cached
 def true_rows(mask: Tensor) -> float:
     """How many rows of `mask` (B, T) have a True place."""
     return float(mask.any(dim=1).sum())

@@ -1,6 +1,6 @@
 """Log-probabilities and entropies of tokens from hidden states, without a [batch, time, vocabulary] tensor.
 
-`hidden[b, t]` is what the trunk put out *at* token t, which is about token t + 1. The shift by one happens in
+`hidden[b, t]` is what the backbone put out *at* token t, which is about token t + 1. The shift by one happens in
 `states_before` and nowhere else; from there on `x[b, t]` is about token t.
 """
 
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from tether.device_transfer import at
-from tether.tensor_cache import remembered
+from tether.tensor_cache import tensor_cached
 
 StateLogprobs = Callable[..., tuple[Tensor, Tensor]]  # as `chunked_logprobs`
 CHUNK_ELEMENTS = 2**23  # logits held at a time: 32 MiB in fp32, small enough to stay near the cores
@@ -28,7 +28,7 @@ def states_before(hidden: Tensor, mask: Tensor) -> Tensor:
     return hidden.flatten(0, 1).index_select(0, places_of(mask) - 1)
 
 
-@remembered
+@tensor_cached
 def places_of(mask: Tensor) -> Tensor:
     """(N,) where the True places of `mask` (B, T) stand, row after row, in the flattened batch."""
     return mask.flatten().nonzero()[:, 0]

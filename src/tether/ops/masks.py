@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tether.tensor_cache import remembered
+from tether.tensor_cache import tensor_cached
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
@@ -39,7 +39,7 @@ def last_index(mask: Tensor) -> Tensor:
     return torch.where(mask, columns, -1).amax(dim=1)
 
 
-@remembered
+@tensor_cached
 def last_places(mask: Tensor) -> Tensor:
     """(B, T) True at each row's last True place, and nowhere in a row without one."""
     columns = torch.arange(mask.shape[1], device=mask.device)

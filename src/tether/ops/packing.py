@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tether.device_transfer import sent
-from tether.tensor_cache import remembered
+from tether.tensor_cache import tensor_cached
 
 Moved = TypeVar("Moved", "Rows", "Packing")
 
@@ -127,13 +127,13 @@ class _Reorder(torch.autograd.Function):
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
 
 
-@remembered
+@tensor_cached
 def packing_of(mask: Tensor) -> Packing:
     """Where the real tokens of an attention mask stand."""
     return Packing.of(mask)
 
 
-@remembered
+@tensor_cached
 def rows_of(wanted: Tensor, packing: Packing) -> Rows:
     """Where the wanted tokens stand among those."""
     return packing.rows(wanted)

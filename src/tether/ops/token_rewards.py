@@ -22,7 +22,7 @@ def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, *, kl_coef: f
     return ends - kl_coef * kl.masked_fill(~mask, 0.0)
 
 
-def missing_end_penalty(scores: Tensor, truncated: Tensor, penalty: float | None) -> Tensor:
+def missing_eos_penalty(scores: Tensor, truncated: Tensor, penalty: float | None) -> Tensor:
     """(B,) the score, or `penalty` in its place where the answer never ended (Stiennon et al. 2020); None: as is."""
     return scores if penalty is None else torch.where(truncated, penalty, scores)
 

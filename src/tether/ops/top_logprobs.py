@@ -11,7 +11,7 @@ BLOCK = 64  # ids that are looked at together: only the blocks with the highest 
 
 
 @torch.no_grad()
-def likeliest_tokens(
+def top_tokens(
     hidden: Tensor,
     weight: Tensor,
     tokens: Tensor,

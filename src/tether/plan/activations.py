@@ -17,7 +17,7 @@ layer only tokens whose states are read go on after keys and values. Of layers t
 only what enters them is kept.
 
 Where layers are small and all batches have one shape, the fused pass is held as CUDA graphs, and what it keeps stays
-where it is from then on, with the gradients (`captured_pass.py`).
+where it is from then on, with the gradients (`cuda_graphs.py`).
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ CHUNK = {"fused": FUSED_CHUNK, "plain": CHUNK_ELEMENTS, "modules": CHUNK_ELEMENT
 
 @dataclass(frozen=True)
 class Pass:
-    """One trunk's pass over a micro-batch."""
+    """One backbone's pass over a micro-batch."""
 
     tokens: int  # in all
     wanted: int  # whose states are read after the last layer

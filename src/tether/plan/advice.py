@@ -54,27 +54,27 @@ def _together(recipe: Recipe, plan: Plan, alone: list[Change]) -> list[Change]:
 
 def candidates(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str, str]]:
     """(key, value, note): from those that change nothing but time to those that change what is trained."""
-    tokens = recipe.optimizer.micro_tokens
+    tokens = recipe.optimizer.micro_batch_tokens
     longest = plan.work.longest_row
     for smaller in (tokens // 2, tokens // 4, tokens // 8, tokens // 16):
         if smaller >= max(SMALLEST_MICRO, longest):
-            yield "optimizer.micro_tokens", str(smaller), "the same gradient in more, smaller passes"
+            yield "optimizer.micro_batch_tokens", str(smaller), "the same gradient in more, smaller passes"
     if not recipe.model.gradient_checkpointing:
         yield "model.gradient_checkpointing", "true", "layers run twice: a third more time in the update"
     if isinstance(recipe, RLRecipe):
         slots = slots_of(recipe, plan.work, plan.machine.kind)
-        yield "rollout.max_batch", str(max(1, slots // 2)), "fewer answers sampled at once"
+        yield "rollout.max_num_seqs", str(max(1, slots // 2)), "fewer answers sampled at once"
     if recipe.model.dtype == "float32" and plan.machine.kind == "cuda":
         yield "model.dtype", "bfloat16", "half the bytes of every weight"
-    if recipe.roles.mode == "separate" and plan.work.reference and not recipe.roles.offload_frozen:
-        yield "roles.offload_frozen", "true", "the reference waits in host memory"
-    if recipe.optimizer.state == "full":
-        yield "optimizer.state", "8bit", "the optimiser's moments in 8 bits"
+    if recipe.roles.mode == "separate" and plan.work.reference and not recipe.roles.offload_reference:
+        yield "roles.offload_reference", "true", "the reference waits in host memory"
+    if recipe.optimizer.name == "adamw":
+        yield "optimizer.name", "adamw_8bit", "the optimiser's moments in 8 bits"
     if plan.work.critic == "separate" and plan.work.policy and recipe.method != "trpo":
-        yield "roles.critic", "head", "the critic is a head on the policy's trunk"
+        yield "roles.critic", "head", "the critic is a head on the policy's backbone"
     if recipe.roles.mode == "separate":
-        yield "roles.mode", "adapters", "adapters on one frozen base are trained in place of whole models"
-    elif recipe.model.quantize == "none" and recipe.roles.mode == "adapters" and plan.machine.kind == "cuda":
+        yield "roles.mode", "lora", "adapters on one frozen base are trained in place of whole models"
+    elif recipe.model.quantize == "none" and recipe.roles.mode == "lora" and plan.machine.kind == "cuda":
         yield "model.quantize", "8bit", "the frozen base in 8 bits"
         yield "model.quantize", "4bit", "the frozen base in 4 bits"
 

@@ -10,19 +10,19 @@ from typing import Any
 from tether.config.recipes import Recipe, RLRecipe
 from tether.learner.adamw import BUCKET
 from tether.learner.quantize import BLOCK, PART
-from tether.models.acceleration import MOST_WORK
+from tether.models.acceleration import MAX_WORK
 from tether.plan.activations import Pass, Way
 from tether.plan.model_shape import Shape
 from tether.plan.workload import Work
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 BASE_BYTES = {"8bit": 1.02, "4bit": 0.56}  # a quantised number, with its share of the scales
-REMEMBERED = 2**29  # bytes of states that a shared trunk remembers at the most
+REMEMBERED = 2**29  # bytes of states that a shared backbone remembers at the most
 CUDA_LIBRARIES = 40 * 2**20  # bytes that the libraries of products take from torch
 GRAPHS_OWN = 256 * 2**20  # bytes that captured passes take beside what they keep: work space of each graph, measured
 CLOSING = 8  # float32 copies of a part that exist while its codes are made
 EIGHT_BIT_MEANS = 2 * (1 + 4 / BLOCK)  # bytes of two codes, and their share of the scales of a block
-MOST_SLOTS = {"cuda": 1024, "mps": 64, "cpu": 64}  # of a sampler that chooses for itself
+MAX_SLOTS = {"cuda": 1024, "mps": 64, "cpu": 64}  # of a sampler that chooses for itself
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Held:
 
     width: int  # bytes of a weight that is not quantised
     base: float  # bytes of a number in the matrices of a frozen base
-    masters: bool  # float32 copies of weights that are trained in half precision
+    master_weights: bool  # float32 copies of weights that are trained in half precision
     eight_bit: bool  # the optimiser's running means
     way: Way
     checkpointing: bool
@@ -84,11 +84,11 @@ class Held:
         return cls(
             width=width,
             base=BASE_BYTES.get(recipe.model.quantize, float(width)),
-            masters=width < 4 and recipe.optimizer.masters != "none",
-            eight_bit=recipe.optimizer.state == "8bit",
+            master_weights=width < 4 and recipe.optimizer.master_weights != "none",
+            eight_bit=recipe.optimizer.name == "adamw_8bit",
             way=half if width < 4 else "plain" if shape.packed else "modules",
             checkpointing=recipe.model.gradient_checkpointing,
-            offload=recipe.roles.offload_frozen and recipe.roles.mode == "separate",
+            offload=recipe.roles.offload_reference and recipe.roles.mode == "separate",
             device=device,
         )
 
@@ -97,23 +97,23 @@ class Held:
         """Bytes of both running means of one trained weight."""
         if self.eight_bit:
             return EIGHT_BIT_MEANS
-        return 8.0 if self.masters else 2.0 * self.width
+        return 8.0 if self.master_weights else 2.0 * self.width
 
     def trained(self, count: int) -> dict[str, int]:
         """Gradients and optimiser of so many weights."""
-        copy = 4 if self.masters else 0
+        copy = 4 if self.master_weights else 0
         return {"gradients": count * self.width, "optimizer": round(count * (self.moments + copy))}
 
     def stepping(self, count: int, largest: int) -> int:
         """Bytes that come and go while `count` weights are stepped: float32 copies of a bucket's numbers.
 
-        They are of its gradients, of its weights where these have no masters, and of its running means where these are
+        They are of its gradients, of its weights without master weights, and of its running means where these are
         codes, which are made a part at a time. A bucket holds whole weights: the largest may be one of its own.
         """
-        if not self.masters and not self.eight_bit:
+        if not self.master_weights and not self.eight_bit:
             return 0
         bucket = min(count, max(BUCKET, largest))
-        copies = (1 if self.masters else 2) if self.width < 4 else 0
+        copies = (1 if self.master_weights else 2) if self.width < 4 else 0
         if not self.eight_bit:
             return 4 * bucket * copies
         return 4 * (bucket * (copies + 2) + min(count, PART) * CLOSING)
@@ -122,7 +122,7 @@ class Held:
 def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None) -> Memory:
     """What the recipe holds, role by role and phase by phase; `critic` is the shape of one that is not the policy's."""
     held = Held.of(recipe, shape, device)
-    micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_tokens // max(1, work.longest_row)))
+    micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_batch_tokens // max(1, work.longest_row)))
     micro_batches = math.ceil(work.minibatch / micro_rows)
     one = micro_pass(recipe, shape, work, held, micro_rows)
     own = critic or shape
@@ -151,7 +151,7 @@ def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str, critic: Sha
 
 
 def micro_pass(recipe: Recipe, shape: Shape, work: Work, held: Held, micro_rows: int) -> Pass:
-    """A trunk's pass over one micro-batch."""
+    """A backbone's pass over one micro-batch."""
     mode = recipe.roles.mode
     tokens = min(round(micro_rows * work.row_tokens), micro_rows * work.longest_row)
     weights = 2 * shape.hidden * (2 * shape.queries + 2 * shape.inner)
@@ -159,13 +159,13 @@ def micro_pass(recipe: Recipe, shape: Shape, work: Work, held: Held, micro_rows:
     return Pass(
         tokens=tokens,
         wanted=micro_rows * min(work.answer_tokens + 1, work.longest_row),
-        layers=min(recipe.roles.top_layers, shape.layers) if mode == "top" else shape.layers,
+        layers=min(recipe.roles.trainable_layers, shape.layers) if mode == "shared_backbone" else shape.layers,
         width=held.width,
         way=held.way,
-        rank=recipe.roles.lora_rank if mode == "adapters" else 0,
+        rank=recipe.roles.lora_rank if mode == "lora" else 0,
         recompute=held.checkpointing,
         trains_head=mode == "separate",
-        captured=held.way == "fused" and alike and not held.checkpointing and tokens * weights <= MOST_WORK,
+        captured=held.way == "fused" and alike and not held.checkpointing and tokens * weights <= MAX_WORK,
     )
 
 
@@ -206,11 +206,11 @@ def _update(
 
 
 def _roles(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> tuple[RoleCost, ...]:
-    roles = {"separate": _separate, "adapters": _adapters, "top": _tops}[recipe.roles.mode]
+    roles = {"separate": _separate, "lora": _adapters, "shared_backbone": _tops}[recipe.roles.mode]
     found = roles(recipe, shape, work, held, one)
     if not isinstance(recipe, RLRecipe):
         return tuple(found)
-    shared = {"separate": None, "adapters": "adapters and a head", "top": "its top layers"}[recipe.roles.mode]
+    shared = {"separate": None, "lora": "adapters and a head", "shared_backbone": "its top layers"}[recipe.roles.mode]
     for part in recipe.reward.parts:
         if part.kind == "model":
             found.append(_reward(part, shape, shared, found))
@@ -229,7 +229,7 @@ def _separate(_: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> lis
         )
     if work.critic == "separate":
         name = "critic" if work.policy else "reward model"
-        count, head = shape.trunk, 4 * 4 * (shape.hidden + 1)
+        count, head = shape.backbone, 4 * 4 * (shape.hidden + 1)
         cost = held.trained(count)
         found.append(RoleCost(name, "a model, trained", count * held.width + head, **cost, activations=critic))
     elif work.critic == "head":
@@ -243,7 +243,7 @@ def _separate(_: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> lis
 
 def _critic_of(shape: Shape, held: Held, one: Pass) -> RoleCost:
     """A separate critic that is a model of its own shape."""
-    count, head = shape.trunk, 4 * 4 * (shape.hidden + 1)
+    count, head = shape.backbone, 4 * 4 * (shape.hidden + 1)
     kept = one.kept(shape) + one.ends(shape) + one.values(shape)
     words = f"a model of its own size ({count / 1e6:,.0f}M), trained"
     return RoleCost("critic", words, count * held.width + head, **held.trained(count), activations=kept)
@@ -278,11 +278,11 @@ def _learning(shape: Shape, work: Work, held: Held, one: Pass, count: int, words
 
 
 def _tops(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> list[RoleCost]:
-    """One frozen trunk; every role owns the layers above it."""
-    top = min(recipe.roles.top_layers, shape.layers)
+    """One frozen backbone; every role owns the layers above it."""
+    top = min(recipe.roles.trainable_layers, shape.layers)
     count = top * shape.layer + shape.norm
     words = f"{top} layers of its own"
-    found = [RoleCost("base", "one frozen trunk under all roles", (shape.parameters - count) * held.width)]
+    found = [RoleCost("base", "one frozen backbone under all roles", (shape.parameters - count) * held.width)]
     found += _learning(shape, work, held, one, count, words)
     # The tops as they were loaded are kept whether or not a reference is asked for: other roles start from them.
     found.append(RoleCost("reference", f"the {top} layers as they were loaded", count * held.width))
@@ -291,21 +291,21 @@ def _tops(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> li
 
 def _kept(shape: Shape, work: Work, one: Pass) -> tuple[int, int]:
     """(the policy's activations, a separate critic's), each with what its head keeps."""
-    trunk = one.kept(shape) + one.ends(shape)
-    policy = trunk + one.states(shape) + (one.values(shape) if work.critic == "head" else 0)
-    return policy, trunk + one.values(shape)
+    backbone = one.kept(shape) + one.ends(shape)
+    policy = backbone + one.states(shape) + (one.values(shape) if work.critic == "head" else 0)
+    return policy, backbone + one.values(shape)
 
 
 def _value_head(shape: Shape) -> RoleCost:
     one = 4 * (shape.hidden + 1)
-    return RoleCost("critic", "a head on the policy's trunk", one, one, 2 * one)
+    return RoleCost("critic", "a head on the policy's backbone", one, one, 2 * one)
 
 
 def _reward(part: Any, shape: Shape, shared: str | None, found: list[RoleCost]) -> RoleCost:
     if part.shared and shared is not None:
         like = next(role for role in found if role.role == "policy")
         return RoleCost("reward", shared, like.weights)
-    return RoleCost("reward", "a model, frozen", shape.trunk * BYTES[part.dtype])
+    return RoleCost("reward", "a model, frozen", shape.backbone * BYTES[part.dtype])
 
 
 def _cache(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
@@ -324,13 +324,13 @@ def _work_space(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
 
 
 def _remembered(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
-    """States that a shared trunk remembers of the rows it was run on."""
-    if recipe.roles.mode != "top":
+    """States that a shared backbone remembers of the rows it was run on."""
+    if recipe.roles.mode != "shared_backbone":
         return 0
     return min(REMEMBERED, round(work.rows * work.row_tokens) * shape.hidden * held.width)
 
 
 def slots_of(recipe: RLRecipe, work: Work, device: str) -> int:
     """Answers that are sampled at once; what is sized from free memory is taken to find enough of it."""
-    most = recipe.rollout.max_batch
-    return min(most if isinstance(most, int) else MOST_SLOTS[device], work.rows)
+    most = recipe.rollout.max_num_seqs
+    return min(most if isinstance(most, int) else MAX_SLOTS[device], work.rows)

@@ -31,7 +31,7 @@ class Judgement:
 
     verdict: Literal["fits", "tight", "split", "refused"]
     sentence: str = ""
-    micro_tokens: int | None = None  # the size of passes that fits, where they must be smaller
+    micro_batch_tokens: int | None = None  # the size of passes that fits, where they must be smaller
 
 
 def free_memory(device: torch.device) -> int:
@@ -90,14 +90,15 @@ def whole_fits(recipe: Recipe, plan: Plan, free: int) -> Judgement:
     about = f"about {_size(needed)} are needed at the most and {_size(free)} of {machine.name} are free"
     if needed * (1.0 - error) <= free:
         return Judgement("tight", f"It may not fit: {about}, and the plan is right to about {error:.0%}.")
-    tokens = recipe.optimizer.micro_tokens
+    tokens = recipe.optimizer.micro_batch_tokens
     while (tokens := tokens // 2) >= max(SMALLEST_MICRO, plan.work.longest_row):
-        smaller = change_settings(recipe, ["--optimizer.micro_tokens", str(tokens)])
+        smaller = change_settings(recipe, ["--optimizer.micro_batch_tokens", str(tokens)])
         if _needed(smaller, make_plan(smaller, plan.shape, plan.lengths, machine)) <= free:
             return Judgement(
                 "split",
-                f"Passes of {recipe.optimizer.micro_tokens} tokens do not fit ({about}): each batch is split into "
-                f"passes of {tokens} (optimizer.micro_tokens), which changes time and memory, never the gradient.",
+                f"Passes of {recipe.optimizer.micro_batch_tokens} tokens do not fit ({about}): each batch is split "
+                f"into passes of {tokens} (optimizer.micro_batch_tokens), which changes time and memory, never the "
+                "gradient.",
                 tokens,
             )
     tightened = make_plan(recipe, plan.shape, plan.lengths, machine)
@@ -107,7 +108,7 @@ def whole_fits(recipe: Recipe, plan: Plan, free: int) -> Judgement:
 def _needed(recipe: Recipe, plan: Plan) -> int:
     """The plan's peak. A sampler on a GPU that chooses its own number of slots takes what is free, and no more."""
     phases = dict(plan.memory.phases)
-    if isinstance(recipe, RLRecipe) and recipe.rollout.max_batch == "auto" and plan.machine.kind == "cuda":
+    if isinstance(recipe, RLRecipe) and recipe.rollout.max_num_seqs == "auto" and plan.machine.kind == "cuda":
         phases["rollout"] -= sum(role.cache for role in plan.memory.roles)
     return max(phases.values())
 

@@ -17,7 +17,7 @@ from tether.hub.folder_check import check_model_path
 from tether.hub.safe_files import check_folder
 from tether.hub.tiny_model import tiny_model
 from tether.hub.verify_models import check_digests
-from tether.models.acceleration import departure
+from tether.models.acceleration import unsupported_reason
 from tether.models.backbones import PROBE_LENGTH, layer_list
 from tether.models.load import ask_hub
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
@@ -50,10 +50,10 @@ class Shape:
     @property
     def parameters(self) -> int:
         """All of them, each counted once."""
-        return self.trunk + self.output
+        return self.backbone + self.output
 
     @property
-    def trunk(self) -> int:
+    def backbone(self) -> int:
         """Without an output layer of its own."""
         return self.embedding + self.layers * self.layer + self.norm
 
@@ -84,11 +84,11 @@ class Shape:
         if getattr(model, "is_quantized", False):  # its weights are packed: their shapes are in the config
             return replace(shape_of_config(model.config), packed=False)
         config: Any = model.config.get_text_config()
-        trunk: Any = model.base_model
-        layers = _layers(trunk)
+        backbone: Any = model.base_model
+        layers = _layers(backbone)
         heads = getattr(config, "num_attention_heads", None) or 1  # a model without attention has none
         embedding = model.get_input_embeddings().weight.numel()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
-        whole = sum(parameter.numel() for parameter in trunk.parameters())
+        whole = sum(parameter.numel() for parameter in backbone.parameters())
         layer = sum(parameter.numel() for each in layers for parameter in each.parameters()) // len(layers)
         return cls(
             layers=len(layers),
@@ -107,7 +107,7 @@ class Shape:
             head_norms=any(
                 name.endswith(("q_norm.weight", "k_norm.weight")) for name, _ in layers[0].named_parameters()
             ),
-            packed=departure(trunk, PROBE_LENGTH) is None,
+            packed=unsupported_reason(backbone, PROBE_LENGTH) is None,
         )
 
 
@@ -124,12 +124,12 @@ def _matrices(layer: nn.Module) -> tuple[tuple[str, int, int], ...]:
     return tuple(found)
 
 
-def _layers(trunk: PreTrainedModel) -> list[nn.Module]:
-    """The trunk's layers; where they cannot be told apart, the whole trunk counts as one."""
+def _layers(backbone: PreTrainedModel) -> list[nn.Module]:
+    """The backbone's layers; where they cannot be told apart, the whole backbone counts as one."""
     try:
-        return list(layer_list(trunk)[1])
+        return list(layer_list(backbone)[1])
     except ConfigError:
-        return [trunk]
+        return [backbone]
 
 
 def shape_of(path: str) -> Shape:
@@ -141,13 +141,13 @@ def shape_of(path: str) -> Shape:
 
 def critic_shape_of(recipe: Recipe) -> Shape | None:
     """The shape of a separate critic that starts as another model; None where it has the policy's."""
-    start = recipe.roles.critic_from
+    start = recipe.roles.critic_init
     if start is None or recipe.roles.mode != "separate":
         return None
     try:
         return shape_of_config(read_config(find_model(start)))
     except ConfigError as error:
-        raise ConfigError(f"roles.critic_from {start!r} has no config that can be read: {error}") from error
+        raise ConfigError(f"roles.critic_init {start!r} has no config that can be read: {error}") from error
 
 
 def shape_of_config(config: PretrainedConfig) -> Shape:

@@ -1,6 +1,6 @@
 """How long an iteration will take: counted operations and bytes, over the device's rates.
 
-A pass of a trunk over one token costs 2 operations for each number of its matrices, and 4 Q a token before it for
+A pass of a backbone over one token costs 2 operations for each number of its matrices, and 4 Q a token before it for
 attention. The backward pass costs as much for the states and once more for trained weights. The output layer costs
 2 V H for each wanted token, and in training as much four times: the backward makes the logits anew.
 """
@@ -40,30 +40,31 @@ def seconds_of(
     """Predicted seconds of each phase of an iteration; `critic` is the shape of one that is not the policy's."""
     pace, held = PACES[machine.kind], Held.of(recipe, shape, machine.kind)
     fast = pace.share * machine.rate
-    frozen_below = recipe.roles.mode == "top"
-    layers = min(recipe.roles.top_layers, shape.layers) if frozen_below else shape.layers
+    frozen_below = recipe.roles.mode == "shared_backbone"
+    layers = min(recipe.roles.trainable_layers, shape.layers) if frozen_below else shape.layers
     part = layers / shape.layers
-    trunk = part * _pass_of(shape, work)
+    backbone = part * _pass_of(shape, work)
     like_policy = 1.0 if critic is None else _pass_of(critic, work) / _pass_of(shape, work)  # the critic's work
     head = 2.0 * shape.vocabulary * shape.hidden
     tokens, answers = float(work.tokens), float(work.rows * work.answer_tokens)
     critics = like_policy if work.critic == "separate" else 0.0
-    trunks = int(work.policy) + critics
+    backbones = int(work.policy) + critics
     passes = work.rows / max(1, memory.micro_rows)
     found: dict[str, float] = {}
     if isinstance(recipe, RLRecipe):
         found["rollout"] = _rollout(recipe, shape, work, machine, held)
-        evaluated = (trunks + int(work.reference) + work.rewards) * trunk * tokens
-        evaluated += (trunk / part * (1 - part)) * tokens if frozen_below else 0.0
+        evaluated = (backbones + int(work.reference) + work.rewards) * backbone * tokens
+        evaluated += (backbone / part * (1 - part)) * tokens if frozen_below else 0.0
         evaluated += (1 + int(work.reference)) * head * answers
-        found["evaluation"] = evaluated / fast + passes * layers * (trunks + int(work.reference)) * pace.layer
-    trains_all = recipe.roles.mode != "adapters"
+        found["evaluation"] = evaluated / fast + passes * layers * (backbones + int(work.reference)) * pace.layer
+    trains_all = recipe.roles.mode != "lora"
     times = (3 if trains_all else 2) + int(held.checkpointing)
     heads = (4 if recipe.roles.mode == "separate" else 2) * head * answers if work.policy else 0.0
     operations = (
-        work.epochs * (trunks * times * trunk * tokens + heads) + work.critic_alone * times * critics * trunk * tokens
+        work.epochs * (backbones * times * backbone * tokens + heads)
+        + work.critic_alone * times * critics * backbone * tokens
     )
-    waits = (work.epochs + work.critic_alone) * passes * layers * trunks * times * pace.layer
+    waits = (work.epochs + work.critic_alone) * passes * layers * backbones * times * pace.layer
     trained = sum(role.gradients for role in memory.roles) / held.width
     stepping = work.steps * trained * (2 * held.width + 2 * held.moments + 8) / machine.bandwidth
     found["update"] = operations / fast + waits + stepping
@@ -71,7 +72,7 @@ def seconds_of(
 
 
 def _pass_of(shape: Shape, work: Work) -> float:
-    """Operations of a whole trunk's pass over one token of a row."""
+    """Operations of a whole backbone's pass over one token of a row."""
     return 2.0 * shape.products + 2.0 * shape.layers * shape.queries * work.row_tokens
 
 
@@ -84,6 +85,6 @@ def _rollout(recipe: RLRecipe, shape: Shape, work: Work, machine: Machine, held:
     kept = slots * (work.prompt_tokens + work.answer_tokens / 2) * 2 * shape.layers * shape.keys * held.width
     operations = 2.0 * slots * (shape.products + shape.vocabulary * shape.hidden)
     step = max((weights + kept) / (pace.bytes_share * machine.bandwidth), operations / (pace.share * machine.rate))
-    floor = pace.general_layer if recipe.rollout.engine == "general" or not shape.packed else pace.step_layer
+    floor = pace.general_layer if recipe.rollout.engine == "transformers" or not shape.packed else pace.step_layer
     rounds = -(-work.rows // slots)
     return reading + rounds * work.answer_tokens * (step + shape.layers * floor)

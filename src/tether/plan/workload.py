@@ -120,7 +120,7 @@ def _from_rollouts(recipe: RLRecipe, lengths: Lengths) -> Work:
         why=why,
         critic=recipe.roles.critic if recipe.needs_critic else None,
         critic_alone=critic_alone,
-        reference=recipe.kl.place != "none",
+        reference=recipe.kl.apply_to != "none",
         rewards=len(models),
         policy=True,
     )

@@ -17,7 +17,7 @@ from tether.reports.charts import Chart, Point
 from tether.reports.safe_text import escape
 
 MARGIN = 10.0  # around a chart in a file of its own
-MOST_HITS = 120
+MAX_HITS = 120
 
 
 @cache
@@ -199,7 +199,7 @@ def _hits(chart: Chart, plot: Plot) -> list[str]:
         for x, y in (point for run in runs_of(series.points) for point in run):
             values.setdefault(x, []).append(f"{series.name}: {short(y)}")
     xs = sorted(values)
-    xs = xs[:: -(-len(xs) // MOST_HITS)] if xs else xs
+    xs = xs[:: -(-len(xs) // MAX_HITS)] if xs else xs
     pixels = [plot.x(x) for x in xs]
     middles = [(one + two) / 2.0 for one, two in pairwise(pixels)]
     edges = [plot.x.start, *middles, plot.x.end]

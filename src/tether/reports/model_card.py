@@ -32,10 +32,10 @@ METHODS = {
     "trpo": "trust region policy optimization",
 }
 SECTIONS = ("roles", "optimizer", "rollout", "kl", "data", "reward")  # and the method's own
-LEFT_OUT = {"parts", "train", "held_out", "columns", "options", "micro_tokens", "trunk_states", "critic_from"}
+LEFT_OUT = {"parts", "train", "held_out", "columns", "options", "micro_batch_tokens", "backbone_cache", "critic_init"}
 SHOWN = ("score", "held_out/score", "accuracy", "held_out/accuracy", "loss", "held_out/loss", "kl_ref_k3", "entropy")
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-LONGEST_CHAIN = 16
+MAX_CHAIN = 16
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def card_text(summary: RunSummary, run: RecordedRun, facts: CardFacts) -> str:
 def base_models(path: str) -> list[str]:
     """What the model was trained from, nearest first: runs by their folder's name, then the model at the beginning."""
     chain: list[str] = []
-    while len(chain) < LONGEST_CHAIN:
+    while len(chain) < MAX_CHAIN:
         config = run_config(path) if path else {}
         if not config:
             return [*chain, _base_name(path)]
@@ -221,7 +221,7 @@ def _settings(config: Mapping[str, Any], method: str) -> Iterator[tuple[str, str
 def _is_idle(config: Mapping[str, Any], key: str) -> bool:
     """Settings of another mode than the run's."""
     mode = config.get("roles", {}).get("mode")
-    return (key.startswith("lora_") and mode != "adapters") or (key == "top_layers" and mode != "top")
+    return (key.startswith("lora_") and mode != "lora") or (key == "trainable_layers" and mode != "shared_backbone")
 
 
 def _short(text: Any) -> str:

@@ -1,4 +1,4 @@
-"""What the verbs that read the run store share: their options, and printing."""
+"""What the commands that read the run store share: their options, and printing."""
 
 from __future__ import annotations
 

@@ -36,15 +36,15 @@ CURVES: tuple[tuple[str, str, str, str, str], ...] = (
     (SAFE, "entropy", "Entropy", "nats a token", "A fall to zero is mode collapse."),
     (SAFE, "clip_fraction", "Clip fraction", "share of tokens", "Tokens whose step was cut short."),
     (SAFE, "explained_variance", "Explained variance", "of returns", "1 is a perfect critic, 0 knows nothing."),
-    (SAFE, "kl_old", "KL to the sampler", "nats a token", "How far one update moves."),
+    (SAFE, "approx_kl", "KL to the sampler", "nats a token", "How far one update moves."),
     (SAFE, "grad_norm/policy", "Gradient of the policy", "norm", ""),
     (SAFE, "grad_norm/critic", "Gradient of the critic", "norm", ""),
     (SAFE, "truncated", "Answers cut off", "share of answers", "They ran into the length limit."),
     (FAST, "seconds/step", "Seconds a step", "seconds", ""),
     (FAST, "seconds/rollout", "Seconds of sampling", "seconds", ""),
 )
-MOST_SAMPLES = 8
-MOST_ERRORS = 5  # of each kind
+MAX_SAMPLES = 8
+MAX_ERRORS = 5  # of each kind
 STEPS_LOOKED_AT = 5  # kept steps at either end of the run in which answers to one prompt are looked for
 
 
@@ -110,7 +110,7 @@ def findings(summary: RunSummary, run: RecordedRun) -> tuple[Finding, ...]:
         found.append(Finding("note", text))
     for kind, words in (("failed", "The run ended with an error"), ("reward", "The reward could not score an answer")):
         told = [event for event in run.events if event.kind == kind]
-        found += [Finding("warning", f"{words} at step {event.step}. {event.text}") for event in told[-MOST_ERRORS:]]
+        found += [Finding("warning", f"{words} at step {event.step}. {event.text}") for event in told[-MAX_ERRORS:]]
     broken = sorted({name for row in run.metrics for name, value in row.items() if not math.isfinite(value)})
     if broken:
         found.append(Finding("warning", f"Some values were not finite. They are of {', '.join(broken[:8])}."))
@@ -137,7 +137,7 @@ def samples(run: RecordedRun) -> tuple[Sample, ...]:
     early = _by_prompt(run, run.rollout_steps[:STEPS_LOOKED_AT])
     late = _by_prompt(run, run.rollout_steps[STEPS_LOOKED_AT:][-STEPS_LOOKED_AT:][::-1])
     both = [(early[prompt], late[prompt]) for prompt in early if prompt in late]
-    stride = max(1, math.ceil(len(both) / MOST_SAMPLES))
+    stride = max(1, math.ceil(len(both) / MAX_SAMPLES))
     return tuple(
         Sample(
             prompt=first.prompt_text,

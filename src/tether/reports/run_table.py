@@ -42,10 +42,10 @@ HIGHLIGHTS = (
         "roles.mode",
         "rollout.prompts_per_step",
     ),
-    *("rollout.samples_per_prompt", "rollout.max_new_tokens", "rollout.temperature", "kl.place", "kl.coef"),
-    *("ppo.clip_range", "ppo.epochs", "ppo.gamma", "ppo.lam", "optimizer.policy_rate", "optimizer.critic_rate"),
+    *("rollout.samples_per_prompt", "rollout.max_new_tokens", "rollout.temperature", "kl.apply_to", "kl.coef"),
+    *("ppo.clip_range", "ppo.epochs", "ppo.gamma", "ppo.lam", "optimizer.policy_lr", "optimizer.critic_lr"),
 )
-MOST_EVENTS = 12
+MAX_EVENTS = 12
 
 
 def run_tables(summary: RunSummary, run: RecordedRun) -> list[RenderableType]:
@@ -90,14 +90,14 @@ def _ancestor(one: Any) -> str:
 
 def _events(run: RecordedRun, began: float) -> list[RenderableType]:
     table = Table.grid(padding=(0, 2))
-    for event in run.events[-MOST_EVENTS:]:
+    for event in run.events[-MAX_EVENTS:]:
         step = "" if event.step is None else f"step {event.step}"
         after = duration(max(0.0, event.time - began))
         table.add_row(Text(after, "dim"), Text(step), Text(visible(event.kind), "cyan"), Text(visible(event.text)))
     if not run.events:
         return []
-    left = len(run.events) - MOST_EVENTS
-    title = "events" if left <= 0 else f"events (the last {MOST_EVENTS} of {len(run.events)})"
+    left = len(run.events) - MAX_EVENTS
+    title = "events" if left <= 0 else f"events (the last {MAX_EVENTS} of {len(run.events)})"
     return [Text(f"\n{title}", "bold"), Padding(table, (0, 0, 0, 2), expand=False)]
 
 

@@ -47,8 +47,8 @@ class RewardModelReward:
     """
 
     model: RewardModel
-    vocabulary: LoadedModel  # its trunk and its tokenizer
-    micro_tokens: int
+    vocabulary: LoadedModel  # its backbone and its tokenizer
+    micro_batch_tokens: int
     reads: Literal["tokens", "text"] = "tokens"
     trained_here: bool = True  # by `tether train reward`, which ends an answer with the end token alone
     notices: tuple[str, ...] = ()
@@ -62,15 +62,15 @@ class RewardModelReward:
         if part.shared:
             model: RewardModel = _load_shared(part, folder, policy, load_shared)
         elif (folder / CONFIG).is_file():
-            raise ConfigError(f"{part.path} holds adapters: set shared: true, in a run with roles.mode adapters")
+            raise ConfigError(f"{part.path} holds adapters: set shared: true, in a run with roles.mode lora")
         else:
             device = policy.model.device if policy is not None and part.device == "auto" else part.device
             model = load_reward_model(folder, part.dtype, device)
-        inner = model.trunk.model if isinstance(model, ScalarModel) else model.model
+        inner = model.backbone.model if isinstance(model, ScalarModel) else model.model
         vocabulary = load_vocabulary(folder, inner)
         check_saved(folder)
         model.requires_grad_(False)
-        reward = cls(model, vocabulary, part.micro_tokens, "text", (folder / BIAS_FILE).is_file())
+        reward = cls(model, vocabulary, part.micro_batch_tokens, "text", (folder / BIAS_FILE).is_file())
         if policy is None:
             return reward
         difference = tokenizer_difference(policy.tokenizer, vocabulary.tokenizer)
@@ -136,7 +136,7 @@ class RewardModelReward:
         scores = torch.zeros(len(rows))
         device = next(self.model.parameters()).device
         found: list[tuple[Tensor, Tensor]] = []
-        for places in micro_batches(batch, self.micro_tokens):
+        for places in micro_batches(batch, self.micro_batch_tokens):
             found.append((places, self.model(onto(batch.select(places).trimmed(), device)).scores.float()))
         for (places, _), part in zip(found, brought([part for _, part in found]), strict=True):
             scores[places] = part
@@ -147,12 +147,12 @@ def _load_shared(
     part: ModelPart, folder: Path, policy: LoadedModel | None, load_shared: LoadShared | None
 ) -> ScalarModel:
     if load_shared is None or policy is None:
-        raise ConfigError(f"{part.path}: shared: true needs a run whose roles it can share a trunk with")
+        raise ConfigError(f"{part.path}: shared: true needs a run whose roles it can share a backbone with")
     difference = tokenizer_difference(policy.tokenizer, load_tokenizer(folder))
     if difference is not None:
         raise ConfigError(
             f"reward model {part.path} has another tokenizer than the policy ({difference}), and shared: true runs it "
-            "on the policy's own trunk: set shared: false"
+            "on the policy's own backbone: set shared: false"
         )
     return load_shared(folder, "reward")
 
@@ -166,23 +166,23 @@ def reading_text(reward: RewardFn) -> RewardFn:
     return reward
 
 
-def load_vocabulary(path: Path, trunk: PreTrainedModel) -> LoadedModel:
-    """A reward model's trunk with the tokenizer that was saved beside it, as a model of its own would have them."""
+def load_vocabulary(path: Path, backbone: PreTrainedModel) -> LoadedModel:
+    """A reward model's backbone with the tokenizer that was saved beside it, as a model of its own would have them."""
     tokenizer = load_tokenizer(path)
-    known = embedding_count(trunk)
-    ends = find_ends(tokenizer, trunk.config, None, known)
+    known = embedding_count(backbone)
+    ends = find_ends(tokenizer, backbone.config, None, known)
     if ends is None and isinstance(tokenizer.sep_token_id, int):
         ends = Ends(tokenizer.sep_token_id)
     if ends is None:
         raise ConfigError(f"{path}: the tokenizer has no end token; set `eos_token` in its tokenizer_config.json")
     pad_id, _ = choose_pad_id(tokenizer, ends.appended, known, other_ends=ends.also)
-    return LoadedModel(trunk, tokenizer, ends.appended, pad_id, _context(trunk), other_end_ids=ends.also)
+    return LoadedModel(backbone, tokenizer, ends.appended, pad_id, _context(backbone), other_end_ids=ends.also)
 
 
-def _context(trunk: PreTrainedModel) -> int:
+def _context(backbone: PreTrainedModel) -> int:
     """How many tokens the model can read. RoBERTa's kind counts positions from beyond its padding token's id."""
-    context = int(getattr(trunk.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT)
-    for name, module in trunk.named_modules():
+    context = int(getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT)
+    for name, module in backbone.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):
             padding = cast("int | None", module.padding_idx)
             context = min(context, module.num_embeddings - (0 if padding is None else padding + 1))

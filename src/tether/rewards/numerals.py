@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from fractions import Fraction
 
-MOST_DIGITS = 100  # a longer numeral, or a larger exponent, is no number: exact arithmetic on it could take for ever
+MAX_DIGITS = 100  # a longer numeral, or a larger exponent, is no number: exact arithmetic on it could take for ever
 
 _NUMERAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,4})?|\.[0-9]+"
 # A dash is a sign only where it touches its number and does not follow another: "3-4" holds 3 and 4, "= -4" holds -4.
@@ -31,7 +31,7 @@ def number(text: str) -> Fraction | None:
         return None
     digits = match["digits"].replace(",", "")
     mantissa, _, exponent = digits.lower().partition("e")
-    if len(mantissa) > MOST_DIGITS or abs(int(exponent or 0)) > MOST_DIGITS:
+    if len(mantissa) > MAX_DIGITS or abs(int(exponent or 0)) > MAX_DIGITS:
         return None
     return Fraction(digits) * (-1 if match["sign"] == "-" else 1)
 

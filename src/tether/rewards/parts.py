@@ -34,7 +34,7 @@ def build_reward(
 ) -> RewardFn:
     """The parts combined; where there are none, the task's own reward.
 
-    `load_shared` loads a reward model onto the trunk that the run's roles share. Without a policy, as in a reward
+    `load_shared` loads a reward model onto the backbone that the run's roles share. Without a policy, as in a reward
     server, a reward model reads texts by its own tokenizer. `timeout` is the most seconds that a call of Python code
     in this process may take; 0: no limit. `functions` has the functions of the parts of kind object.
     """

@@ -26,7 +26,7 @@ from tether.seeds import derive_seed
 from tether.types import Rollout, Score
 
 VERSION = 1
-LONGEST_WAIT = 60.0  # seconds before any retry
+MAX_WAIT = 60.0  # seconds before any retry
 
 
 class RemoteReward:
@@ -74,7 +74,7 @@ class RemoteReward:
     def wait(self, start: int, attempt: int) -> float:
         """Seconds before trying again: doubled each time, and spread over half to one and a half of that."""
         spread = 0.5 + random.Random(derive_seed(self.seed, "backoff", start, attempt)).random()  # noqa: S311
-        return min(self.part.backoff_seconds * 2**attempt * spread, LONGEST_WAIT)
+        return min(self.part.backoff_seconds * 2**attempt * spread, MAX_WAIT)
 
 
 def item(id: str, rollout: Rollout) -> dict[str, Any]:

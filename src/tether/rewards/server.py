@@ -22,7 +22,7 @@ from tether.rewards.remote import VERSION
 from tether.rewards.service import BadRequestError, RewardService, build_service
 
 TOKEN_VARIABLE = "TETHER_REWARD_TOKEN"  # noqa: S105 (the variable's name, not a secret)
-MOST_BYTES = 32_000_000  # of a request
+MAX_BYTES = 32_000_000  # of a request
 HEADER_SECONDS = 10.0  # in which the head of a request must have arrived
 READ_SECONDS = 30.0  # in which its body must have arrived
 MAX_CONNECTIONS = 128  # each has a thread
@@ -36,9 +36,7 @@ class RewardServer(ThreadingHTTPServer):
     daemon_threads = True
     request_queue_size = 128
 
-    def __init__(
-        self, service: RewardService, *, host: str, port: int, token: str, max_bytes: int = MOST_BYTES
-    ) -> None:
+    def __init__(self, service: RewardService, *, host: str, port: int, token: str, max_bytes: int = MAX_BYTES) -> None:
         self.service, self.token, self.max_bytes = service, token, max_bytes
         self.strangers = RateLimit(WRONG_TOKENS)
         self.header_seconds, self.max_connections = HEADER_SECONDS, MAX_CONNECTIONS

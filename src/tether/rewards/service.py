@@ -24,7 +24,7 @@ from tether.rewards.remote import VERSION
 from tether.store.find import find_model
 from tether.types import Finish, Message, Prompt, Rollout, Score
 
-MOST_ITEMS = 4096
+MAX_ITEMS = 4096
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "error": "error"}
 
 
@@ -90,8 +90,8 @@ def read_items(body: bytes) -> dict[str, dict[str, Any]]:
     if not isinstance(request, dict) or request.get("version") != VERSION:
         raise BadRequestError(f'the request must be an object with "version": {VERSION}')
     items = request.get("items")
-    if not isinstance(items, list) or not items or len(items) > MOST_ITEMS:
-        raise BadRequestError(f'"items" must be a list of 1 to {MOST_ITEMS} items')
+    if not isinstance(items, list) or not items or len(items) > MAX_ITEMS:
+        raise BadRequestError(f'"items" must be a list of 1 to {MAX_ITEMS} items')
     if not all(isinstance(item, dict) and isinstance(item.get("id"), str) for item in items):
         raise BadRequestError('every item must be an object with an "id" that is text')
     by_id = {item["id"]: item for item in items}

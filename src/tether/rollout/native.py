@@ -1,9 +1,9 @@
 """Sampling from any Hugging Face causal language model in process: no weights are copied, no server is needed.
 
-Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 have decoders of their own (`llama.py` on a CPU, `gpu/` on a CUDA
-device), which work on the model's parameters and keep up to `max_batch` slots busy: a sequence that ends makes room for
-the next one. The decoder is compared with the model's own forward pass when the engine is made. Every other model takes
-the general way, which asks nothing but a cache: a call is cut into chunks of at most `max_batch` sequences, longest
+Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 have decoders of their own (`accel/decode_cpu`, `accel/decode_gpu`),
+which work on the model's parameters and keep up to `max_num_seqs` slots busy: a sequence that ends makes room for the
+next one. The decoder is compared with the model's own forward pass when the engine is made. Every other model takes
+the general way, which asks nothing but a cache: a call is cut into chunks of at most `max_num_seqs` sequences, longest
 prompts first, each prompt is read once and its cache rows are repeated for its samples, and sequences that end leave
 the batch, so that they cost nothing more.
 
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from tether.data.chat import prompt_token_ids
 from tether.errors import ConfigError, DataError, Diverged
-from tether.models.acceleration import AVAILABLE, MISSING, SLOWER, DecodeRequest, FastDecoder, StateKeeper
+from tether.models.acceleration import AVAILABLE, MISSING, SLOWER, DecodeRequest, FastDecoder, StateCollector
 from tether.models.load import LoadedModel, embedding_count
 from tether.models.lora import causal_lm_of
 from tether.ops.sampling import Draw, by_sequence, check_sampling, draw, sample_uniforms
@@ -64,7 +64,7 @@ class NativeEngine:
     `states_for` is told what one layer was given for each token, where the fast decoder runs, since that was computed
     anyway; the last token of an answer is stepped on for it alone.
 
-    `max_batch` is how many answers are decoded at once, at most. "auto" is 64, and with the GPU's own decoder up to
+    `max_num_seqs` is how many answers are decoded at once, at most. "auto" is 64, and with the GPU's own decoder up to
     1024, as many as the free memory holds.
 
     `notices` says in one sentence why the general way is taken, where it is. `completion` is the text of the answer
@@ -77,14 +77,14 @@ class NativeEngine:
         self,
         loaded: LoadedModel,
         *,
-        max_batch: int | Literal["auto"] = "auto",
-        states_for: StateKeeper | None = None,
+        max_num_seqs: int | Literal["auto"] = "auto",
+        states_for: StateCollector | None = None,
         general: bool = False,
     ) -> None:
-        if isinstance(max_batch, int) and max_batch < 1:
-            raise ConfigError(f"max_batch is {max_batch}: it must be at least 1, or auto")
+        if isinstance(max_num_seqs, int) and max_num_seqs < 1:
+            raise ConfigError(f"max_num_seqs is {max_num_seqs}: it must be at least 1, or auto")
         self.loaded = loaded
-        self.max_batch = max_batch
+        self.max_num_seqs = max_num_seqs
         self.policy_version = 0
         self.states_for = states_for
         self.notices: tuple[str, ...] = ()
@@ -113,8 +113,8 @@ class NativeEngine:
 
     def _at_once(self, fast: bool) -> int:
         """How many answers are decoded at once, at most: those asked for, or what suits the device."""
-        if isinstance(self.max_batch, int):
-            return self.max_batch
+        if isinstance(self.max_num_seqs, int):
+            return self.max_num_seqs
         most = self.fast.most_slots(self.loaded.model.device) if fast and self.fast is not None else None
         return most or BATCH
 

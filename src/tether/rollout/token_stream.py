@@ -16,7 +16,7 @@ from tether.protocols import Sampling
 from tether.rollout.cached_batch import CachedBatch
 
 HALF = "\ufffd"  # what a decoder writes for a character of which some bytes are still to come
-MOST_HALVES = 3  # of one character: it has four bytes at most, and some decoders write one for each
+MAX_HALVES = 3  # of one character: it has four bytes at most, and some decoders write one for each
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ def growing_text(decode: Callable[[list[int]], str]) -> Callable[[int, bool], st
         nonlocal start, whole, sent
         tokens.append(token)
         text = decode(tokens[start:])
-        halves = min(MOST_HALVES, len(text) - len(text.rstrip(HALF)))
+        halves = min(MAX_HALVES, len(text) - len(text.rstrip(HALF)))
         stands = max(sent, len(text) if is_last else len(text) - halves)
         news, sent = text[sent:stands], stands
         if not halves and text:

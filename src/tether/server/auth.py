@@ -9,7 +9,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from tether.rate_limit import RateLimit, network_of
 from tether.server.api_errors import ApiError
 from tether.studio.asked import Asked, host_name, limited, read_asked, says_length
-from tether.studio.auth import MOST_BYTES
+from tether.studio.auth import MAX_BYTES
 from tether.studio.settings import StudioSettings
 
 OPEN = ("/health",)  # told to everyone who may name this host
@@ -31,7 +31,7 @@ class TokenGate:
             if refusal is not None:
                 await refusal.reply()(scope, receive, send)
             else:
-                await self._app(scope, limited(receive, MOST_BYTES), send)
+                await self._app(scope, limited(receive, MAX_BYTES), send)
 
     def _refusal(self, asked: Asked) -> ApiError | None:
         """A right token is judged only while wrong ones are, and is not counted."""
@@ -46,6 +46,6 @@ class TokenGate:
         if not hmac.compare_digest(given, f"Bearer {self._settings.owner_token}".encode()):
             return ApiError(401, "the bearer token (api_key) is missing or wrong", code="invalid_api_key")
         self._strangers.give_back(network)
-        if says_length(headers) > MOST_BYTES:
-            return ApiError(413, f"a request may have {MOST_BYTES >> 20} MiB at most")
+        if says_length(headers) > MAX_BYTES:
+            return ApiError(413, f"a request may have {MAX_BYTES >> 20} MiB at most")
         return None

@@ -280,14 +280,14 @@ def _settle_steps(pair: _Pair, expected: Iterable[int], *, is_new: bool) -> None
             stored.steps[step] = log.steps[step]
         for step in unlogged:
             log.steps[step] = stored.steps[step]
-    verb = "they were put back from" if repair else "`tether resume`, or --repair, puts them back from"
+    command = "they were put back from" if repair else "`tether resume`, or --repair, puts them back from"
     for what, at in (("lacked", missing), ("had damaged", damaged), ("had other", other)):
         if at:
             if not repair and at is not damaged:  # which the rows' own digests have told
                 found.faults.append(f"{place} {what} metrics of {spans(at)}")
-            found.told.append(f"The run store {place} {what} metrics of {spans(at)}: {verb} {pair.log_file}.")
+            found.told.append(f"The run store {place} {what} metrics of {spans(at)}: {command} {pair.log_file}.")
     if unlogged and not is_new:
-        found.told.append(f"{pair.log_file} lacked {spans(unlogged)}: {verb} {place}.")
+        found.told.append(f"{pair.log_file} lacked {spans(unlogged)}: {command} {place}.")
         found.faults += [] if repair else [f"{pair.log_file} lacks {spans(unlogged)}"]
     if lost:
         text = f"The metrics of {spans(lost)} are neither in {place} nor in {pair.log_file}: they are lost."
@@ -316,8 +316,8 @@ def _settle_events(pair: _Pair) -> None:
         log.events.setdefault(uid, row)
     if absent or stored.damaged_events:
         count = max(len(absent), len(stored.damaged_events))
-        verb = "they were put back from" if repair else "--repair puts them back from"
-        text = f"The run store {pair.workspace.place} lacked or had damaged {count} events: {verb} {pair.log_file}."
+        command = "they were put back from" if repair else "--repair puts them back from"
+        text = f"The run store {pair.workspace.place} lacked or had damaged {count} events: {command} {pair.log_file}."
         found.told.append(text)
         found.faults += [] if repair else [text]
 

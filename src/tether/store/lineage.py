@@ -33,7 +33,7 @@ def models_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     """(role, path) of every model that a recipe names."""
     if path := config.get("model", {}).get("path"):
         yield "model", path
-    if path := config.get("roles", {}).get("critic_from"):
+    if path := config.get("roles", {}).get("critic_init"):
         yield "critic", path
     for part in config.get("reward", {}).get("parts", ()):
         if part.get("kind") == "model" and part.get("path"):
@@ -51,7 +51,7 @@ def _files(config: Mapping[str, Any]) -> Iterator[tuple[str, Paths, str, str | N
         "prompts": (task.get("prompts"), split, subset),
         "held_out": (held_out, other or split, subset),
         "ptx": (config.get("ptx", {}).get("data"), "train", None),
-        "centre": (config.get("reward", {}).get("centre_on"), "train", None),
+        "centre": (config.get("reward", {}).get("center_on"), "train", None),
     }
     for role, (paths, part, name) in named.items():
         if paths:

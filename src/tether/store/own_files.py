@@ -11,7 +11,7 @@ from pathlib import Path
 from tether.errors import ConfigError
 from tether.plain_file import what_else
 
-FOLDERS = frozenset(("checkpoints", "model", "best", "pending", "faults", "tensorboard"))
+FOLDERS = frozenset(("checkpoints", "model", "best", "spool", "faults", "tensorboard"))
 KINDS_OF_FILE = (".json", ".jsonl", ".html", ".md")
 
 

@@ -24,7 +24,7 @@ from tether.store.database.journal import Journal
 from tether.store.database.open import Workspace
 from tether.store.database.records import Record, Source, plain
 from tether.store.database.run_log import RunLog
-from tether.store.database.spool import Pending, recording_lock
+from tether.store.database.spool import Spool, recording_lock
 from tether.store.recorded import StoredRollout
 from tether.store.retention import KeepRollouts
 from tether.store.token_codec import encode_rollout
@@ -43,7 +43,7 @@ class Unstored(Protocol):
 
 Rollouts = Unstored | Sequence[StoredRollout]
 
-MOST_WAITING = 16  # steps with rollouts that may wait for the thread
+MAX_WAITING = 16  # steps with rollouts that may wait for the thread
 PATIENCE = 10.0  # seconds that training waits for a thread that is so far behind, before tokens are left out
 LOOK_EVERY = 0.5  # seconds between two looks at whether the thread still runs
 REST = 0.05  # seconds of rest after an error, so that a lasting one does not keep a core busy
@@ -101,7 +101,7 @@ class RunRecorder:
         self._hold(folder)
         if not resumes:
             with suppress(OSError):
-                Pending(folder).clear()
+                Spool(folder).clear()
                 RunLog(folder).clear()
         begun = _start_record(self.name, start, resumes, uid or secrets.token_hex(8), moved or {})
         self._log = RunLog(folder)
@@ -179,7 +179,7 @@ class RunRecorder:
         """Wait, once, for a thread that is far behind; after that not again until it has caught up."""
 
         def room() -> bool:
-            return sum(isinstance(item, _Step) and item.rollouts is not None for item in self._waiting) < MOST_WAITING
+            return sum(isinstance(item, _Step) and item.rollouts is not None for item in self._waiting) < MAX_WAITING
 
         with self._changed:
             found = room() or (not self._behind and self._changed.wait_for(room, PATIENCE))

@@ -104,11 +104,11 @@ def _stored_row(
 
 def alternatives_of(experience: Experience, row: int, pieces: Pieces) -> Alternatives | None:
     """What a row's policy might have said instead, and had at least LEAST_LIKELY for; None where nobody looked."""
-    if experience.likeliest is None or experience.likeliest_logprobs is None:
+    if experience.likeliest is None or experience.top_logprobs is None:
         return None
     real = experience.attention_mask[row]
     tokens = _numpy(experience.likeliest[row][real], "int32")  # (T, K)
-    logprobs = _numpy(experience.likeliest_logprobs[row][real], "float32")
+    logprobs = _numpy(experience.top_logprobs[row][real], "float32")
     own = _numpy(experience.tokens[row][real], "int32")
     answer = _numpy(experience.response_mask[row][real], "bool")
     kept = answer[:, None] & (tokens != own[:, None]) & (logprobs >= math.log(LEAST_LIKELY))

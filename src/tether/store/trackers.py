@@ -1,6 +1,6 @@
 """Other places that metrics go to: TensorBoard, Weights & Biases, trackio, or any `Tracker` of the user's own.
 
-A sink is a guest. It runs in a thread of its own, so that a slow one costs no step; one that raises is told once and
+A tracker is a guest. It runs in a thread of its own, so that a slow one costs no step; one that raises is told once and
 shown out; and at the end a hanging one is left behind.
 """
 
@@ -22,53 +22,53 @@ from tether.protocols import Tracker
 from tether.types import Experience
 from tether.user_code import is_its_own
 
-MOST_WAITING = 1000  # steps
+MAX_WAITING = 1000  # steps
 OPENING_SECONDS = 30.0  # that a service may take to answer as a run starts
 
 
 @dataclass(frozen=True)
-class SinkPlace:
-    """What a sink may want to know of the run."""
+class TrackedRun:
+    """What a tracker may want to know of the run."""
 
     name: str
     folder: Path
     config: Mapping[str, Any]
 
 
-def open_sinks(
-    names: Sequence[str], place: SinkPlace, notify: Callable[[str], None], trackers: Sequence[Tracker] = ()
-) -> Sinks:
-    """The sinks of these names, and the `trackers` that a program passed.
+def open_trackers(
+    names: Sequence[str], place: TrackedRun, notify: Callable[[str], None], trackers: Sequence[Tracker] = ()
+) -> Trackers:
+    """The trackers of these names, and the `trackers` that a program passed.
 
-    A name that is not known is an error; a sink that does not open is told and left out.
+    A name that is not known is an error; a tracker that does not open is told and left out.
     """
     opened: dict[str, Tracker] = {}
     for name in names:
-        if name not in SINKS:
-            raise ConfigError(f"store.sinks: {name} is not known; choose from {', '.join(SINKS)}")
+        if name not in TRACKERS:
+            raise ConfigError(f"store.trackers: {name} is not known; choose from {', '.join(TRACKERS)}")
         try:
-            opened[name] = SINKS[name](place)
+            opened[name] = TRACKERS[name](place)
         except ImportError as error:
             notify(f"{name} is not installed, and gets no metrics: pip install 'tether-rl[{name}]' ({error})")
         except (Exception, SystemExit) as error:
             notify(f"{name} could not be opened, and gets no metrics ({type(error).__name__}: {error})")
     passed = {f"tracker {place + 1} ({type(each).__name__})": each for place, each in enumerate(trackers)}
-    return Sinks(opened | passed, notify)
+    return Trackers(opened | passed, notify)
 
 
-class Sinks:
+class Trackers:
     """Several trackers behind one that never raises and never waits."""
 
     def __init__(self, trackers: Mapping[str, Tracker], notify: Callable[[str], None]) -> None:
         self._trackers = dict(trackers)
         self._notify = notify
-        self._waiting: queue.Queue[tuple[int, dict[str, float], Experience | None] | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[tuple[int, dict[str, float], Experience | None] | None] = queue.Queue(MAX_WAITING)
         self._told_full = False
-        self._thread = threading.Thread(target=self._work, name="metric-sinks", daemon=True)
+        self._thread = threading.Thread(target=self._work, name="metric-trackers", daemon=True)
         self._thread.start()
 
     def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
-        """Hand one step to every sink."""
+        """Hand one step to every tracker."""
         if not self._trackers:
             return
         try:
@@ -76,15 +76,17 @@ class Sinks:
         except queue.Full:
             if not self._told_full:
                 self._told_full = True
-                self._tell("The metric sinks are too slow: some steps are left out there. The run store has them all.")
+                self._tell(
+                    "The metric trackers are too slow: some steps are left out there. The run store has them all."
+                )
 
     def close(self, timeout: float = 30.0) -> None:
-        """Let the sinks finish, for so many seconds at the most."""
+        """Let the trackers finish, for so many seconds at the most."""
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._tell("A metric sink did not finish in time and is left behind.")
+            self._tell("A metric tracker did not finish in time and is left behind.")
 
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:
@@ -110,7 +112,7 @@ class Sinks:
 class TensorBoard:
     """Event files in `tensorboard/` of the run's folder: `tensorboard --logdir runs`."""
 
-    def __init__(self, place: SinkPlace) -> None:
+    def __init__(self, place: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # needs the package tensorboard
 
         self._writer = SummaryWriter(str(place.folder / "tensorboard"))
@@ -130,7 +132,7 @@ class TensorBoard:
 class WeightsAndBiases:
     """A run of Weights & Biases; WANDB_MODE=offline keeps it on this machine, WANDB_PROJECT names the project."""
 
-    def __init__(self, place: SinkPlace) -> None:
+    def __init__(self, place: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         project, mode = os.environ.get("WANDB_PROJECT", "tether"), os.environ.get("WANDB_MODE", "online")
@@ -164,7 +166,7 @@ def _has_key(wandb: Any) -> bool:
 class Trackio:
     """A run of trackio, which keeps its own database on this machine."""
 
-    def __init__(self, place: SinkPlace) -> None:
+    def __init__(self, place: TrackedRun) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
         with redirect_stdout(sys.stderr):  # standard output is for those who asked for JSON
@@ -181,7 +183,7 @@ class Trackio:
             self._run.finish()
 
 
-SINKS: dict[str, Callable[[SinkPlace], Tracker]] = {
+TRACKERS: dict[str, Callable[[TrackedRun], Tracker]] = {
     "tensorboard": TensorBoard,
     "wandb": WeightsAndBiases,
     "trackio": Trackio,

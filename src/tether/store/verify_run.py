@@ -16,7 +16,7 @@ from tether.store.database.apply import apply_record
 from tether.store.database.open import Workspace, open_engine
 from tether.store.database.records import Record
 from tether.store.database.run_log import read_log
-from tether.store.database.spool import Pending, is_being_recorded
+from tether.store.database.spool import Spool, is_being_recorded
 from tether.store.database.verify_rows import duplicate_ids, file_faults, reason, vote_faults
 from tether.store.folder import FINISHED, FORKED, HEADER, RECIPE, RunFolder, write_whole
 from tether.store.header import RunHeader, changed_sentence, header_file, origin_trouble, read_header
@@ -175,7 +175,7 @@ def _check_checkpoints(folder: Path, found: Verified) -> int:
 
 
 def _check_pending(folder: Path, found: Verified) -> None:
-    for path in Pending(folder).files():
+    for path in Spool(folder).files():
         found.checked.append(path.name)
         try:
             Record.from_bytes(read_plain(path))

@@ -29,12 +29,12 @@ from tether.studio.label_store import Labels
 from tether.studio.launcher import Launcher
 from tether.studio.metric_cache import MetricCache
 from tether.studio.model_host import ModelHost
-from tether.studio.people import Doorkeeper
+from tether.studio.people import Auth
 from tether.studio.replies import add_error_replies
 from tether.studio.rollout_view import PromptIndex
 from tether.studio.settings import StudioSettings
 from tether.studio.stream_count import Streams
-from tether.studio.vote_writer import VoteDesk
+from tether.studio.vote_writer import VoteWriter
 
 KEPT_CONNECTIONS = 8
 ROUTERS = (
@@ -80,7 +80,7 @@ def open_studio(workspace: Workspace, settings: StudioSettings) -> Studio:
     open_workspace(workspace.directory, _url(workspace)).close()  # takes in what ended runs could not write
     opened = OpenWorkspace(workspace, engine)
     labels, metrics = Labels(opened), MetricCache(opened)
-    door = Doorkeeper(
+    door = Auth(
         labels.owner(),
         owner_token=settings.owner_token,
         login_code=settings.login_code,
@@ -92,7 +92,7 @@ def open_studio(workspace: Workspace, settings: StudioSettings) -> Studio:
         opened=opened,
         settings=settings,
         labels=labels,
-        desk=VoteDesk(labels),
+        desk=VoteWriter(labels),
         imports=Imports(labels),
         metrics=metrics,
         doctor=Consultations(opened, metrics),

@@ -22,12 +22,12 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from tether.rate_limit import RateLimit, network_of
 from tether.studio.asked import Asked, cookie, host_name, is_foreign, limited, read_asked, says_length, whole_body
-from tether.studio.people import CannotTellError, Doorkeeper, Entry, OtherPersonError
+from tether.studio.people import Auth, CannotTellError, Entry, OtherPersonError
 from tether.studio.replies import Reply
 from tether.studio.settings import StudioSettings
 
 SAFE_METHODS = frozenset({"GET", "HEAD"})
-MOST_BYTES = 32 << 20  # of a request's body
+MAX_BYTES = 32 << 20  # of a request's body
 ANNOTATOR_BYTES = 1 << 20
 LOGIN_BYTES = 4096
 LOGIN = "/api/login"
@@ -79,7 +79,7 @@ IN_ADDRESS = (
 class Gate:
     """The middleware. It puts the `Person` who asks, and how they came in, into the request's state."""
 
-    def __init__(self, app: ASGIApp, settings: StudioSettings, doorkeeper: Doorkeeper) -> None:
+    def __init__(self, app: ASGIApp, settings: StudioSettings, doorkeeper: Auth) -> None:
         self._app, self._settings, self._doorkeeper = app, settings, doorkeeper
         self._people = RateLimit(settings.session_rate)
         # Two buckets by address, so that whoever asks without a token keeps no one out who has one.
@@ -100,7 +100,7 @@ class Gate:
             return
         state = scope.setdefault("state", {})
         state["entry"], state["person"] = answer, None if answer is None else answer.person
-        most = MOST_BYTES if answer is not None and answer.person.role == "owner" else ANNOTATOR_BYTES
+        most = MAX_BYTES if answer is not None and answer.person.role == "owner" else ANNOTATOR_BYTES
         await self._app(scope, limited(receive, most), send)
 
     async def _judge(self, asked: Asked, scope: Scope, receive: Receive) -> Response | Entry | None:
@@ -124,7 +124,7 @@ class Gate:
             return _wait(wait)
         if entry.person.role != "owner" and not _may(asked):
             return _no(403, "only the owner can do this")
-        most = MOST_BYTES if entry.person.role == "owner" else ANNOTATOR_BYTES
+        most = MAX_BYTES if entry.person.role == "owner" else ANNOTATOR_BYTES
         if says_length(asked.headers) > most:
             return _no(413, f"a request may have {most >> 20} MiB at most")
         return entry

@@ -13,11 +13,11 @@ from tether.studio.label_store import Labels
 from tether.studio.launcher import Launcher
 from tether.studio.metric_cache import MetricCache
 from tether.studio.model_host import ModelHost
-from tether.studio.people import Doorkeeper, Entry, Person
+from tether.studio.people import Auth, Entry, Person
 from tether.studio.rollout_view import PromptIndex
 from tether.studio.settings import StudioSettings
 from tether.studio.stream_count import Streams
-from tether.studio.vote_writer import VoteDesk
+from tether.studio.vote_writer import VoteWriter
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,14 @@ class Studio:
     opened: OpenWorkspace
     settings: StudioSettings
     labels: Labels
-    desk: VoteDesk
+    desk: VoteWriter
     imports: Imports
     metrics: MetricCache
     doctor: Consultations
     prompts: PromptIndex
     launcher: Launcher
     models: ModelHost
-    door: Doorkeeper
+    door: Auth
     streams: Streams
 
 

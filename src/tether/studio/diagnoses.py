@@ -10,7 +10,7 @@ from tether.store.read import OpenWorkspace, RunSummary, recorded
 from tether.studio.metric_cache import MetricCache
 from tether.studio.run_queries import last_event
 
-MOST_RUNS = 100
+MAX_RUNS = 100
 
 
 class Consultations:
@@ -29,6 +29,6 @@ class Consultations:
             if said is None or known != written:
                 said = Doctor().examination(recorded(self._opened, run, self._metrics.rows(run.id)))
             self._heard[run.id] = (written, said)
-            if len(self._heard) > MOST_RUNS:
+            if len(self._heard) > MAX_RUNS:
                 self._heard.popitem(last=False)
             return said

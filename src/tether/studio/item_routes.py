@@ -11,13 +11,13 @@ from tether.studio.context import person_of, studio_of
 from tether.studio.label_items import ItemFilter, Status
 from tether.studio.label_records import MAX_TAG, MAX_TAGS, tags_of
 from tether.studio.replies import BIGGEST, Body, Reply, api_router
-from tether.studio.votes import MOST_RANKED
+from tether.studio.votes import MAX_RANKED
 
 router = api_router()
 
 Id = Annotated[int, Path(ge=0, le=BIGGEST)]
 Place = Annotated[int, Field(ge=0, le=BIGGEST)]
-Rank = Annotated[int, Field(ge=0, lt=MOST_RANKED)]
+Rank = Annotated[int, Field(ge=0, lt=MAX_RANKED)]
 MAX_ITEMS = 20_000
 
 
@@ -33,7 +33,7 @@ class Gold(Body):
     """The right ranks of an item's answers, in their own order, 0 for the best; null: it is no gold item."""
 
     ranks: (
-        Annotated[list[Annotated[int, Field(ge=0, lt=MOST_RANKED)]], Field(min_length=2, max_length=MOST_RANKED)] | None
+        Annotated[list[Annotated[int, Field(ge=0, lt=MAX_RANKED)]], Field(min_length=2, max_length=MAX_RANKED)] | None
     )
 
 

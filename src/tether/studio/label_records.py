@@ -11,7 +11,7 @@ from typing import Any
 
 from tether.errors import DataError
 from tether.studio.label_queues import NewItem
-from tether.studio.votes import FEWEST_RANKED, MOST_RANKED
+from tether.studio.votes import MAX_RANKED, MIN_RANKED
 
 KEPT = ("category", "tools", "prompt_id")  # fields of a record that an item keeps as they are
 MAX_TAGS, MAX_TAG = 20, 60
@@ -30,7 +30,7 @@ def item_from_record(kind: str, record: Mapping[str, Any], place: str) -> NewIte
     if kind == "demonstration":
         return NewItem(prompt, (), meta)
     answers = _answers(record, place)
-    fewest, most = (2, 2) if kind == "pair" else (FEWEST_RANKED, MOST_RANKED)
+    fewest, most = (2, 2) if kind == "pair" else (MIN_RANKED, MAX_RANKED)
     if not fewest <= len(answers) <= most:
         raise DataError(f"{place}: a {kind} has {fewest} to {most} answers, and this has {len(answers)}")
     prompt_ids, tokenizer = record.get("prompt_token_ids"), record.get("tokenizer")

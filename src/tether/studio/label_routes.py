@@ -19,7 +19,7 @@ from tether.studio.label_queues import NewItem, queue_settings
 from tether.studio.label_records import item_from_record
 from tether.studio.label_sampling import write_sampling_plan
 from tether.studio.label_staging import ItemWithVotes
-from tether.studio.label_store import Ballot
+from tether.studio.label_store import CastVote
 from tether.studio.model_threads import in_model_thread
 from tether.studio.people import Role
 from tether.studio.queue_items import RANKED, items_from_run, with_repeats
@@ -28,7 +28,7 @@ from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.run_queries import run_with_id
 from tether.studio.run_routes import as_download
 from tether.studio.uncertainty import ask_doubtful_first, reward_model, scored_by
-from tether.studio.votes import AXES, FEWEST_RANKED, HIGHEST_RATING, LOWEST_RATING, MAX_COMMENT, MOST_RANKED, SKIPPED
+from tether.studio.votes import AXES, HIGHEST_RATING, LOWEST_RATING, MAX_COMMENT, MAX_RANKED, MIN_RANKED, SKIPPED
 
 router = api_router()
 
@@ -37,11 +37,11 @@ ImportId = Annotated[str, Path(pattern=r"^[0-9a-f]{12}$")]
 Place = Annotated[int, Field(ge=0, le=BIGGEST)]
 Form = Literal["pairs", "rankings", "messages", "votes"]
 Axis = Literal["overall", "coverage", "accuracy", "coherence"]
-Tied = Annotated[list[int], Field(max_length=MOST_RANKED)]
-Order = Annotated[list[int | Tied], Field(max_length=MOST_RANKED)]
+Tied = Annotated[list[int], Field(max_length=MAX_RANKED)]
+Order = Annotated[list[int | Tied], Field(max_length=MAX_RANKED)]
 Rating = Annotated[int, Field(ge=LOWEST_RATING, le=HIGHEST_RATING)]
 Ratings = Annotated[dict[Axis, Rating], Field(max_length=len(AXES), fail_fast=True)]
-MOST_RECORDS = 20_000
+MAX_RECORDS = 20_000
 assert set(Axis.__args__) == set(AXES)  # pyright: ignore[reportAttributeAccessIssue]
 
 
@@ -76,8 +76,8 @@ class Fill(Body):
     step: Place | None = None
     count: Annotated[int, Field(ge=1, le=5000)] = 50
     repeats: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    answers: Annotated[int, Field(ge=FEWEST_RANKED, le=MOST_RANKED)] | None = None  # of a ranking, or to sample
-    records: list[dict[str, Any]] = Field(default_factory=list, max_length=MOST_RECORDS)
+    answers: Annotated[int, Field(ge=MIN_RANKED, le=MAX_RANKED)] | None = None  # of a ranking, or to sample
+    records: list[dict[str, Any]] = Field(default_factory=list, max_length=MAX_RECORDS)
     text: str = ""
     model: str | None = Field(default=None, min_length=1, max_length=1000)  # whose answers to sample
     prompts: str | None = Field(default=None, min_length=1, max_length=1000)  # a file that the server can read
@@ -103,7 +103,7 @@ class NewVote(Body):
     skip: bool = False
     seconds: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)] | None = None
     comment: str | None = Field(default=None, max_length=MAX_COMMENT)
-    ratings: list[Ratings] | None = Field(default=None, max_length=MOST_RANKED)  # of each shown answer
+    ratings: list[Ratings] | None = Field(default=None, max_length=MAX_RANKED)  # of each shown answer
 
 
 class Undo(Body):
@@ -115,7 +115,7 @@ class Undo(Body):
 class Import(Body):
     """Records in the usual columns, as a list or as JSONL."""
 
-    records: list[dict[str, Any]] = Field(default_factory=list, max_length=MOST_RECORDS)
+    records: list[dict[str, Any]] = Field(default_factory=list, max_length=MAX_RECORDS)
     text: str = ""
 
 
@@ -246,8 +246,8 @@ async def vote(request: Request, new: NewVote) -> Any:
     """Keep a vote. It is on disk when this is answered; sent again it is the same vote."""
     choice = SKIPPED if new.skip else new.choice
     ratings = [{str(axis): given for axis, given in one.items()} for one in new.ratings or ()]
-    ballot = Ballot(new.client_uid, new.item_id, new.order, choice, new.seconds, new.comment, ratings)
-    return Reply({"id": await studio_of(request).desk.hand_in(person_of(request), ballot)})
+    vote = CastVote(new.client_uid, new.item_id, new.order, choice, new.seconds, new.comment, ratings)
+    return Reply({"id": await studio_of(request).desk.hand_in(person_of(request), vote)})
 
 
 @router.post("/label/votes/undo")

@@ -16,7 +16,7 @@ from tether.store.folder import write_whole
 from tether.studio.label_queues import NewItem
 from tether.studio.label_records import item_from_record, prompt_of
 from tether.studio.queue_items import with_repeats
-from tether.studio.votes import FEWEST_RANKED, MOST_RANKED
+from tether.studio.votes import MAX_RANKED, MIN_RANKED
 
 if TYPE_CHECKING:
     from tether.evaluation.sample_answers import Sampled
@@ -99,10 +99,10 @@ def _report(done: int, of: int) -> None:
 
 def items_of(kind: str, sampled: Sampled, digest: str, model: str) -> Iterator[NewItem]:
     """A ranking of all different answers to a prompt, or pairs with each answer in one of them."""
-    rollouts = sampled.different().rollouts[:MOST_RANKED]
+    rollouts = sampled.different().rollouts[:MAX_RANKED]
     groups = [rollouts[at : at + 2] for at in range(0, len(rollouts) - 1, 2)] if kind == "pair" else [rollouts]
     for group in groups:
-        if len(group) < FEWEST_RANKED:
+        if len(group) < MIN_RANKED:
             continue
         prompt = group[0].prompt
         record = {name: prompt.meta[name] for name in ("tags", "category") if name in prompt.meta}

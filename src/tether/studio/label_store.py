@@ -54,7 +54,7 @@ _ASSIGNED_TO = select(assignments.c.rater_id).where(assignments.c.item_id == bin
 
 
 @dataclass(frozen=True)
-class Ballot:
+class CastVote:
     """A vote as it is sent; `client_uid` is the sender's own, and the same when it is sent again."""
 
     client_uid: str
@@ -91,20 +91,20 @@ class Labels(Staging):
         chosen = _choose(rows, lately)
         return None if chosen is None else connection.execute(_ITEM, {"item": chosen}).first()
 
-    def vote(self, person: Person, ballot: Ballot) -> int:
+    def vote(self, person: Person, vote: CastVote) -> int:
         """Keep a vote; its id. One that was kept before is found again, and nothing changes."""
         try:
             with self._writing() as connection:
-                return self._keep(connection, person, ballot)
+                return self._keep(connection, person, vote)
         except (IntegrityError, Refused) as error:
-            known = self._known(person, ballot)
+            known = self._known(person, vote)
             if known is not None:
                 return known
             if isinstance(error, Refused):
                 raise
             raise Refused(409, "you have voted on this already: undo that first") from None
 
-    def vote_together(self, sent: Sequence[tuple[Person, Ballot]]) -> list[int | Exception]:
+    def vote_together(self, sent: Sequence[tuple[Person, CastVote]]) -> list[int | Exception]:
         """Keep many votes by one commit; for each its id, or why it is refused: just as `vote` one by one has it."""
         results: list[int | Exception | None] = [None] * len(sent)
         try:
@@ -117,25 +117,25 @@ class Labels(Staging):
             results = [None] * len(sent)  # one of them cannot be kept, and took the others' commit with it
         return [self._vote_or_why(*sent[place]) if kept is None else kept for place, kept in enumerate(results)]
 
-    def _vote_or_why(self, person: Person, ballot: Ballot) -> int | Exception:
+    def _vote_or_why(self, person: Person, vote: CastVote) -> int | Exception:
         try:
-            return self.vote(person, ballot)
+            return self.vote(person, vote)
         except (Refused, StorageError) as error:
             return error
 
-    def _keep_plain(self, connection: Connection, sent: Sequence[tuple[Person, Ballot]]) -> dict[int, int]:
+    def _keep_plain(self, connection: Connection, sent: Sequence[tuple[Person, CastVote]]) -> dict[int, int]:
         """Insert the votes that nothing speaks against: place in `sent` -> id. The others are left for `vote`."""
-        asked = {"items": [ballot.item_id for _, ballot in sent], "place": self._key}
+        asked = {"items": [vote.item_id for _, vote in sent], "place": self._key}
         found = {row.id: row for row in connection.execute(_ITEMS_ASKED, asked)}
         rows: dict[int, dict[str, Any]] = {}
-        for place, (person, ballot) in enumerate(sent):
-            item = found.get(ballot.item_id)
+        for place, (person, vote) in enumerate(sent):
+            item = found.get(vote.item_id)
             if item is None or not item.open or not may_see(person, item.queue_id, is_open=item.open):
                 continue
             if item.meta.get("assigned"):  # left for `vote`, which looks for whom it is
                 continue
             try:
-                own = _in_own_places(_key(item.meta), item.id, person, ballot, len(item.answers))
+                own = _in_own_places(_key(item.meta), item.id, person, vote, len(item.answers))
                 rows[place] = _vote_row(person.id, own, item.kind, len(item.answers))
             except Refused:
                 continue
@@ -146,32 +146,32 @@ class Labels(Staging):
         self._audit_votes(connection, [(rows[at]["rater_id"], vote, rows[at]["item_id"]) for at, vote in kept.items()])
         return kept
 
-    def _known(self, person: Person, ballot: Ballot) -> int | None:
+    def _known(self, person: Person, vote: CastVote) -> int | None:
         with self._opened.reading() as connection:
-            found = connection.execute(_KNOWN, {"uid": ballot.client_uid}).first()
+            found = connection.execute(_KNOWN, {"uid": vote.client_uid}).first()
         if found is not None and found.rater_id != person.id:
             raise Refused(409, "client_uid was used by someone else: make a new one for each vote")
         return None if found is None else found.id
 
-    def _keep(self, connection: Connection, person: Person, ballot: Ballot) -> int:
-        item = connection.execute(_ITEM, {"item": ballot.item_id}).first()
+    def _keep(self, connection: Connection, person: Person, vote: CastVote) -> int:
+        item = connection.execute(_ITEM, {"item": vote.item_id}).first()
         if item is None:
-            raise Refused(404, f"there is no item {ballot.item_id}")
+            raise Refused(404, f"there is no item {vote.item_id}")
         try:
             queue = self._queue(connection, item.queue_id, person)
         except Refused:  # which queue it is in, or that it is there, is not for everyone to know
-            raise Refused(404, f"there is no item {ballot.item_id}") from None
+            raise Refused(404, f"there is no item {vote.item_id}") from None
         if not queue.open:
             raise Refused(409, "this queue is closed")
         assigned = set(connection.execute(_ASSIGNED_TO, {"item": item.id}).scalars())
         if assigned and person.id not in assigned:
             raise Refused(409, "this item was given to someone else to judge")
-        own = _in_own_places(_key(queue.meta), item.id, person, ballot, len(item.answers))
+        own = _in_own_places(_key(queue.meta), item.id, person, vote, len(item.answers))
         return self._insert_vote(connection, person.id, own, item.kind, len(item.answers))
 
-    def _insert_vote(self, connection: Connection, rater: int, ballot: Ballot, kind: str, count: int) -> int:
-        vote_id = connection.execute(_INSERT_VOTES, [_vote_row(rater, ballot, kind, count)]).scalar_one()
-        self._audit_votes(connection, [(rater, vote_id, ballot.item_id)])
+    def _insert_vote(self, connection: Connection, rater: int, vote: CastVote, kind: str, count: int) -> int:
+        vote_id = connection.execute(_INSERT_VOTES, [_vote_row(rater, vote, kind, count)]).scalar_one()
+        self._audit_votes(connection, [(rater, vote_id, vote.item_id)])
         return vote_id
 
     def _audit_votes(self, connection: Connection, kept: Sequence[tuple[int, int, int]]) -> None:
@@ -218,7 +218,7 @@ class Labels(Staging):
     def _given_row(self, rater: int, item: int, vote: GivenVote, kind: str, answers: int) -> dict[str, Any]:
         uid = f"import-{item}-{secrets.token_hex(8)}"
         said = (vote.choice, vote.seconds, vote.comment, vote.ratings)
-        return _vote_row(rater, Ballot(uid, item, list(range(answers)), *said), kind, answers)
+        return _vote_row(rater, CastVote(uid, item, list(range(answers)), *said), kind, answers)
 
     def vote_as(self, by: Person, queue_id: int, name: str, choices: Mapping[int, Any]) -> int:
         """The votes of a judge who is no person, on items that it has not voted on; how many are new."""
@@ -229,8 +229,8 @@ class Labels(Staging):
             voted = set(connection.execute(mine).scalars())
             new = {item: choice for item, choice in choices.items() if item not in voted}
             for item, choice in new.items():
-                ballot = Ballot(f"judge-{item}-{secrets.token_hex(8)}", item, [0, 1], choice)
-                self._insert_vote(connection, rater, ballot, queue.kind, 2)
+                vote = CastVote(f"judge-{item}-{secrets.token_hex(8)}", item, [0, 1], choice)
+                self._insert_vote(connection, rater, vote, queue.kind, 2)
             self._audit(connection, by.id, "judge", queue_id, judge=name, votes=len(new))
         return len(new)
 
@@ -253,13 +253,13 @@ def _is_away(error: Exception) -> bool:
     return error.__cause__ is None or isinstance(error.__cause__, OperationalError | StoreAway)
 
 
-def _vote_row(rater: int, ballot: Ballot, kind: str, count: int) -> dict[str, Any]:
+def _vote_row(rater: int, vote: CastVote, kind: str, count: int) -> dict[str, Any]:
     """The row of a vote that makes sense; a 422 for one that does not."""
-    choice = check_choice(kind, count, ballot.order, ballot.choice)
-    values = {"client_uid": ballot.client_uid, "item_id": ballot.item_id, "rater_id": rater}
-    values |= {"order": list(ballot.order), "choice": choice, "seconds": ballot.seconds}
-    ratings = check_ratings(count, ballot.ratings)
-    values |= {"comment": (ballot.comment or "").strip() or None, "ratings": ratings}
+    choice = check_choice(kind, count, vote.order, vote.choice)
+    values = {"client_uid": vote.client_uid, "item_id": vote.item_id, "rater_id": rater}
+    values |= {"order": list(vote.order), "choice": choice, "seconds": vote.seconds}
+    ratings = check_ratings(count, vote.ratings)
+    values |= {"comment": (vote.comment or "").strip() or None, "ratings": ratings}
     return values | {"created": time.time(), "undone": False}
 
 
@@ -278,12 +278,12 @@ def _shown(queue: Row[Any], item: Row[Any], person: Person) -> dict[str, Any]:
     return {"id": item.id, "kind": item.kind, "prompt": item.prompt, "answers": answers, "order": list(range(count))}
 
 
-def _in_own_places(key: str, item_id: int, person: Person, ballot: Ballot, count: int) -> Ballot:
-    """A ballot on what `_shown` gave this person, with the answers' own places in its `order`."""
-    if sorted(ballot.order) != list(range(count)):
-        return ballot  # it is refused later
+def _in_own_places(key: str, item_id: int, person: Person, vote: CastVote, count: int) -> CastVote:
+    """A vote on what `_shown` gave this person, with the answers' own places in its `order`."""
+    if sorted(vote.order) != list(range(count)):
+        return vote  # it is refused later
     given = shown_order(key, item_id, person.id, count)
-    return replace(ballot, order=[given[place] for place in ballot.order])
+    return replace(vote, order=[given[place] for place in vote.order])
 
 
 def _key(meta: Mapping[str, Any]) -> str:

@@ -25,7 +25,7 @@ from tether.studio.replies import Refused
 
 FOLDER = ".studio"  # in the workspace: logs and plans
 TAIL = 4000  # characters of a log that are shown
-MOST_RUNNING = 8
+MAX_RUNNING = 8
 
 
 @dataclass(frozen=True)
@@ -111,8 +111,8 @@ class Launcher:
         running = [job for job in self._jobs.values() if job.is_running]
         if any(job.name == name for job in running):
             raise Refused(409, f"{name} is being worked on already")
-        if len(running) >= MOST_RUNNING:
-            raise Refused(409, f"{MOST_RUNNING} processes are running already: wait for one, or stop one")
+        if len(running) >= MAX_RUNNING:
+            raise Refused(409, f"{MAX_RUNNING} processes are running already: wait for one, or stop one")
 
 
 def allowed_words() -> list[str]:

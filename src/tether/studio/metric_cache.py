@@ -23,7 +23,7 @@ from sqlalchemy import Connection, func, select
 from tether.store.database.schema import metrics, runs, steps
 from tether.store.read import OpenWorkspace
 
-MOST_RUNS = 12
+MAX_RUNS = 12
 ROWS_AT_A_TIME = 2_000  # so few that they stay in the processor's cache: with twenty thousand it takes a third longer
 
 
@@ -100,7 +100,7 @@ class MetricCache:
             run = _current(connection, run_id, self._runs.pop(run_id, None))
             yield connection, run
             self._runs[run_id] = run
-            while len(self._runs) > MOST_RUNS:
+            while len(self._runs) > MAX_RUNS:
                 self._runs.popitem(last=False)
 
 

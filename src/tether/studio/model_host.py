@@ -14,7 +14,7 @@ from tether.studio.freeze_gc import settle
 if TYPE_CHECKING:
     from tether.studio.answer_stream import Token
 
-MOST_MODELS = 2  # in memory at a time
+MAX_MODELS = 2  # in memory at a time
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def answers_of_item(row: Any) -> list[Scored]:
 class ModelHost:
     """Answers of saved models. torch is imported with the first question, so that a server without any is light."""
 
-    def __init__(self, most: int = MOST_MODELS) -> None:
+    def __init__(self, most: int = MAX_MODELS) -> None:
         self._most = most
         self._engines: OrderedDict[tuple[str, float], Any] = OrderedDict()
         self._lock = threading.Lock()
@@ -149,7 +149,7 @@ def _reward_model(folder: Path) -> Any:
     from tether.store.find import find_model, run_config
 
     path, config = find_model(str(folder)), run_config(str(folder))
-    if config.get("roles", {}).get("mode") != "adapters":
+    if config.get("roles", {}).get("mode") != "lora":
         return RewardModelReward.load(ModelPart(kind="model", path=path), None)
     base = load_causal_lm(find_model(config["model"]["path"]), dtype="auto", device="auto", seed=0)
     sharing = build_sharing(base.model, RolesSettings(**config["roles"]), 0)

@@ -71,7 +71,7 @@ class _Known:
     checked: float
 
 
-class Doorkeeper:
+class Auth:
     """Turns tokens into people and people into sessions. Sessions are in memory: they end with the server."""
 
     def __init__(

@@ -14,7 +14,7 @@ from tether.store.read import OpenWorkspace, RunSummary, read_rollouts
 from tether.store.recorded import StoredRollout
 from tether.studio.label_queues import NewItem
 from tether.studio.run_queries import kept_steps, spread
-from tether.studio.votes import FEWEST_RANKED
+from tether.studio.votes import MIN_RANKED
 
 STEPS_READ = 8  # of each run, spread from the first to the last
 REPEAT_AFTER = 8  # items between one and its hidden repeat
@@ -121,7 +121,7 @@ def _ranked_pairs(answers: Sequence[Answer]) -> list[tuple[int, Answer, Answer]]
 
 def ranking_items(answers: Sequence[Answer], count: int, size: int = RANKED) -> list[NewItem]:
     """Up to `size` different answers to each prompt, to be put in order."""
-    groups = [several[:size] for several in _by_prompt(answers).values() if len(several) >= FEWEST_RANKED]
+    groups = [several[:size] for several in _by_prompt(answers).values() if len(several) >= MIN_RANKED]
     return [_item(group) for group in groups[:count]]
 
 

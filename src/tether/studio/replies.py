@@ -20,7 +20,7 @@ from tether.redact import redact
 from tether.store.database.schema import without_infinities
 from tether.studio.big_json import read_json
 
-MOST_FIELDS = 100  # of a body; no route knows as many
+MAX_FIELDS = 100  # of a body; no route knows as many
 BIGGEST = 2**31 - 1  # the largest number that every database keeps as an integer
 
 
@@ -33,8 +33,8 @@ class Body(BaseModel):
     @classmethod
     def _has_few_fields(cls, given: Any) -> Any:
         """To say of each of thousands that it is not known would hold everyone up."""
-        if isinstance(given, dict) and len(given) > MOST_FIELDS:
-            raise ValueError(f"there are more than {MOST_FIELDS} fields")
+        if isinstance(given, dict) and len(given) > MAX_FIELDS:
+            raise ValueError(f"there are more than {MAX_FIELDS} fields")
         return given
 
 

@@ -12,7 +12,7 @@ from typing import NoReturn
 from tether.errors import ConfigError
 
 SHORTEST_TOKEN = 16
-LONGEST_FILE = 4096  # bytes
+MAX_FILE = 4096  # bytes
 
 
 def add_token_options(parser: argparse.ArgumentParser, variable: str, whose: str) -> None:
@@ -70,7 +70,7 @@ def _in_file(name: str) -> str:
         if not stat.S_ISREG(mode):
             raise ConfigError(f"--token-file: cannot read {name} (it is no file)")
         with path.open(encoding="utf-8") as file:
-            token = file.read(LONGEST_FILE).strip()
+            token = file.read(MAX_FILE).strip()
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "it is not text"
         raise ConfigError(f"--token-file: cannot read {name} ({reason})") from None

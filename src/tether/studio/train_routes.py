@@ -23,7 +23,7 @@ from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.run_queries import run_with_id
 from tether.studio.vote_training import (
     VOTES,
-    TrainingWish,
+    TrainingRequest,
     decided_pairs,
     split_records,
     write_plan,
@@ -82,7 +82,7 @@ def train(request: Request, wanted: Training) -> Any:
     name = wanted.name or f"votes-{wanted.queue_id}-{time.strftime('%Y%m%d-%H%M%S')}"
     for run in ("reward", "ppo"):
         free_name(studio, f"{name}/{run}")
-    wish = TrainingWish(
+    wish = TrainingRequest(
         name=name,
         queue=wanted.queue_id,
         model=start.model,
@@ -113,7 +113,7 @@ def train_on_demonstrations(request: Request, wanted: DemonstrationTraining) -> 
     start = _start(studio, wanted.from_run, wanted.model, votes)
     name = wanted.name or f"demonstrations-{wanted.queue_id}-{time.strftime('%Y%m%d-%H%M%S')}"
     free_name(studio, f"{name}/sft")
-    wish = TrainingWish(
+    wish = TrainingRequest(
         name=name,
         queue=wanted.queue_id,
         model=start.model,

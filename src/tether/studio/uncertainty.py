@@ -15,7 +15,7 @@ from tether.studio.queue_items import Answer
 from tether.studio.replies import Refused
 from tether.studio.run_queries import run_with_id
 
-MOST_SCORED = 4000  # answers in one go
+MAX_SCORED = 4000  # answers in one go
 
 
 def reward_model(studio: Studio, run_id: int | None) -> RunSummary | None:
@@ -38,7 +38,7 @@ def _has_model(run: RunSummary) -> bool:
 
 def scored_by(studio: Studio, model: RunSummary, answers: Sequence[Answer]) -> list[Answer]:
     """The answers with this reward model's scores in place of those that they were given when they were sampled."""
-    few = answers[:MOST_SCORED]
+    few = answers[:MAX_SCORED]
     asked = [Scored(one.messages, one.text, one.ended, one.ids, one.prompt_ids, one.tokenizer) for one in few]
     told = studio.models.scores(model.folder, asked)
     return [replace(one, score=score) for one, score in zip(few, told, strict=True)]
@@ -48,7 +48,7 @@ def ask_doubtful_first(studio: Studio, person: Person, queue: int, model: RunSum
     """Put a queue's pairs into the order of this reward model's doubt, the closest first; how many there are."""
     if studio.labels.queue(queue).kind != "pair":
         raise DataError(f"queue {queue} holds no pairs, and only of those can a reward model be unsure")
-    rows = studio.labels.items(queue)[: MOST_SCORED // 2]
+    rows = studio.labels.items(queue)[: MAX_SCORED // 2]
     told = studio.models.scores(model.folder, [answer for row in rows for answer in answers_of_item(row)])
     margins = [abs(one - other) for one, other in zip(told[0::2], told[1::2], strict=True)]
     priorities = {row.id: -margin for row, margin in zip(rows, margins, strict=True) if margin == margin}

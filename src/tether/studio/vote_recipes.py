@@ -1,7 +1,7 @@
 """The recipes of trainings that the page starts, made of the recipe of the run that they go on from.
 
 What a run shares between its roles (`roles.mode`, its layers or adapters, the base model) goes on as it was: a reward
-model that PPO is to share a trunk with must stand on that trunk. Learning rates are those that suit the mode, because
+model that PPO is to share a backbone with must stand on that backbone. Learning rates suit the mode, because
 a rate for a few layers ruins a whole model, and a rate for a whole model leaves a few layers where they were.
 """
 
@@ -10,13 +10,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-RATES = {"separate": 1e-5, "adapters": 1e-4, "top": 5e-4}
+RATES = {"separate": 1e-5, "lora": 1e-4, "shared_backbone": 5e-4}
 """By `roles.mode`, of SFT, reward models and critics: all weights, adapters, the top layers."""
-POLICY_RATES = {"separate": 3e-6, "adapters": 1e-4, "top": 4e-4}
+POLICY_RATES = {"separate": 3e-6, "lora": 1e-4, "shared_backbone": 4e-4}
 """The same for a policy in PPO, where the source run has none to go on with."""
 
-ROLES = ("mode", "lora_rank", "lora_alpha", "lora_targets", "top_layers", "offload_frozen")
-OPTIMIZER = ("betas", "epsilon", "weight_decay", "max_grad_norm", "micro_tokens", "masters", "state")
+ROLES = ("mode", "lora_rank", "lora_alpha", "lora_targets", "trainable_layers", "offload_reference")
+OPTIMIZER = ("betas", "epsilon", "weight_decay", "max_grad_norm", "micro_batch_tokens", "master_weights", "state")
 RL_SECTIONS = ("rollout", "kl", "evaluation", "ppo", "ptx")
 TEMPLATE = ("chat_template_kwargs",)  # of `data`: what the prompts were rendered with
 RL_METHODS = ("ppo", "reinforce", "rloo", "grpo", "trpo")
@@ -26,12 +26,12 @@ Config = Mapping[str, Any]
 
 def reward_recipe(config: Config, model: str, settings: Config, data: Config) -> dict[str, Any]:
     """A reward model on the source run's model, in its mode."""
-    return _supervised(config, model, settings, data, "critic_rate")
+    return _supervised(config, model, settings, data, "critic_lr")
 
 
 def sft_recipe(config: Config, model: str, settings: Config, data: Config) -> dict[str, Any]:
     """Supervised fine-tuning of the source run's model, in its mode."""
-    return _supervised(config, model, settings, data, "policy_rate")
+    return _supervised(config, model, settings, data, "policy_lr")
 
 
 def _supervised(config: Config, model: str, settings: Config, data: Config, rate: str) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def ppo_recipe(config: Config, model: str, settings: Config, reward_model: str, 
         template = _kept(config, "data", TEMPLATE)
         recipe |= {"task": {"prompts": prompts}} | ({"data": template} if template else {})
     recipe["optimizer"] = _rl_optimizer(config, mode)
-    if roles.get("critic_from"):  # it started as the reward model of before
-        roles["critic_from"] = reward_model
+    if roles.get("critic_init"):  # it started as the reward model of before
+        roles["critic_init"] = reward_model
     part = {"kind": "model", "path": reward_model} | ({} if mode == "separate" else {"shared": True})
     reward = _section(config, "reward") if config.get("method") in (None, *RL_METHODS) else {}
     reward["parts"] = _parts(reward.get("parts", ()), part)
@@ -73,7 +73,9 @@ def _parts(before: Sequence[Mapping[str, Any]], part: dict[str, Any]) -> list[di
     if not models:
         return [part, *(dict(one) for one in before)]
     old = before[models[0]]
-    names = ("name", "weight", "dtype", "device", "micro_tokens") if old["kind"] == "model" else ("name", "weight")
+    names = (
+        ("name", "weight", "dtype", "device", "micro_batch_tokens") if old["kind"] == "model" else ("name", "weight")
+    )
     kept = {name: old[name] for name in names if old.get(name) is not None}
     return [
         kept | part if place == models[0] else dict(one)
@@ -87,8 +89,8 @@ def _rl_optimizer(config: Config, mode: str) -> dict[str, Any]:
     if config.get("method") in (None, "ppo", "trpo") and config.get("optimizer"):
         return _section(config, "optimizer")
     if config.get("method") in RL_METHODS:
-        return _section(config, "optimizer") | {"critic_rate": RATES[mode]}
-    return _kept(config, "optimizer", OPTIMIZER) | {"policy_rate": POLICY_RATES[mode], "critic_rate": RATES[mode]}
+        return _section(config, "optimizer") | {"critic_lr": RATES[mode]}
+    return _kept(config, "optimizer", OPTIMIZER) | {"policy_lr": POLICY_RATES[mode], "critic_lr": RATES[mode]}
 
 
 def _mode(roles: Config, settings: Config) -> str:

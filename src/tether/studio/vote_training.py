@@ -23,13 +23,13 @@ from tether.store.folder import write_whole
 from tether.studio.vote_recipes import ppo_recipe, reward_recipe, sft_recipe
 
 VOTES = "votes.json"
-FEWEST_RECORDS = 4
+MIN_RECORDS = 4
 
 Record = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class TrainingWish:
+class TrainingRequest:
     """What a person asked for. `config` is the recipe of the run that the policy goes on from, where there is one."""
 
     name: str
@@ -67,8 +67,8 @@ def decided_pairs(records: Sequence[Record]) -> int:
 def split_records(records: Sequence[Record], fraction: float, what: str = "items have a clear choice") -> Split:
     """By a hash of the prompt: what was held out once stays held out as votes grow, and no prompt is in both parts."""
     good = [record for record in records if _can_be_learned(record)]
-    if len(good) < FEWEST_RECORDS:
-        raise DataError(f"{len(good)} {what}, and training needs {FEWEST_RECORDS} or more: go on judging")
+    if len(good) < MIN_RECORDS:
+        raise DataError(f"{len(good)} {what}, and training needs {MIN_RECORDS} or more: go on judging")
     by_lot = sorted({_asked(record) for record in good}, key=_lot)
     least = {prompt for prompt in by_lot if _lot(prompt) < fraction}
     if fraction and not least:
@@ -116,7 +116,7 @@ def _are_whole(texts: Sequence[str]) -> bool:
 # -- plans --------------------------------------------------------------------------------------------------------
 
 
-def write_plan(directory: Path, wish: TrainingWish, split: Split) -> Path:
+def write_plan(directory: Path, wish: TrainingRequest, split: Split) -> Path:
     """Write all that a reward model and PPO need; the plan's file. A setting that is wrong is told here."""
 
     def recipes(root: Path, data: Path) -> list[list[str]]:
@@ -139,7 +139,7 @@ def write_plan(directory: Path, wish: TrainingWish, split: Split) -> Path:
     return _written(directory, wish, split, ("reward", "ppo"), recipes)
 
 
-def write_sft_plan(directory: Path, wish: TrainingWish, split: Split) -> Path:
+def write_sft_plan(directory: Path, wish: TrainingRequest, split: Split) -> Path:
     """Write all that supervised fine-tuning on demonstrations needs; the plan's file."""
 
     def recipes(root: Path, data: Path) -> list[list[str]]:
@@ -153,7 +153,7 @@ def write_sft_plan(directory: Path, wish: TrainingWish, split: Split) -> Path:
 
 def _written(
     directory: Path,
-    wish: TrainingWish,
+    wish: TrainingRequest,
     split: Split,
     runs: Sequence[str],
     recipes: Callable[[Path, Path], list[list[str]]],
@@ -175,7 +175,7 @@ def _written(
     return plan
 
 
-def _votes(wish: TrainingWish, split: Split) -> dict[str, Any]:
+def _votes(wish: TrainingRequest, split: Split) -> dict[str, Any]:
     return {
         "queue": wish.queue,
         "votes": split.votes,
@@ -205,7 +205,7 @@ def _longest(record: Record) -> int:
     return len(record.get("prompt_token_ids", ())) + max(map(len, ids), default=0)
 
 
-def _run(directory: Path, wish: TrainingWish, run: str, steps: int) -> dict[str, Any]:
+def _run(directory: Path, wish: TrainingRequest, run: str, steps: int) -> dict[str, Any]:
     return {"directory": str(directory), "name": f"{wish.name}/{run}", "steps": steps}
 
 

@@ -15,11 +15,11 @@ from threading import Lock
 from typing import Any, TypeVar
 
 from tether.errors import StorageError
-from tether.studio.label_store import Ballot, Labels
+from tether.studio.label_store import CastVote, Labels
 from tether.studio.people import Person
 
-MOST_TOGETHER = 64
-MOST_WAITING = 1000  # votes, and questions what to judge next
+MAX_TOGETHER = 64
+MAX_WAITING = 1000  # votes, and questions what to judge next
 ANSWER_SECONDS = 25.0
 BUSY = "the server is busy: try again in a moment"
 READERS = 2  # more of them only get into each other's way: what they do is mostly Python
@@ -39,11 +39,11 @@ async def _in_time(work: Future[Found]) -> Found:
 @dataclass(frozen=True)
 class _Sent:
     person: Person
-    ballot: Ballot
+    vote: CastVote
     kept: Future[int] = field(default_factory=Future)
 
 
-class VoteDesk:
+class VoteWriter:
     """One writer for all votes of a server, and a few readers for what comes next."""
 
     def __init__(self, labels: Labels) -> None:
@@ -55,7 +55,7 @@ class VoteDesk:
 
     async def ask(self, person: Person, queue_id: int) -> dict[str, Any]:
         """What to judge next, as `Labels.next_item` has it."""
-        if self._asking >= MOST_WAITING:
+        if self._asking >= MAX_WAITING:
             raise StorageError(BUSY)
         with self._lock:
             self._asking += 1
@@ -67,15 +67,15 @@ class VoteDesk:
         with self._lock:
             self._asking -= 1
 
-    async def hand_in(self, person: Person, ballot: Ballot) -> int:
+    async def hand_in(self, person: Person, vote: CastVote) -> int:
         """The vote's id, once it is on disk; or why it was refused."""
-        return await _in_time(self.put(person, ballot))
+        return await _in_time(self.put(person, vote))
 
-    def put(self, person: Person, ballot: Ballot) -> Future[int]:
+    def put(self, person: Person, vote: CastVote) -> Future[int]:
         """Hand a vote in without waiting for it."""
-        if len(self._waiting) >= MOST_WAITING:
+        if len(self._waiting) >= MAX_WAITING:
             raise StorageError(BUSY)
-        sent = _Sent(person, ballot)
+        sent = _Sent(person, vote)
         self._waiting.append(sent)
         self._writer.submit(self._write_waiting)
         return sent.kept
@@ -87,11 +87,11 @@ class VoteDesk:
 
     def _write_waiting(self) -> None:
         """Write all that wait; a later call, for a vote that this one took along, finds nothing to do."""
-        together = [self._waiting.popleft() for _ in range(min(MOST_TOGETHER, len(self._waiting)))]
+        together = [self._waiting.popleft() for _ in range(min(MAX_TOGETHER, len(self._waiting)))]
         if not together:
             return
         try:
-            results = self._labels.vote_together([(sent.person, sent.ballot) for sent in together])
+            results = self._labels.vote_together([(sent.person, sent.vote) for sent in together])
         except Exception as error:  # whatever it is, it is the answer that those who wait get
             results = [error] * len(together)
         for sent, result in zip(together, results, strict=True):

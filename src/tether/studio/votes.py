@@ -13,8 +13,8 @@ KINDS = ("pair", "ranking", "demonstration")
 PAIR_CHOICES = ("left", "right", "tie", "both_bad", "skip")
 SKIP = "skip"
 SKIPPED = {"skip": True}  # a demonstration may be the word skip, so that its skip is not a text
-FEWEST_RANKED, MOST_RANKED = 2, 9
-LONGEST_TEXT = 200_000
+MIN_RANKED, MAX_RANKED = 2, 9
+MAX_TEXT = 200_000
 AXES = ("overall", "coverage", "accuracy", "coherence")
 LOWEST_RATING, HIGHEST_RATING = 1, 7
 MAX_COMMENT = 5_000  # characters
@@ -48,7 +48,7 @@ def check_choice(kind: str, count: int, order: Sequence[int], choice: Any) -> An
             )
     elif choice != SKIPPED and not isinstance(choice, str):
         raise Refused(422, "choice: must be the text of a demonstration")
-    elif choice != SKIPPED and not 0 < len(choice.strip()) <= len(choice) <= LONGEST_TEXT:
+    elif choice != SKIPPED and not 0 < len(choice.strip()) <= len(choice) <= MAX_TEXT:
         raise Refused(422, "choice: a demonstration cannot be empty, nor longer than 200,000 characters")
     return choice
 

@@ -58,9 +58,9 @@ def load_policy(recipe: Recipe, *, verify: bool = True) -> LoadedModel:
     """The recipe's model on its device; without `verify` the caller compares it with what it was."""
     settings = recipe.model
     check_critic_start(recipe)
-    if settings.quantize != "none" and recipe.roles.mode != "adapters":
+    if settings.quantize != "none" and recipe.roles.mode != "lora":
         raise ConfigError(
-            f"model.quantize is {settings.quantize}, whose weights cannot be trained: use roles.mode adapters, or set "
+            f"model.quantize is {settings.quantize}, whose weights cannot be trained: use roles.mode lora, or set "
             "model.quantize none"
         )
     return load_causal_lm(
@@ -78,19 +78,19 @@ def learner_settings(optimizer: OptimizerSettings, seed: int = 0) -> LearnerSett
     """The recipe's optimiser; a reward model learns at the critic's rate. `seed` is the run's."""
     return LearnerSettings(
         rates={
-            "policy": optimizer.policy_rate,
-            "critic": optimizer.critic_rate,
-            "reward": optimizer.critic_rate,
+            "policy": optimizer.policy_lr,
+            "critic": optimizer.critic_lr,
+            "reward": optimizer.critic_lr,
         },
-        micro_tokens=optimizer.micro_tokens,
+        micro_batch_tokens=optimizer.micro_batch_tokens,
         max_grad_norm=optimizer.max_grad_norm,
         schedule=optimizer.schedule,
         warmup=optimizer.warmup,
         betas=optimizer.betas,
         epsilon=optimizer.epsilon,
         weight_decay=optimizer.weight_decay,
-        masters=optimizer.masters,
-        state=optimizer.state,
+        master_weights=optimizer.master_weights,
+        optimizer=optimizer.name,
         seed=derive_seed(seed, "optimizer"),
     )
 
@@ -118,8 +118,8 @@ def build_rl(
     sharing = sharing_of(recipe, policy)
     policy = dataclasses.replace(policy, model=sharing.policy)
     start = None
-    if recipe.roles.critic_from is not None:
-        start, longest = load_critic(recipe.roles.critic_from, sharing, policy)
+    if recipe.roles.critic_init is not None:
+        start, longest = load_critic(recipe.roles.critic_init, sharing, policy)
         if longest < policy.context_length:  # prompts must fit the critic too
             policy = dataclasses.replace(policy, context_length=longest)
             task = checked(recipe, task, TextModel.of(recipe.model.path, policy))
@@ -129,7 +129,7 @@ def build_rl(
         with_reference=algorithm.needs_reference,
         seed=derive_seed(recipe.run.seed, "critic"),
         start_critic_from=start,
-        offload_frozen=recipe.roles.offload_frozen,
+        offload_reference=recipe.roles.offload_reference,
     )
     rollout, kept = recipe.rollout, KeepRollouts(recipe.store.rollouts_every)
     reward = build_reward(
@@ -149,9 +149,9 @@ def build_rl(
         engine=objects.engine_for(policy)
         or NativeEngine(
             policy,
-            max_batch=rollout.max_batch,
+            max_num_seqs=rollout.max_num_seqs,
             states_for=sharing.shared,
-            general=rollout.engine == "general",
+            general=rollout.engine == "transformers",
         ),
         reward=reward,
         prompts=DataOrder(task.prompts(), derive_seed(recipe.run.seed, "prompts")),
@@ -169,7 +169,7 @@ def build_rl(
         pad_id=policy.pad_id,
         seed=recipe.run.seed,
         steps=recipe.run.steps,
-        mix_in=mixed_in(recipe, policy) if isinstance(recipe, PPORecipe) and recipe.ptx.data else None,
+        ptx=mixed_in(recipe, policy) if isinstance(recipe, PPORecipe) and recipe.ptx.data else None,
         held_out=list(task.held_out())[: recipe.evaluation.prompts],
         evaluate_every=recipe.evaluation.every,
         shared=sharing.shared,
@@ -257,7 +257,7 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel, inputs: Inputs) -> 
     seed = derive_seed(recipe.run.seed, "reward head")
     head = ScalarHead.like_output(policy.model, deviation=(width + 1) ** -0.5, seed=seed)
     sharing = sharing_of(recipe, policy)
-    model = ScalarModel(sharing.scalar_trunk(seed), head, "reward")
+    model = ScalarModel(sharing.scalar_backbone(seed), head, "reward")
     examples, held_out = _in_order(recipe, *_rankings(recipe.data, policy, inputs))
     centre = encode_demonstrations(inputs.centre, _encoder(recipe.data, policy)) if inputs.centre else []
     return SupervisedParts(
@@ -276,8 +276,8 @@ def _reward_model(recipe: RewardRecipe, policy: LoadedModel, inputs: Inputs) -> 
 
 def _dpo(recipe: DPORecipe, policy: LoadedModel, inputs: Inputs) -> SupervisedParts[Any]:
     sharing = sharing_of(recipe, policy)
-    offload = recipe.roles.offload_frozen
-    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0, offload_frozen=offload)
+    offload = recipe.roles.offload_reference
+    roles = Roles.build(sharing, critic=None, with_reference=True, seed=0, offload_reference=offload)
     assert roles.reference is not None
     reference, settings = roles.reference, recipe.dpo
     learner = make_learner(recipe, roles.actor, policy)
@@ -308,7 +308,7 @@ def with_reference(batch: PairBatch, reference: ReferencePolicy, learner: Learne
 
     def attempt() -> PairBatch:
         column = torch.zeros(batch.tokens.shape)
-        for rows in micro_batches(batch, learner.micro_tokens):
+        for rows in micro_batches(batch, learner.micro_batch_tokens):
             micro = batch.select(rows)
             first, last = micro.span()
             column[rows, first:last] = reference.logprobs(micro.trimmed().to(learner.device)).float().cpu()

@@ -1,4 +1,4 @@
-"""The reward model that a critic starts as (`roles.critic_from`): found, checked and loaded."""
+"""The reward model that a critic starts as (`roles.critic_init`): found, checked and loaded."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from tether.rewards.model import load_vocabulary
 from tether.seal import check_saved
 from tether.store.find import find_model
 
-FIELD = "roles.critic_from"
+FIELD = "roles.critic_init"
 
 
 def check_critic_start(recipe: Recipe) -> None:
     """Refuse, before anything is loaded, a folder that holds no model or one of another mode."""
-    start, mode = recipe.roles.critic_from, recipe.roles.mode
+    start, mode = recipe.roles.critic_init, recipe.roles.mode
     if start is None:
         return
     folder = critic_folder(start)
@@ -29,8 +29,8 @@ def check_critic_start(recipe: Recipe) -> None:
             f"{FIELD}: {start} holds no saved reward model: name a run of `tether train reward`, or the folder with "
             "its config.json"
         )
-    if adapters != (mode == "adapters"):
-        what, repair = ("adapters", "adapters") if adapters else ("a whole model", "separate or top")
+    if adapters != (mode == "lora"):
+        what, repair = ("adapters", "lora") if adapters else ("a whole model", "separate or shared_backbone")
         raise ConfigError(
             f"{FIELD}: {start} holds {what}, but roles.mode is {mode}: set roles.mode to {repair}, or train the reward "
             f"model with roles.mode {mode}"
@@ -38,7 +38,7 @@ def check_critic_start(recipe: Recipe) -> None:
 
 
 def critic_folder(start: str) -> Path:
-    """The folder that `roles.critic_from` names, be it a run's own or its model's."""
+    """The folder that `roles.critic_init` names, be it a run's own or its model's."""
     try:
         return Path(find_model(start)).expanduser()
     except TetherError as error:
@@ -57,7 +57,7 @@ def load_critic(start: str, sharing: Sharing, policy: LoadedModel) -> tuple[Scal
     folder = critic_folder(start)
     try:
         critic = sharing.load_scalar(folder, "critic")
-        vocabulary = load_vocabulary(folder, critic.trunk.model)
+        vocabulary = load_vocabulary(folder, critic.backbone.model)
         check_same_vocabulary(policy, vocabulary, "critic")
     except ConfigError as error:
         raise ConfigError(f"{FIELD}: {error}") from error

@@ -80,7 +80,7 @@ def write_fault(folder: Path, step: int, fault: Fault) -> Path:
         "reason": fault.reason,
         "findings": [asdict(finding) for finding in fault.findings],
         "norms": {name: norm if math.isfinite(norm) else str(norm) for name, norm in fault.norms.items()},
-        "micro_tokens": fault.micro_tokens,
+        "micro_batch_tokens": fault.micro_batch_tokens,
         "batches": [
             {"file": batch_file(index), "stage": stage_of(batch), "temperature": batch.temperature}
             for index, batch in enumerate(fault.batches)
@@ -128,7 +128,7 @@ def read_fault(place: Path) -> RecordedFault:
             for entry in content["findings"]
         )
         norms = {name: float(norm) for name, norm in content["norms"].items()}
-        fault = Fault(content["reason"], findings, batches, norms, content["micro_tokens"])
+        fault = Fault(content["reason"], findings, batches, norms, content["micro_batch_tokens"])
         return RecordedFault(content["step"], fault)
     except (OSError, ValueError, KeyError, TypeError, SafetensorError) as error:
         raise StorageError(f"{place} is not a fault that can be read: {type(error).__name__}: {error}") from error

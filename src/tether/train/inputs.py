@@ -55,7 +55,7 @@ def read_inputs(recipe: Recipe, model: TextModel | None = None, task_object: Tas
             return _records(recipe.data, parse_demonstrations)
         case RewardRecipe():
             found = _records(recipe.data, parse_rankings)
-            centre = parse_demonstrations(recipe.reward.centre_on) if recipe.reward.centre_on else None
+            centre = parse_demonstrations(recipe.reward.center_on) if recipe.reward.center_on else None
             return Inputs(train=found.train, held_out=found.held_out, centre=centre)
         case DPORecipe():
             return _records(recipe.data, parse_rankings)

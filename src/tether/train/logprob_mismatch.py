@@ -1,6 +1,6 @@
 """The tokens that sampler and trainer disagree about most, told by name when they are worse than any before them.
 
-The mean, the largest gap and the KL of every iteration are metrics (`sampler_gap`, `sampler_gap_max`, `sampler_kl`),
+The mean, the largest gap and the KL of every iteration are metrics (`logprob_diff`, `logprob_diff_max`, `sampler_kl`),
 and both log-probs of every token are in the rollouts that the store keeps.
 """
 

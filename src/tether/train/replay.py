@@ -26,7 +26,7 @@ from tether.store.recorded import RecordedRun, StoredRollout
 from tether.store.tokens import padded_columns, stored_experience
 from tether.types import EvaluatedBatch, Experience, TokenOutputs, columns_of
 
-LOSSES = ("policy_loss", "value_loss", "clip_fraction", "kl_old")
+LOSSES = ("policy_loss", "value_loss", "clip_fraction", "approx_kl")
 
 
 @dataclass(frozen=True)

@@ -198,7 +198,7 @@ def checkpoint_model(folder: Path, step: int, target: Path, objects: Objects | N
 def without_code(recipe: Recipe) -> Recipe:
     """The recipe with the same model and roles, whose task and reward are Tether's own: nothing that it names runs.
 
-    A reward model on the shared trunk stays, for it is part of what the roles share.
+    A reward model on the shared backbone stays, for it is part of what the roles share.
     """
     if not isinstance(recipe, RLRecipe):
         return recipe

@@ -18,26 +18,26 @@ CALIBRATION_BINS = 5
 MARGIN_BINS = 12
 
 
-def finish_reward_model(parts: SupervisedParts[Ranking], centre_on: Sequence[Row]) -> dict[str, Any]:
+def finish_reward_model(parts: SupervisedParts[Ranking], center_on: Sequence[Row]) -> dict[str, Any]:
     """Centre the scores, and report on the held-out rankings."""
     model = parts.learner.model
     assert isinstance(model, ScalarModel)
     report: dict[str, Any] = {}
-    if centre_on:
-        report["centred_by"] = centre(model, parts, centre_on)
+    if center_on:
+        report["centred_by"] = centre(model, parts, center_on)
     if parts.held_out:
         report |= margins_report(held_out_margins(model, parts))
     return report
 
 
 @contextmanager
-def centred(parts: SupervisedParts[Ranking], centre_on: Sequence[Row]) -> Iterator[None]:
+def centred(parts: SupervisedParts[Ranking], center_on: Sequence[Row]) -> Iterator[None]:
     """The model centred for as long as it is saved; training goes on with the very bits that it had."""
     model = parts.learner.model
     assert isinstance(model, ScalarModel)
     before = model.head.bias.detach().clone()
-    if centre_on:
-        centre(model, parts, centre_on)
+    if center_on:
+        centre(model, parts, center_on)
     try:
         yield
     finally:

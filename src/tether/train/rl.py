@@ -15,13 +15,13 @@ from tether.data.cursor import DataOrder
 from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner
 from tether.models.roles import Roles
-from tether.models.shared_backbone import SharedTrunk
+from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import RewardFn, RolloutEngine, Sampling
 from tether.rewards.combine import failure_errors, part_metrics
 from tether.rewards.score import score_rollouts
 from tether.seeds import derive_seed
-from tether.train.timers import Phases
-from tether.train.token_stats import LastLook
+from tether.train.timers import Timers
+from tether.train.token_stats import TokenStats
 from tether.types import Experience, Measures, Prompt, Rollout, Score
 
 Doing = Callable[[str], None]
@@ -46,10 +46,10 @@ class RLParts:
     pad_id: int
     seed: int
     steps: int
-    mix_in: Callable[[int], ExtraGradient] | None = None  # for an iteration, what is mixed into each of its steps
+    ptx: Callable[[int], ExtraGradient] | None = None  # for an iteration, what is mixed into each of its steps
     held_out: Sequence[Prompt] = ()
     evaluate_every: int = 0
-    shared: SharedTrunk | None = None  # layers that remember what they were run on
+    shared: SharedBackbone | None = None  # layers that remember what they were run on
     likeliest_at: Callable[[int], int] = lambda step: 0  # noqa: ARG005 how many of a step's likeliest tokens are kept
 
 
@@ -129,7 +129,7 @@ def evaluate_held_out(parts: RLParts) -> dict[str, float]:
 
 def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = _nothing) -> StepResult:
     """One iteration."""
-    algorithm, learner, phases = parts.algorithm, parts.learner, Phases(parts.learner.device)
+    algorithm, learner, phases = parts.algorithm, parts.learner, Timers(parts.learner.device)
     coefficients = controllers.coefficients()
 
     def begin(phase: str) -> None:
@@ -163,14 +163,14 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
             made.batch,
             parts.roles,
             minibatch_size=algorithm.minibatch_size,
-            micro_tokens=learner.micro_tokens,
+            micro_batch_tokens=learner.micro_batch_tokens,
             device=learner.device,
             halve=learner.halve,
             likeliest=parts.likeliest_at(step),
         )
         begin("update")
         experience, measures = algorithm.credit(evaluated, coefficients.reference)
-        look = LastLook(experience)
+        look = TokenStats(experience)
         objective = algorithm.objective_at(step, coefficients)
         measures.merge(update(parts, step, look, objective))
 
@@ -184,7 +184,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
         metrics["critic_warmup"] = 1.0
     else:
         controllers = controllers.after(
-            kl_reference=metrics.get("kl_ref_k3"), kl_old=metrics.get("kl_old_after"), samples=len(made.batch)
+            kl_reference=metrics.get("kl_ref_k3"), approx_kl=metrics.get("approx_kl_after"), samples=len(made.batch)
         )
     return StepResult(
         step,
@@ -206,10 +206,10 @@ def release_memory(engine: RolloutEngine) -> None:
         release()
 
 
-def update(parts: RLParts, step: int, look: LastLook, objective: TokenObjective) -> Measures:
+def update(parts: RLParts, step: int, look: TokenStats, objective: TokenObjective) -> Measures:
     """Learn from one iteration's experience, watched by `look`; nothing is mixed in while only the critic learns."""
     generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
     warming = parts.algorithm.warmup_at(step) is not None
-    extra = parts.mix_in(step) if parts.mix_in is not None and not warming else None
+    extra = parts.ptx(step) if parts.ptx is not None and not warming else None
     update_rule = parts.algorithm.update_at(step)
     return update_rule(parts.learner, look.experience, look.watching(objective), generator, extra)

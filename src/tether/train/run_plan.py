@@ -67,8 +67,8 @@ def check_room(recipe: Recipe, plan: Plan, training: Training, free: int, notify
         raise ConfigError(judged.sentence)
     if judged.sentence:
         notify(judged.sentence[0].upper() + judged.sentence[1:])
-    if judged.micro_tokens is not None:
-        training.learner.micro_tokens = judged.micro_tokens
+    if judged.micro_batch_tokens is not None:
+        training.learner.micro_batch_tokens = judged.micro_batch_tokens
 
 
 def _lengths(recipe: Recipe, training: Training, policy: LoadedModel) -> Lengths:

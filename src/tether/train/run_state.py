@@ -19,7 +19,7 @@ from tether.algorithms.algorithm import Controllers
 from tether.errors import StorageError
 from tether.learner.learner import Learner
 from tether.learner.learner_state import LearnerState
-from tether.models.shared_backbone import SharedTrunk
+from tether.models.shared_backbone import SharedBackbone
 from tether.ops.kl import AdaptiveKL, FixedKL, KLController, ProportionalKL
 from tether.seeds import derive_seed
 from tether.store.checkpoints import Checkpoint
@@ -32,7 +32,7 @@ def capture(
     learner: Learner,
     values: dict[str, Any],
     *,
-    shared: SharedTrunk | None = None,
+    shared: SharedBackbone | None = None,
     controllers: tuple[Controllers, Controllers] | None = None,
 ) -> Checkpoint:
     """A checkpoint after `step` steps; `controllers` as they were at first and as they are now.
@@ -42,7 +42,7 @@ def capture(
     state = learner.state(copy=True)
     tensors: dict[str, Mapping[str, Tensor]] = {"learner": state.tensors, "random": random_tensors()}
     if shared is not None:
-        tensors["trunk"] = shared.memory()
+        tensors["backbone"] = shared.memory()
     return Checkpoint(
         step,
         tensors,
@@ -56,12 +56,12 @@ def capture(
 
 
 def restore(
-    checkpoint: Checkpoint, learner: Learner, *, shared: SharedTrunk | None = None, fresh: Controllers | None = None
+    checkpoint: Checkpoint, learner: Learner, *, shared: SharedBackbone | None = None, fresh: Controllers | None = None
 ) -> Controllers | None:
     """Become what was captured. Returns the controllers, where there are any; those of a changed setting start anew."""
     learner.load_state(LearnerState(dict(checkpoint.tensors["learner"]), checkpoint.values["learner"]))
-    if shared is not None and "trunk" in checkpoint.tensors:
-        shared.remember(checkpoint.tensors["trunk"])
+    if shared is not None and "backbone" in checkpoint.tensors:
+        shared.remember(checkpoint.tensors["backbone"])
     set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
     saved = checkpoint.values["controllers"]
     if fresh is None or saved is None:

@@ -35,7 +35,7 @@ from tether.store.recorder import RunRecorder, RunStart
 from tether.store.retention import KeepRollouts
 from tether.store.token_text import token_pieces
 from tether.store.tokens import StepRollouts
-from tether.store.trackers import SinkPlace, open_sinks
+from tether.store.trackers import TrackedRun, open_trackers
 from tether.train.best import BestSoFar
 from tether.train.failure_record import FaultRecorder
 from tether.train.logprob_mismatch import Agreement
@@ -46,12 +46,12 @@ from tether.train.run_plan import RunPlan
 from tether.train.training import Taken, Training
 from tether.train.watchdog import Watchdog
 
-MAX_REWARD_ERRORS = 20  # different errors of rewards that a sitting tells and keeps
+MAX_REWARD_ERRORS = 20  # different errors of rewards that a attempt tells and keeps
 BITS_DEPEND_ON = ("torch", "threads", "processor", "device")  # of what the environment is described by
 
 
 class Session:
-    """One sitting of a run: from its beginning, or from where an earlier sitting left off, to its end or its stop."""
+    """One attempt of a run: from its beginning, or from where an earlier attempt left off, to its end or its stop."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class Session:
         self.notify, self.planned = notify, planned
         self.resumes = resumes
         self.done = 0  # steps taken
-        self.taken = 0  # of them, in this sitting
+        self.taken = 0  # of them, in this attempt
         self.best = BestSoFar.of(recipe)
         self.agreement = Agreement()
         self._saved_at: int | None = None
-        self._reward_errors: set[str] = set()  # told in this sitting
+        self._reward_errors: set[str] = set()  # told in this attempt
         self.workspace = workspace = workspace_at(recipe.run.directory, recipe.store.url)
         config = recipe_record(recipe)
         for place in (folder.best_path, folder.model_path):
@@ -105,15 +105,15 @@ class Session:
         )
         for text in identity.told:
             self._trouble(text)
-        place = SinkPlace(self.recorder.name, folder.path, config)
-        self.sinks = open_sinks(recipe.store.sinks, place, notify, trackers)
+        place = TrackedRun(self.recorder.name, folder.path, config)
+        self.trackers = open_trackers(recipe.store.trackers, place, notify, trackers)
         rules = recipe.checkpoint
         self.checkpoints = CheckpointWriter(
             folder.checkpoints, keep=rules.keep, keep_every=rules.keep_every, notify=self._trouble
         )
         self.faults = training.learner.on_fault = FaultRecorder(folder.path, self._trouble)
         self.doctor = LiveDoctor(recipe.method, config, every=max(recipe.run.doctor_every, 1))
-        self._watchdog = Watchdog(recipe.run.stall_seconds, folder.path)
+        self._watchdog = Watchdog(recipe.run.hang_timeout, folder.path)
         self._open = ExitStack()
 
     def _identify(self, config: dict[str, Any]) -> Identity:
@@ -147,7 +147,7 @@ class Session:
             self.recorder.event("failed", str(error) or type(error).__name__, step=self.done)
         self._open.close()
         self.checkpoints.wait()
-        self.sinks.close()
+        self.trackers.close()
         self.recorder.close(state)
 
     # -- where it starts ----------------------------------------------------------------------------------------------
@@ -262,7 +262,7 @@ class Session:
         stored = rollouts.stored(taken.step, None) if rollouts is not None else []
         taken.metrics.update(step_measures(stored))
         self.recorder.record(taken.step, taken.metrics, rollouts)
-        self.sinks.record(taken.step, taken.metrics)
+        self.trackers.record(taken.step, taken.metrics)
         self.planned.measured.see(taken.metrics)
         self.done = taken.step + 1
         self.taken += 1
@@ -306,7 +306,7 @@ class Session:
             self.recorder.event("reward", text, step=taken.step)
 
     def _tell_doctor(self) -> None:
-        """What was recorded before this sitting; what it finds in that, it has said."""
+        """What was recorded before this attempt; what it finds in that, it has said."""
         with suppress(TetherError), open_workspace(self.recipe.run.directory, self.recipe.store.url) as opened:
             for row in read_run(opened, self.recorder.name).metrics:
                 self.doctor.see(int(row["step"]), {name: value for name, value in row.items() if name != "step"})

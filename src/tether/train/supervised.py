@@ -9,9 +9,9 @@ from typing import Any, Generic, TypeVar
 
 from tether.data.cursor import DataOrder
 from tether.learner.learner import Learner
-from tether.models.shared_backbone import SharedTrunk
+from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import Objective
-from tether.train.timers import Phases
+from tether.train.timers import Timers
 from tether.types import Measures, Sequences
 
 Example = TypeVar("Example")
@@ -33,7 +33,7 @@ class SupervisedParts(Generic[Example]):
     evaluate_every: int = 0  # steps; 0: after the last
     report: Callable[[SupervisedParts[Any]], dict[str, Any]] = lambda parts: {}  # noqa: ARG005 (nothing to tell)
     as_saved: Callable[[SupervisedParts[Any]], AbstractContextManager[None]] = lambda parts: nullcontext()  # noqa: ARG005
-    shared: SharedTrunk | None = None  # layers that remember what they were run on
+    shared: SharedBackbone | None = None  # layers that remember what they were run on
 
 
 def train_supervised(
@@ -54,7 +54,7 @@ def train_supervised(
         doing(f"step {step}")
         before = _held_out_metrics(parts) if step == 0 and parts.evaluate_every else {}
         parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
-        phases = Phases(parts.learner.device)
+        phases = Timers(parts.learner.device)
         phases.begin("update")
         batch = parts.collate(parts.examples.take(step * parts.batch_size, _batch_at(parts, step)))
         measures = parts.learner.backward(batch, parts.objective)

@@ -9,7 +9,7 @@ import torch
 GIB = 2**30
 
 
-class Phases:
+class Timers:
     """A clock of consecutive phases: one begins where the one before it ends.
 
     On CUDA the device's peak statistics are reset as a phase begins, so whoever measures an iteration from outside

@@ -23,7 +23,7 @@ class NumberedExperience(Experience):
     places: Tensor  # (B,) int64
 
 
-class LastLook:
+class TokenStats:
     """The log-probs that the update's last pass over each token found; where it never came by, the old ones.
 
     A pass is made before the step that it leads to, so this is how the token stood when it was last learned from, not
@@ -80,7 +80,7 @@ class LastLook:
 @dataclass(frozen=True)
 class _Watched:
     objective: TokenObjective
-    look: LastLook
+    look: TokenStats
 
     def size(self, batch: Experience) -> float:
         """The objective's own."""

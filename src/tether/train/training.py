@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from tether.config.recipes import Recipe, RLRecipe
 from tether.learner.learner import Learner
-from tether.models.backbones import trunk_notices
+from tether.models.backbones import backbone_notices
 from tether.models.heads import ScalarModel
 from tether.models.load import LoadedModel
 from tether.models.roles import ActorCritic
@@ -90,7 +90,7 @@ class FromRollouts:
         self.learner, self.total = self.parts.learner, self.parts.steps
         self.model = self.parts.roles.actor.policy
         self.notices: tuple[str, ...] = getattr(self.parts.engine, "notices", ())
-        self.notices += trunk_notices(self.parts.roles.actor)
+        self.notices += backbone_notices(self.parts.roles.actor)
         self.notices += getattr(self.parts.reward, "notices", ())
         self.controllers = self.parts.algorithm.controllers
 
@@ -99,7 +99,7 @@ class FromRollouts:
         return nullcontext()
 
     def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
-        """Iterations; what the shared trunk remembers is of one iteration, so it is no part of the state."""
+        """Iterations; what the shared backbone remembers is of one iteration, so it is no part of the state."""
         for result in train_rl(self.parts, start=start, controllers=self.controllers, stop=stop, doing=doing):
             self.controllers = result.controllers
             yield Taken(result.step, result.metrics, result)
@@ -127,7 +127,7 @@ class FromRecords:
         self.learner, self.total = self.parts.learner, self.parts.steps
         learned = self.learner.model
         assert isinstance(learned, ScalarModel | ActorCritic)
-        self.notices = trunk_notices(learned)
+        self.notices = backbone_notices(learned)
         self.model = learned if isinstance(learned, ScalarModel) else learned.policy
 
     def as_saved(self) -> AbstractContextManager[None]:
@@ -140,7 +140,7 @@ class FromRecords:
             yield Taken(step, metrics)
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
-        """Learner, random streams, and how the shared trunk found what it remembers."""
+        """Learner, random streams, and how the shared backbone found what it remembers."""
         return capture(step, self.learner, values, shared=self.parts.shared)
 
     def restore(self, checkpoint: Checkpoint) -> None:
@@ -148,7 +148,7 @@ class FromRecords:
         restore(checkpoint, self.learner, shared=self.parts.shared)
 
     def finish(self) -> dict[str, Any]:
-        """Centring and the report on held-out records, for a reward model; then what the trunk is to be kept of."""
+        """Centring and the report on held-out records, for a reward model; then what the backbone is to be kept of."""
         report = self.parts.report(self.parts)
         if self.parts.shared is not None:
             self.parts.shared.write_kept()

@@ -76,7 +76,7 @@ class Watchdog:
 
     def _tell(self) -> None:
         words = (
-            f"no progress for {self.seconds:g} seconds (run.stall_seconds); last: {self._doing}. The stacks of all "
+            f"no progress for {self.seconds:g} seconds (run.hang_timeout); last: {self._doing}. The stacks of all "
             f"threads follow; the run ends with exit code {Stalled.exit_code}.\n"
         )
         with suppress(OSError):

@@ -148,17 +148,17 @@ class LlamaDecoder:
 
     def __init__(self, model: Any, slots: int, length: int, traced: int | None = None) -> None:
         """Room for `slots` sequences of `length` tokens; what layer `traced` is given is kept in the cache's states."""
-        trunk, config = model.model, model.config
-        attention = trunk.layers[0].self_attn
+        backbone, config = model.model, model.config
+        attention = backbone.layers[0].self_attn
         self.head_dim: int = attention.head_dim
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.inner: int = config.intermediate_size
-        self.embedding: nn.Module = trunk.embed_tokens
-        self.embedding_scale = families.embedding_scale(trunk)
-        facts = families.layer_facts(trunk)
-        self.layers = [Layer(block, own) for block, own in zip(trunk.layers, facts, strict=True)]
-        self.norm, self.head = Norm(families.Norm.of(trunk.norm)), Projection(model.lm_head)
+        self.embedding: nn.Module = backbone.embed_tokens
+        self.embedding_scale = families.embedding_scale(backbone)
+        facts = families.layer_facts(backbone)
+        self.layers = [Layer(block, own) for block, own in zip(backbone.layers, facts, strict=True)]
+        self.norm, self.head = Norm(families.Norm.of(backbone.norm)), Projection(model.lm_head)
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.vocabulary: int = model.lm_head.weight.shape[0]
         self.device: torch.device = model.lm_head.weight.device
@@ -170,7 +170,7 @@ class LlamaDecoder:
         self.traced = traced
         if traced is not None:
             self.cache.keep_states(config.hidden_size)
-        tables = families.rotary_tables(trunk, length, dtype)
+        tables = families.rotary_tables(backbone, length, dtype)
         self.angles = {  # cos and sin, (D, length) each
             kind: (cos.t().contiguous(), sin.t().contiguous()) for kind, (cos, sin) in tables.items()
         }
@@ -180,20 +180,20 @@ class LlamaDecoder:
         lengths = [len(ids) for ids in prompts]
         tokens = torch.tensor([id for ids in prompts for id in ids], device=self.device)
         columns = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-        self._trunk(tokens, columns, Prefill(self.cache, slots, lengths))
+        self._backbone(tokens, columns, Prefill(self.cache, slots, lengths))
 
     def step(self, tokens: Tensor, columns: Tensor, length: int) -> Tensor:
         """(V, n) logits after one more token in each of the slots 0 to n - 1: `tokens` (n,) at `columns` (n,).
 
         `length` is the longest slot's, this token counted.
         """
-        hidden = self._trunk(tokens, columns, Decode(self.cache, columns, length))
+        hidden = self._backbone(tokens, columns, Decode(self.cache, columns, length))
         logits = hidden.new_empty(self.vocabulary, hidden.shape[1])
         self.head.into(logits, self.norm(hidden))
         logits = logits[:, : len(tokens)]
         return logits if self.logit_cap is None else capped(logits, self.logit_cap)
 
-    def _trunk(self, tokens: Tensor, columns: Tensor, attend: Prefill | Decode) -> Tensor:
+    def _backbone(self, tokens: Tensor, columns: Tensor, attend: Prefill | Decode) -> Tensor:
         """(H, N') hidden states before the last norm, N' >= N as `column_multiple` has it, the first N of them real.
 
         Of no meaning after a prefill, which stops early.

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tether.accel.decode_gpu import reference_step
 from tether.accel.decode_gpu.reference_step import Angles
 from tether.accel.decode_gpu.slot_state import Cache
-from tether.accel.decode_gpu.step_layers import Layer, Linear, Trunk
+from tether.accel.decode_gpu.step_layers import Backbone, Layer, Linear
 from tether.accel.families import Norm
 from tether.accel.fused_pass import fused_ops
 from tether.accel.fused_pass.lora_swiglu import GateAdapters
@@ -25,11 +25,11 @@ from tether.accel.kernels.tiles import power_of_two
 STORED = 4096  # numbers that one program writes into the cache, of keys and of values
 
 
-def angles_pass(trunk: Trunk, prompts: int, longest: int) -> Angles:
+def angles_pass(backbone: Backbone, prompts: int, longest: int) -> Angles:
     """Positions 0 to longest - 1 of each prompt, a row for each token: (P * L, D), the second half like the first."""
     return {
         kind: (cos[:longest].repeat(prompts, 2), sin[:longest].repeat(prompts, 2))
-        for kind, (cos, sin) in trunk.angles.items()
+        for kind, (cos, sin) in backbone.angles.items()
     }
 
 

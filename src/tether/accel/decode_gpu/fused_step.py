@@ -24,7 +24,7 @@ from tether.accel.decode_gpu.fused_prefill import (
 )
 from tether.accel.decode_gpu.fused_slots import copy_slots, draw
 from tether.accel.decode_gpu.slot_state import PARTS, PROCESSORS, SPLITS, Cache, SlotState, Workspace
-from tether.accel.decode_gpu.step_layers import MOST_RANK, Layer, Linear, Trunk
+from tether.accel.decode_gpu.step_layers import MAX_RANK, Backbone, Layer, Linear
 from tether.accel.families import Norm
 from tether.accel.kernels import decode as decode_kernels
 from tether.accel.kernels import slots as slots_kernels
@@ -46,16 +46,16 @@ __all__ = ["add_norm", "attend", "copy_slots", "draw", "embed", "gated", "linear
 __all__ += ["add_norm_pass", "angles_pass", "gated_pass", "heads_pass", "linear_pass", "store_pass"]
 
 
-def embed(work: Workspace, n: int, trunk: Trunk, state: SlotState, norm: Norm) -> None:
+def embed(work: Workspace, n: int, backbone: Backbone, state: SlotState, norm: Norm) -> None:
     """hidden = the embeddings of the slots' next inputs; normed = their norm."""
-    table: Any = trunk.embedding
+    table: Any = backbone.embedding
     scale = getattr(table, "scalar_embed_scale", None)  # a Gemma module's own
     if type(table) is not nn.Embedding and scale is None:
-        return reference_step.embed(work, n, trunk, state, norm)
+        return reference_step.embed(work, n, backbone, state, norm)
     weight = table.weight.detach()
     if scale is not None:
         scale = float(torch.tensor(scale, dtype=weight.dtype))  # rounded as the module does
-    _normed(work, n, None, norm, (state.tokens, weight, trunk.embedding_scale if scale is None else scale))
+    _normed(work, n, None, norm, (state.tokens, weight, backbone.embedding_scale if scale is None else scale))
     return None
 
 
@@ -91,7 +91,7 @@ def thin(work: Workspace, n: int, modules: tuple[Linear, ...], x: Tensor) -> dic
     adapters = [part.adapter for part in modules]
     some = next((adapter for adapter in adapters if adapter is not None), None)
     if some is None:
-        return {"RANK": 0, "PADDED": 16, "MOST": MOST_RANK, "THIN": 1}
+        return {"RANK": 0, "PADDED": 16, "MOST": MAX_RANK, "THIN": 1}
     rank, width = some.down.shape
     padded = max(16, power_of_two(rank))
     split = next(
@@ -101,10 +101,10 @@ def thin(work: Workspace, n: int, modules: tuple[Linear, ...], x: Tensor) -> dic
     each = [adapter or some for adapter in adapters] + [some] * (3 - len(adapters))
     decode_kernels.thin_kernel[(-(-n // rows), len(modules), split)](
         x, *(adapter.down for adapter in each), *(adapter.scaling for adapter in each), work.thin, work.thin.stride(0),
-        K=width, RANK=rank, PADDED=padded, MOST=MOST_RANK, BM=rows, BK=64, SPLIT=split,
+        K=width, RANK=rank, PADDED=padded, MOST=MAX_RANK, BM=rows, BK=64, SPLIT=split,
         num_warps=4, num_stages=4, **launch(n),
     )  # fmt: skip
-    return {"RANK": rank, "PADDED": padded, "MOST": MOST_RANK, "THIN": split}
+    return {"RANK": rank, "PADDED": padded, "MOST": MAX_RANK, "THIN": split}
 
 
 def ups(work: Workspace, *parts: Linear) -> list[Tensor]:
@@ -113,11 +113,13 @@ def ups(work: Workspace, *parts: Linear) -> list[Tensor]:
     return [part.adapter.up if part.adapter else some for part in parts]
 
 
-def project(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotState, cache: Cache, index: int) -> None:
+def project(
+    work: Workspace, n: int, layer: Layer, backbone: Backbone, state: SlotState, cache: Cache, index: int
+) -> None:
     """Queries of the normed states, turned to their positions; keys and values go into the cache."""
     width = layer.head_dim
-    if not layer.fused_attention or width not in (32, 64, 128, 256) or trunk.hidden % 64:
-        return reference_step.project(work, n, layer, trunk, state, cache, index)
+    if not layer.fused_attention or width not in (32, 64, 128, 256) or backbone.hidden % 64:
+        return reference_step.project(work, n, layer, backbone, state, cache, index)
     heads = (layer.query, layer.key, layer.value)
     adapters = thin(work, n, heads, work.normed)
     most, inner, warps, stages = tile("project", n)
@@ -126,24 +128,27 @@ def project(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotStat
     biases = [part.bias if has_bias else work.normed for part in heads]
     norms = layer.head_norms
     stages = stages_within(stages, (rows + width) * inner, work.normed)
-    decode_kernels.project_kernel[(-(-n // rows), trunk.heads + 2 * trunk.kv_heads)](
+    decode_kernels.project_kernel[(-(-n // rows), backbone.heads + 2 * backbone.kv_heads)](
         described(work.normed, rows, inner), *(part.weight for part in heads), *biases,
         *((norm.weight for norm in norms) if norms else (work.normed, work.normed)),
-        *trunk.angles[layer.facts.rotary], state.columns, work.query, cache.keys[index], cache.values[index],
+        *backbone.angles[layer.facts.rotary], state.columns, work.query, cache.keys[index], cache.values[index],
         n, cache.keys.shape[3], norms[0].epsilon if norms else 0.0, work.thin, *ups(work, *heads), work.thin.stride(0),
-        K=trunk.hidden, D=width, HEADS=trunk.heads, KV=trunk.kv_heads, HAS_BIAS=has_bias, HAS_NORM=norms is not None,
+        K=backbone.hidden, D=width, HEADS=backbone.heads, KV=backbone.kv_heads,
+        HAS_BIAS=has_bias, HAS_NORM=norms is not None,
         OFFSET=norms[0].offset if norms else 0.0, ADAPTED=sum(bool(part.adapter) << i for i, part in enumerate(heads)),
         BM=rows, BK=inner, AHEAD=ahead(n), num_warps=warps, num_stages=stages, **adapters, **launch(n),
     )  # fmt: skip
     return None
 
 
-def attend(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotState, cache: Cache, index: int) -> None:
+def attend(
+    work: Workspace, n: int, layer: Layer, backbone: Backbone, state: SlotState, cache: Cache, index: int
+) -> None:
     """mixed = attention of each slot's query to the columns of its own slot that it sees; of no meaning where idle."""
-    width, kv, length = trunk.head_dim, trunk.kv_heads, cache.keys.shape[3]
+    width, kv, length = backbone.head_dim, backbone.kv_heads, cache.keys.shape[3]
     if width not in (16, 32, 64, 128, 256):
-        return reference_step.attend(work, n, layer, trunk, state, cache, index)
-    group, facts = trunk.heads // kv, layer.facts
+        return reference_step.attend(work, n, layer, backbone, state, cache, index)
+    group, facts = backbone.heads // kv, layer.facts
     columns, warps, stages = TILES["attend"]
     stages = stages_within(stages, 2 * columns * width, work.query)
     window = facts.window if facts.window is not None and facts.window < length else 0
@@ -159,8 +164,8 @@ def attend(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotState
         WINDOW=window, CAPPED=facts.cap is not None, SPLITS=splits, num_warps=warps, num_stages=stages, **launch(n),
     )  # fmt: skip
     if splits > 1:
-        slots_kernels.combine_kernel[(n, trunk.heads)](
-            work.pieces, work.weights, work.mixed, n, D=width, HEADS=trunk.heads, SPLITS=splits, num_warps=1,
+        slots_kernels.combine_kernel[(n, backbone.heads)](
+            work.pieces, work.weights, work.mixed, n, D=width, HEADS=backbone.heads, SPLITS=splits, num_warps=1,
             **launch(n),
         )  # fmt: skip
     return None
@@ -213,12 +218,12 @@ def linear(work: Workspace, n: int, module: Linear, x: Tensor) -> Tensor:
     return out[: split * n].view(split, n, size)
 
 
-def logits(work: Workspace, n: int, trunk: Trunk) -> None:
+def logits(work: Workspace, n: int, backbone: Backbone) -> None:
     """Logits of the normed states."""
-    if type(trunk.head) is not nn.Linear or trunk.head.bias is not None:
-        return reference_step.logits(work, n, trunk)
+    if type(backbone.head) is not nn.Linear or backbone.head.bias is not None:
+        return reference_step.logits(work, n, backbone)
     # the library's product is a fifth faster than the kernel here, and nothing is fused behind this one
-    torch.mm(work.normed[:n], trunk.head.weight.detach().t(), out=work.logits[:n])
-    if trunk.logit_cap is not None:
-        reference_step.capped(work.logits[:n], trunk.logit_cap)
+    torch.mm(work.normed[:n], backbone.head.weight.detach().t(), out=work.logits[:n])
+    if backbone.logit_cap is not None:
+        reference_step.capped(work.logits[:n], backbone.logit_cap)
     return None

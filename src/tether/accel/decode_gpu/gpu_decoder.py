@@ -15,7 +15,7 @@ import torch
 from tether.accel.backend import kernel_kind
 from tether.accel.decode_gpu.prefill import read_prompts
 from tether.accel.decode_gpu.slot_state import Cache, SlotState, Workspace, on_device
-from tether.accel.decode_gpu.step_layers import Trunk, fingerprint
+from tether.accel.decode_gpu.step_layers import Backbone, fingerprint
 from tether.accel.fused_pass.side_stream import capture_streams
 from tether.protocols import Sampling
 
@@ -30,12 +30,12 @@ class GpuDecoder:
         """Room for `slots` sequences of `length` tokens, of which at most `room` are drawn."""
         self.model = model
         self.slots, self.length, self.room = slots, length, room
-        self.trunk = Trunk(model, length)
-        self.device = self.trunk.device
-        self.kernels = kernels or importlib.import_module(KERNELS[kernel_kind(self.device, self.trunk.dtype)])
-        self.cache = Cache(self.trunk, slots, length)
-        self.state = SlotState(slots, room, self.trunk.vocabulary, self.device)
-        self.work = Workspace(self.trunk, slots)
+        self.backbone = Backbone(model, length)
+        self.device = self.backbone.device
+        self.kernels = kernels or importlib.import_module(KERNELS[kernel_kind(self.device, self.backbone.dtype)])
+        self.cache = Cache(self.backbone, slots, length)
+        self.state = SlotState(slots, room, self.backbone.vocabulary, self.device)
+        self.work = Workspace(self.backbone, slots)
         self.made_for = fingerprint(model)
         self.graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0
@@ -59,13 +59,13 @@ class GpuDecoder:
         state.stops.zero_()
         state.stops[on_device(known, self.device)] = True
         state.temperature.fill_(sampling.temperature or 1.0)
-        state.top_k.fill_(sampling.top_k or self.trunk.vocabulary)
+        state.top_k.fill_(sampling.top_k or self.backbone.vocabulary)
         state.top_p.fill_(sampling.top_p)
         state.live.zero_()
 
     def prefill(self, prompts: list[list[int]], slots: list[int]) -> None:
         """Read `prompts[i]` into slot `slots[i]`."""
-        read_prompts(self.kernels, self.trunk, self.cache, prompts, slots)
+        read_prompts(self.kernels, self.backbone, self.cache, prompts, slots)
 
     def advance(self, n: int, sampling: Sampling, steps: int) -> None:
         """Step the slots 0 to n - 1 this many times: each live one draws a token a step. Nothing is waited for."""
@@ -84,18 +84,18 @@ class GpuDecoder:
 
     def logits(self, n: int) -> None:
         """`work.logits[:n]` after one more token in each of the slots 0 to n - 1: `state.tokens` at `state.columns`."""
-        kernels, work, state, trunk = self.kernels, self.work, self.state, self.trunk
-        following = [layer.before_attention for layer in trunk.layers[1:]] + [trunk.norm]
-        kernels.embed(work, n, trunk, state, trunk.layers[0].before_attention)
-        for index, (layer, norm) in enumerate(zip(trunk.layers, following, strict=True)):
-            kernels.project(work, n, layer, trunk, state, self.cache, index)
-            kernels.attend(work, n, layer, trunk, state, self.cache, index)
+        kernels, work, state, backbone = self.kernels, self.work, self.state, self.backbone
+        following = [layer.before_attention for layer in backbone.layers[1:]] + [backbone.norm]
+        kernels.embed(work, n, backbone, state, backbone.layers[0].before_attention)
+        for index, (layer, norm) in enumerate(zip(backbone.layers, following, strict=True)):
+            kernels.project(work, n, layer, backbone, state, self.cache, index)
+            kernels.attend(work, n, layer, backbone, state, self.cache, index)
             parts = kernels.linear(work, n, layer.output, work.mixed)
             kernels.add_norm(work, n, parts, layer.after_attention, layer.before_mlp)
             kernels.gated(work, n, layer)
             parts = kernels.linear(work, n, layer.down, work.inner)
             kernels.add_norm(work, n, parts, layer.after_mlp, norm)
-        kernels.logits(work, n, trunk)
+        kernels.logits(work, n, backbone)
 
     def _graph(self, n: int, sampling: Sampling) -> torch.cuda.CUDAGraph:
         """The captured step for n slots; what a kind of sampling is told beyond its kind is read from the state."""

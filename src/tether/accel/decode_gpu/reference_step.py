@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 from tether.accel.decode_cpu.cached_attention import capped, out_of_window
 from tether.accel.decode_gpu.slot_state import Cache, SlotState, Workspace
-from tether.accel.decode_gpu.step_layers import Layer, Linear, Trunk
+from tether.accel.decode_gpu.step_layers import Backbone, Layer, Linear
 from tether.accel.families import Norm
 from tether.ops.sampling import Draw, draw_columns
 from tether.protocols import Sampling
@@ -29,9 +29,9 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return (wide * scale * (norm.weight.to(wide.dtype) + norm.offset)).to(x.dtype)
 
 
-def embed(work: Workspace, n: int, trunk: Trunk, state: SlotState, norm: Norm) -> None:
+def embed(work: Workspace, n: int, backbone: Backbone, state: SlotState, norm: Norm) -> None:
     """hidden = the embeddings of the slots' next inputs; normed = their norm."""
-    work.hidden[:n].copy_(trunk.embed(state.tokens[:n]))
+    work.hidden[:n].copy_(backbone.embed(state.tokens[:n]))
     work.normed[:n].copy_(rms_norm(work.hidden[:n], norm))
 
 
@@ -44,13 +44,15 @@ def add_norm(work: Workspace, n: int, parts: Tensor, after: Norm | None, norm: N
     work.normed[:n].copy_(rms_norm(work.hidden[:n], norm))
 
 
-def project(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotState, cache: Cache, index: int) -> None:
+def project(
+    work: Workspace, n: int, layer: Layer, backbone: Backbone, state: SlotState, cache: Cache, index: int
+) -> None:
     """Queries of the normed states, turned to their positions; keys and values go into the cache."""
     normed, columns = work.normed[:n], state.columns[:n]
     query, key = (part(normed).unflatten(-1, (-1, layer.head_dim)) for part in (layer.query, layer.key))
     value = layer.value(normed).unflatten(-1, (-1, layer.head_dim))
     query, key = normed_heads(layer, query, key)
-    cos, sin = (table[columns][:, None] for table in trunk.angles[layer.facts.rotary])  # (n, 1, D / 2)
+    cos, sin = (table[columns][:, None] for table in backbone.angles[layer.facts.rotary])  # (n, 1, D / 2)
     work.query[:n].copy_(rotate(query, cos, sin).flatten(1))
     slots = torch.arange(n, device=columns.device)
     cache.keys[index].transpose(1, 2).index_put_((slots, columns), rotate(key, cos, sin))
@@ -70,10 +72,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
-def attend(work: Workspace, n: int, layer: Layer, trunk: Trunk, state: SlotState, cache: Cache, index: int) -> None:
+def attend(
+    work: Workspace, n: int, layer: Layer, backbone: Backbone, state: SlotState, cache: Cache, index: int
+) -> None:
     """mixed = attention of each slot's query to the columns of its own slot that it sees; of no meaning where idle."""
     keys, values = cache.keys[index, :n], cache.values[index, :n]  # (n, K, T, D)
-    query = work.query[:n].view(n, trunk.kv_heads, -1, trunk.head_dim)  # heads that share a key head side by side
+    query = work.query[:n].view(n, backbone.kv_heads, -1, backbone.head_dim)  # heads that share a key head side by side
     unseen = out_of_window(keys.shape[2], state.columns[:n], layer.facts.window)
     scores = (query @ keys.transpose(2, 3)).float() * layer.facts.scaling
     scores = scores if layer.facts.cap is None else capped(scores, layer.facts.cap)
@@ -92,11 +96,11 @@ def linear(work: Workspace, n: int, module: Linear, x: Tensor) -> Tensor:  # noq
     return module(x[:n]).unsqueeze(0)
 
 
-def logits(work: Workspace, n: int, trunk: Trunk) -> None:
+def logits(work: Workspace, n: int, backbone: Backbone) -> None:
     """Logits of the normed states."""
-    work.logits[:n].copy_(trunk.head(work.normed[:n]))
-    if trunk.logit_cap is not None:
-        capped(work.logits[:n], trunk.logit_cap)
+    work.logits[:n].copy_(backbone.head(work.normed[:n]))
+    if backbone.logit_cap is not None:
+        capped(work.logits[:n], backbone.logit_cap)
 
 
 def draw(work: Workspace, n: int, state: SlotState, sampling: Sampling) -> None:
@@ -131,9 +135,9 @@ def copy_slots(cache: Cache, sources: Tensor, targets: Tensor, lengths: Tensor, 
         table[:, targets, :, :longest] = table[:, sources, :, :longest]
 
 
-def angles_pass(trunk: Trunk, prompts: int, longest: int) -> Angles:  # noqa: ARG001
+def angles_pass(backbone: Backbone, prompts: int, longest: int) -> Angles:  # noqa: ARG001
     """Positions 0 to longest - 1 of each prompt, (L, 1, D / 2) for all."""
-    return {kind: (cos[:longest, None], sin[:longest, None]) for kind, (cos, sin) in trunk.angles.items()}
+    return {kind: (cos[:longest, None], sin[:longest, None]) for kind, (cos, sin) in backbone.angles.items()}
 
 
 def add_norm_pass(hidden: Tensor, change: Tensor | None, after: Norm | None, norm: Norm) -> tuple[Tensor, Tensor]:

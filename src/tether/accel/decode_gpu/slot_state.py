@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tether.accel.decode_gpu.cache_memory import cache_memory
-from tether.accel.decode_gpu.step_layers import MOST_RANK, Trunk
+from tether.accel.decode_gpu.step_layers import MAX_RANK, Backbone
 from tether.device_transfer import sent
 
 PROCESSORS = 132  # of the device that tiles were chosen on
@@ -29,11 +29,11 @@ class Cache:
     slot read in a straight line is what the attention kernel is fastest at.
     """
 
-    def __init__(self, trunk: Trunk, slots: int, length: int) -> None:
-        shape = (2, len(trunk.layers), slots, trunk.kv_heads, length, trunk.head_dim)
-        size = slots * slot_bytes(trunk, length)
-        self.memory = cache_memory(size, trunk.device)
-        both = self.memory.tensor()[:size].view(trunk.dtype).view(shape)
+    def __init__(self, backbone: Backbone, slots: int, length: int) -> None:
+        shape = (2, len(backbone.layers), slots, backbone.kv_heads, length, backbone.head_dim)
+        size = slots * slot_bytes(backbone, length)
+        self.memory = cache_memory(size, backbone.device)
+        both = self.memory.tensor()[:size].view(backbone.dtype).view(shape)
         self.keys, self.values = both[0], both[1]
         self.clear()
 
@@ -43,9 +43,9 @@ class Cache:
         self.values.zero_()
 
 
-def slot_bytes(trunk: Trunk, length: int) -> int:
+def slot_bytes(backbone: Backbone, length: int) -> int:
     """What the cache of one slot takes."""
-    return 2 * len(trunk.layers) * trunk.kv_heads * length * trunk.head_dim * trunk.dtype.itemsize
+    return 2 * len(backbone.layers) * backbone.kv_heads * length * backbone.head_dim * backbone.dtype.itemsize
 
 
 class SlotState:
@@ -82,26 +82,26 @@ class SlotState:
 class Workspace:
     """Room for one step's activations, token-major: (rows, features)."""
 
-    def __init__(self, trunk: Trunk, slots: int) -> None:
+    def __init__(self, backbone: Backbone, slots: int) -> None:
         rows = -(-slots // ROWS) * ROWS
-        features = trunk.heads * trunk.head_dim
+        features = backbone.heads * backbone.head_dim
 
-        def empty(*shape: int, dtype: torch.dtype = trunk.dtype) -> Tensor:
-            return torch.zeros(shape, dtype=dtype, device=trunk.device)
+        def empty(*shape: int, dtype: torch.dtype = backbone.dtype) -> Tensor:
+            return torch.zeros(shape, dtype=dtype, device=backbone.device)
 
-        self.hidden, self.normed = empty(rows, trunk.hidden), empty(rows, trunk.hidden)
+        self.hidden, self.normed = empty(rows, backbone.hidden), empty(rows, backbone.hidden)
         self.query, self.mixed = empty(rows, features), empty(rows, features)
-        self.inner = empty(rows, trunk.inner)
-        self.parts = empty(max(PARTS * min(rows, PART_ROWS), rows), trunk.hidden, dtype=torch.float32)
+        self.inner = empty(rows, backbone.inner)
+        self.parts = empty(max(PARTS * min(rows, PART_ROWS), rows), backbone.hidden, dtype=torch.float32)
         # with many slots the parts of a sum are rounded as a linear layer's output would be: half as much to move
-        self.rounded_parts = self.parts.view(trunk.dtype).view(-1, trunk.hidden)
-        self.thin = empty(PARTS, rows, 3, MOST_RANK, dtype=torch.float32)  # adapters' inner states, in parts
-        self.logits = empty(rows, trunk.vocabulary)
-        blocks = -(-trunk.vocabulary // BLOCK)
+        self.rounded_parts = self.parts.view(backbone.dtype).view(-1, backbone.hidden)
+        self.thin = empty(PARTS, rows, 3, MAX_RANK, dtype=torch.float32)  # adapters' inner states, in parts
+        self.logits = empty(rows, backbone.vocabulary)
+        blocks = -(-backbone.vocabulary // BLOCK)
         self.highest = empty(rows, blocks, dtype=torch.float32)  # by block of ids
         self.sums = empty(rows, blocks, dtype=torch.float32)
         self.kept = empty(rows, blocks, dtype=torch.float32)  # of the ids that top-k and top-p leave
         self.thresholds = empty(rows, dtype=torch.int32)
-        pieces = max(SPLITS, 4 * PROCESSORS // trunk.kv_heads)
+        pieces = max(SPLITS, 4 * PROCESSORS // backbone.kv_heads)
         self.pieces = empty(pieces, features, dtype=torch.float32)  # of attention, and their weights
-        self.weights = empty(pieces, trunk.heads, 2, dtype=torch.float32)
+        self.weights = empty(pieces, backbone.heads, 2, dtype=torch.float32)

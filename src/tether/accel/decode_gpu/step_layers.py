@@ -21,7 +21,7 @@ from tether.accel.families import (
 )
 from tether.accel.fused_pass.lora_linear import Adapter
 
-MOST_RANK = 64  # of an adapter that the kernels compute
+MAX_RANK = 64  # of an adapter that the kernels compute
 
 
 class Linear:
@@ -45,7 +45,7 @@ class Linear:
                 self.adapter = plain_adapter(module, names)
                 self.known = self.adapter is not None
         self.known = self.known and type(base) is nn.Linear and base.weight.is_contiguous()
-        self.fused = self.known and (self.adapter is None or len(self.adapter.down) <= MOST_RANK)
+        self.fused = self.known and (self.adapter is None or len(self.adapter.down) <= MAX_RANK)
         self.weight: Tensor = base.weight.detach() if self.known else torch.empty(0)
         self.bias: Tensor | None = base.bias.detach() if self.known and base.bias is not None else None
 
@@ -97,20 +97,20 @@ class Layer:
         self.fused_gates = self.fused_gates and all(part.fused and part.bias is None for part in gates)
 
 
-class Trunk:
+class Backbone:
     """A model's layers, embedding, last norm and output layer, and its tables of rotary positions."""
 
     def __init__(self, model: Any, length: int) -> None:
         """`length` is how many positions the tables have."""
-        trunk, config = model.model, model.config
-        facts = layer_facts(trunk)
-        self.layers = [Layer(block, own) for block, own in zip(trunk.layers, facts, strict=True)]
-        self.embedding: nn.Module = trunk.embed_tokens
-        self.embedding_scale = embedding_scale(trunk)
-        self.norm = Norm.of(trunk.norm)
+        backbone, config = model.model, model.config
+        facts = layer_facts(backbone)
+        self.layers = [Layer(block, own) for block, own in zip(backbone.layers, facts, strict=True)]
+        self.embedding: nn.Module = backbone.embed_tokens
+        self.embedding_scale = embedding_scale(backbone)
+        self.norm = Norm.of(backbone.norm)
         self.head: Any = model.lm_head
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
-        self.head_dim: int = trunk.layers[0].self_attn.head_dim
+        self.head_dim: int = backbone.layers[0].self_attn.head_dim
         self.heads: int = config.num_attention_heads
         self.kv_heads: int = config.num_key_value_heads
         self.hidden: int = config.hidden_size
@@ -120,7 +120,7 @@ class Trunk:
         half = self.head_dim // 2  # the second half of each row repeats the first
         self.angles: dict[str | None, tuple[Tensor, Tensor]] = {  # cos and sin, (length, D / 2) each
             kind: (cos[:, :half].contiguous(), sin[:, :half].contiguous())
-            for kind, (cos, sin) in rotary_tables(trunk, length, self.dtype).items()
+            for kind, (cos, sin) in rotary_tables(backbone, length, self.dtype).items()
         }
 
     def embed(self, tokens: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""A trunk's pass as CUDA graphs: for layers so small that launching their kernels takes about as long as running them.
+"""A backbone's pass as CUDA graphs, for layers so small that launching their kernels takes as long as running them.
 
 A graph replays kernels on the very memory it was captured with. So inputs are copied in, what the forward graph keeps
 stays where the backward graph reads it, and gradients are summed in buffers that become the parameters' `.grad`. One
@@ -16,15 +16,15 @@ from torch import Tensor
 
 from tether.accel.fused_pass import fused_pass
 from tether.accel.fused_pass.fused_pass import Inputs, Layers, Trace
-from tether.accel.fused_pass.packed import MOST_WORK
+from tether.accel.fused_pass.packed import MAX_WORK
 from tether.accel.fused_pass.side_stream import Aside, capture_streams
 from tether.accel.gradient_accumulation import Gradients, watched
 
 PATIENCE = 4  # passes of another shape in a row until it takes the held one's place
 
 
-class CapturedPass:
-    """The graphs of one trunk, for one shape of batch."""
+class CudaGraphs:
+    """The graphs of one backbone, for one shape of batch."""
 
     def __init__(self) -> None:
         self.turn = 0  # counts forward passes: what is kept belongs to the last
@@ -37,7 +37,7 @@ class CapturedPass:
         """Whether this pass can be replayed; a shape that keeps coming is captured on the way."""
         weights = layers.layers[0]
         size = sum(part.weight.numel() for part in (weights.query, weights.output, weights.gate, weights.up)) * 2
-        if inputs.hidden.device.type != "cuda" or size * len(inputs.hidden) > MOST_WORK or any(map(watched, trained)):
+        if inputs.hidden.device.type != "cuda" or size * len(inputs.hidden) > MAX_WORK or any(map(watched, trained)):
             return False
         addresses = tuple(tensor.data_ptr() for tensor in _tensors(layers))
         key = (_shape(inputs), addresses, len(trained), _keeps(inputs, trained))

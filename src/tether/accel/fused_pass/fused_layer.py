@@ -136,7 +136,7 @@ class Thin(NamedTuple):
     product: Tensor | None  # (n, rank) of down
 
 
-class WayBack(NamedTuple):
+class BackwardContext(NamedTuple):
     """Where a way back leaves the gradients of weights: added to `.grad`, on the side where the pass has one."""
 
     gradients: Gradients
@@ -198,7 +198,7 @@ def layer_backward(
     kept: Kept,
     grad_hidden: Tensor,
     grad_change: Tensor,
-    way: WayBack,
+    way: BackwardContext,
     *,
     wants_input: bool,
 ) -> Tensor | None:
@@ -207,7 +207,7 @@ def layer_backward(
     return _attention_backward(layer, place, kept, grad_again, way, wants_input)
 
 
-def _mlp_backward(layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, way: WayBack) -> Tensor:
+def _mlp_backward(layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, way: BackwardContext) -> Tensor:
     """(n, H) the gradient of what entered the second norm."""
     grad_change = grad_change.contiguous()
     reader, readers, norm = Readers((layer.down,)), Readers((layer.gate, layer.up)), layer.before_mlp
@@ -243,7 +243,7 @@ def _gated_backward(
 
 
 def _attention_backward(
-    layer: Layer, place: Place, kept: Kept, grad_again: Tensor, way: WayBack, wants_input: bool
+    layer: Layer, place: Place, kept: Kept, grad_again: Tensor, way: BackwardContext, wants_input: bool
 ) -> Tensor | None:
     """(N, H) the gradient of what entered the first norm; None where nobody wants it."""
     rows, norm, reader = place.rows, layer.before_attention, Readers((layer.output,))
@@ -279,7 +279,7 @@ def _attention_backward(
 
 
 def _read_backward(
-    readers: Readers, grads: list[Tensor], x: Tensor | None, thin: Tensor | None, way: WayBack, wants: bool
+    readers: Readers, grads: list[Tensor], x: Tensor | None, thin: Tensor | None, way: BackwardContext, wants: bool
 ) -> Tensor | None:
     """The gradient of what layers read, where it `wants` it; they learn where x, made aside, is given."""
     narrow = readers.narrow(grads)
@@ -290,7 +290,7 @@ def _read_backward(
 
 
 def norm_backward(
-    norm: Norm, grad_normed: Tensor, past: Tensor | None, added: Tensor, inverse: Tensor, way: WayBack
+    norm: Norm, grad_normed: Tensor, past: Tensor | None, added: Tensor, inverse: Tensor, way: BackwardContext
 ) -> Tensor:
     """The gradient of what entered a norm, `past` being what comes by the way past it."""
     grad, partial = add_norm_backward(grad_normed, past, added, norm.weight, inverse, norm.weight.requires_grad)
@@ -300,7 +300,7 @@ def norm_backward(
     return grad
 
 
-def _heads_backward(grad: Tensor, raw: Tensor | None, norm: Norm | None, way: WayBack) -> Tensor:
+def _heads_backward(grad: Tensor, raw: Tensor | None, norm: Norm | None, way: BackwardContext) -> Tensor:
     """The gradient of heads (N, heads, D) before their norm."""
     if norm is None or raw is None:
         return grad

@@ -1,7 +1,7 @@
-"""A whole trunk's pass over packed tokens on a CUDA device, as one node of autograd's graph.
+"""A whole backbone's pass over packed tokens on a CUDA device, as one node of autograd's graph.
 
 One node, so that the host has little to do and stays ahead of the device. Where layers are so small that it would not,
-the pass is captured as CUDA graphs, one forward and one backward, and replayed (`captured_pass.py`): same kernels, same
+the pass is captured as CUDA graphs, one forward and one backward, and replayed (`cuda_graphs.py`): same kernels, same
 numbers, no host. The node has no second derivative, and can be gone back through once.
 """
 
@@ -15,11 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from tether.accel.fused_pass.fused_layer import (
+    BackwardContext,
     Kept,
     Layer,
     Norm,
     Place,
-    WayBack,
     layer_backward,
     layer_forward,
     norm_backward,
@@ -32,18 +32,18 @@ from tether.ops.packing import Packing, Rows
 
 @dataclass(frozen=True)
 class Layers:
-    """A trunk's layers and its last norm, in which order they are run."""
+    """A backbone's layers and its last norm, in which order they are run."""
 
     layers: tuple[Layer, ...]
-    final: Norm | None  # None in a trunk that is cut off below its norm
+    final: Norm | None  # None in a backbone that is cut off below its norm
 
     @classmethod
-    def of(cls, trunk: Any) -> Layers | None:
+    def of(cls, backbone: Any) -> Layers | None:
         """None where one of its layers may do more than is known here."""
-        found = [Layer.of(layer) for layer in trunk.layers]
+        found = [Layer.of(layer) for layer in backbone.layers]
         if not found or any(layer is None for layer in found):
             return None
-        final = None if isinstance(trunk.norm, nn.Identity) else Norm.of(trunk.norm)
+        final = None if isinstance(backbone.norm, nn.Identity) else Norm.of(backbone.norm)
         return cls(cast("tuple[Layer, ...]", tuple(found)), final)
 
     def trained(self) -> list[Tensor]:
@@ -115,7 +115,7 @@ def backward(
     aside: Aside | None = None,
 ) -> Tensor | None:
     """(N, H) the gradient of what entered the first layer; the trace is used up on the way."""
-    grad, way = grad.contiguous(), WayBack(gradients, aside or Aside())
+    grad, way = grad.contiguous(), BackwardContext(gradients, aside or Aside())
     if layers.final is not None:
         assert trace.added is not None and trace.inverse is not None
         grad = norm_backward(layers.final, grad, None, trace.added, trace.inverse, way)
@@ -138,7 +138,7 @@ def backward(
 def run(layers: Layers, inputs: Inputs, *, recompute: bool, captured: Any = None) -> Tensor:
     """(n, H) the states of the tokens that are wanted, after all layers and the last norm.
 
-    `captured`, a `CapturedPass`, replays what it holds of such a pass.
+    `captured`, a `CudaGraphs`, replays what it holds of such a pass.
     """
     trained = layers.trained()
     keeps = torch.is_grad_enabled() and (bool(trained) or inputs.hidden.requires_grad)

@@ -18,7 +18,7 @@ from torch import Tensor
 from tether.accel.fused_pass.lora_linear import Adapter, Linear
 from tether.accel.kernels.lora import adapted_gate_backward_kernel, adapted_gate_kernel, sum_parts_kernel
 
-MOST_RANKS = 64  # above, a product of its own is worth its pass over memory
+MAX_RANKS = 64  # above, a product of its own is worth its pass over memory
 SUM_BLOCK = 1024
 
 
@@ -70,9 +70,9 @@ class GateAdapters:
     @classmethod
     def of(cls, gate: Linear, up: Linear, down: Linear) -> GateAdapters | None:
         """None where gate and up do not both have an adapter of a rank that fits into a tile."""
-        if gate.adapter is None or up.adapter is None or max(gate.adapter.rank, up.adapter.rank) > MOST_RANKS:
+        if gate.adapter is None or up.adapter is None or max(gate.adapter.rank, up.adapter.rank) > MAX_RANKS:
             return None
-        fits = down.adapter is not None and down.adapter.rank <= MOST_RANKS
+        fits = down.adapter is not None and down.adapter.rank <= MAX_RANKS
         return cls(gate.adapter, up.adapter, down.adapter if fits else None)
 
     def product(self, gate: Tensor, up: Tensor, thin: Tensor) -> Tensor:

@@ -1,12 +1,12 @@
-"""A trunk's pass over packed tokens, for Llama and its relatives: Mistral, Qwen2 and Qwen3.
+"""A backbone's pass over packed tokens, for Llama and its relatives: Mistral, Qwen2 and Qwen3.
 
 Rows of a batch differ in length, and most of a layer's work (products, norms, activations) looks at one token at a
 time. So padding is taken out before the first layer. The last layer finds keys and values of every token, but goes on
 only with the tokens that are wanted: those before a sampled token for a policy, the last one for a reward model.
 
 The weights are the model's own modules', so adapters and tops work alike. There are two ways, chosen by device and type
-in `way_for`: plain (torch alone; padding is put back for attention, on the right, where causality hides it) and fused
-(`layer_fused.py`, for half precision on a CUDA device). Neither has a second derivative; `hidden_states` in
+in `backend_for`: plain (torch alone; attention puts padding back, on the right, where causality hides it) and fused
+(`fused_layer.py`, for half precision on a CUDA device). Neither has a second derivative; `hidden_states` in
 `forward.py` has.
 """
 
@@ -28,20 +28,20 @@ from tether.types import Sequences
 
 HALF = (torch.bfloat16, torch.float16)
 # tokens x twice a layer's large weights, up to which a fused pass is captured: the host may be slower than the device
-MOST_WORK = 8 * 10**11
+MAX_WORK = 8 * 10**11
 
 
 Way = Literal["plain", "fused"]
 
 
-def way_for(trunk: Any) -> Way | None:
-    """How the trunk's layers are computed on its device and in its type; None where the pass is not made for them."""
-    device, dtype = trunk.device, trunk.dtype
+def backend_for(backbone: Any) -> Way | None:
+    """How the backbone's layers are computed on its device and in its dtype; None where they are not supported."""
+    device, dtype = backbone.device, backbone.dtype
     if dtype in (torch.float32, torch.float64):
         return "plain"
     if device.type != "cuda" or dtype not in HALF or importlib.util.find_spec("triton") is None:
         return None
-    width = trunk.layers[0].self_attn.head_dim if len(trunk.layers) else 8
+    width = backbone.layers[0].self_attn.head_dim if len(backbone.layers) else 8
     # what flash attention is made for
     return "fused" if width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(device)[0] >= 8 else None
 
@@ -49,23 +49,23 @@ def way_for(trunk: Any) -> Way | None:
 _captured: WeakSet[Any] = WeakSet()
 
 
-def captured_pass() -> Any:
-    """Room for the graphs of a trunk's fused pass."""
-    from tether.accel.fused_pass.cuda_graph import CapturedPass
+def cuda_graphs() -> Any:
+    """Room for the graphs of a backbone's fused pass."""
+    from tether.accel.fused_pass.cuda_graph import CudaGraphs
 
-    made = CapturedPass()
+    made = CudaGraphs()
     _captured.add(made)
     return made
 
 
-def release_captured() -> None:
+def release_cuda_graphs() -> None:
     """Let go of all graphs of passes, whoever's they are: their memory is wanted."""
     for each in _captured:
         each.release()
 
 
 def packed_states(
-    trunk: Any,
+    backbone: Any,
     batch: Sequences,
     embeddings: Tensor | None = None,
     wanted: Tensor | None = None,
@@ -74,7 +74,7 @@ def packed_states(
     recompute: bool = False,
     captured: Any = None,
 ) -> Tensor | None:
-    """(B, T, H) the trunk's hidden states after its last layer and norm; 0 on padding and on what is not wanted.
+    """(B, T, H) the backbone's hidden states after its last layer and norm; 0 on padding and on what is not wanted.
 
     `embeddings` (B, T, H), where given, stand in place of those of the batch's tokens. `wanted` (B, T) bool says whose
     states will be read; by default those of all real tokens. With `recompute` each layer is run again in the backward
@@ -83,14 +83,16 @@ def packed_states(
     """
     packing = packing_of(batch.attention_mask)
     rows = None if wanted is None else rows_of(wanted, packing)
-    hidden = packing.pack(embeddings) if embeddings is not None else _embedded(trunk, packing.pack(batch.tokens), way)
-    cos, sin = trunk.rotary_emb(hidden, packing.positions[None])
+    hidden = (
+        packing.pack(embeddings) if embeddings is not None else _embedded(backbone, packing.pack(batch.tokens), way)
+    )
+    cos, sin = backbone.rotary_emb(hidden, packing.positions[None])
     if way == "plain":
-        states = _plain_layers(trunk, hidden, (cos[0, :, None], sin[0, :, None]), packing, rows, recompute)
+        states = _plain_layers(backbone, hidden, (cos[0, :, None], sin[0, :, None]), packing, rows, recompute)
         return packing.unpack(states, None if rows is None else rows.tokens)
     from tether.accel.fused_pass import fused_pass
 
-    layers = fused_pass.Layers.of(trunk)
+    layers = fused_pass.Layers.of(backbone)
     if layers is None:
         return None
     inputs = fused_pass.Inputs(hidden, cos[0].contiguous(), sin[0].contiguous(), packing, rows)
@@ -99,26 +101,26 @@ def packed_states(
     return packing.unpack(states, None if rows is None else rows.tokens)
 
 
-def _embedded(trunk: Any, tokens: Tensor, way: Way) -> Tensor:
+def _embedded(backbone: Any, tokens: Tensor, way: Way) -> Tensor:
     """(N, H) the embeddings of tokens (N,)."""
     if way == "plain":
-        return trunk.embed_tokens(tokens)
+        return backbone.embed_tokens(tokens)
     from tether.accel.fused_pass.embedding import embedded
 
-    return embedded(trunk.embed_tokens, tokens)
+    return embedded(backbone.embed_tokens, tokens)
 
 
 def _plain_layers(
-    trunk: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None, recompute: bool
+    backbone: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None, recompute: bool
 ) -> Tensor:
     """(n, H) states after the last norm, by the plain parts; angles are (N, 1, D) each."""
     run: Any = functools.partial(checkpoint, _layer, use_reentrant=False) if recompute else _layer
-    layers = list(trunk.layers)
+    layers = list(backbone.layers)
     for index, layer in enumerate(layers):
         hidden = run(layer, hidden, angles, packing, rows if index + 1 == len(layers) else None)
     if not layers and rows is not None:
         hidden = hidden.index_select(0, rows.tokens)
-    return plain.norm(trunk.norm, hidden)
+    return plain.norm(backbone.norm, hidden)
 
 
 def _layer(layer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None) -> Tensor:

@@ -17,7 +17,7 @@ from tether.ops.packing import Packing, Rows
 
 
 def norm(module: Any, x: Tensor) -> Tensor:
-    """The module's RMS norm of x (N, H); what stands in a cut trunk where a norm was passes x on."""
+    """The module's RMS norm of x (N, H); what stands in a cut backbone where a norm was passes x on."""
     return x if isinstance(module, nn.Identity) else _apply(_RMSNorm, x, module.weight, module.variance_epsilon)
 
 

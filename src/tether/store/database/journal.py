@@ -20,10 +20,10 @@ from tether.plain_file import read_plain
 from tether.store.database.apply import apply_record
 from tether.store.database.open import Workspace, open_engine
 from tether.store.database.records import Record
-from tether.store.database.spool import Pending
+from tether.store.database.spool import Spool
 
 FIRST_RETRY, LAST_RETRY = 1.0, 60.0  # seconds; doubled in between
-MOST_IN_MEMORY = 256
+MAX_IN_MEMORY = 256
 
 
 class Unavailable(Exception):  # noqa: N818 (a state of the store, not a fault of the run)
@@ -94,12 +94,12 @@ class Journal:
         wait: float = 5.0,
     ) -> None:
         self.database = Database(workspace, name, start, wait)
-        self.pending = Pending(workspace.folder(name))
+        self.spool = Spool(workspace.folder(name))
         self.dropped = 0
         self._memory: deque[Record] = deque()
         self._notify = notify
         self._delay = FIRST_RETRY
-        self._retry_at: float | None = time.monotonic() if self.pending.files() else None
+        self._retry_at: float | None = time.monotonic() if self.spool.files() else None
         self._told_disk = self._told_drop = False
 
     @property
@@ -130,7 +130,7 @@ class Journal:
         """Write what waits, oldest first; if the database is still away, wait longer."""
         written = 0
         try:
-            for path in self.pending.files():
+            for path in self.spool.files():
                 written += self._write_file(path)
             while self._memory:
                 self._write_from_memory()
@@ -140,7 +140,7 @@ class Journal:
             self._delay = min(2 * self._delay, LAST_RETRY)
             self._move_to_disk()
             return
-        self.pending.tidy()
+        self.spool.tidy()
         self._retry_at, self._delay = None, FIRST_RETRY
         self._told_disk = self._told_drop = False
         if written:
@@ -157,7 +157,7 @@ class Journal:
             record = Record.from_bytes(read_plain(path))
             self.database.apply(record)
         except ValueError as error:
-            self.pending.set_aside(path)
+            self.spool.set_aside(path)
             self._refuse(f"{path} was set aside ({error})")
             return 0
         path.unlink()
@@ -174,7 +174,7 @@ class Journal:
         self._retry_at = time.monotonic() + self._delay
         self._notify(
             f"The run store {self.database.workspace.place} cannot be written ({reason}). Training goes on; what it "
-            f"records is kept in {self.pending.folder} until the store is back."
+            f"records is kept in {self.spool.folder} until the store is back."
         )
 
     def _set_down(self, record: Record) -> None:
@@ -185,16 +185,16 @@ class Journal:
         """Put what is in memory into files; where that fails too, keep the newest in memory."""
         try:
             while self._memory:
-                self.pending.add(self._memory[0])
+                self.spool.add(self._memory[0])
                 self._memory.popleft()
         except OSError as error:
             if not self._told_disk:
                 self._told_disk = True
                 self._notify(
-                    f"{self.pending.folder} cannot be written either ({error.strerror}): the newest {MOST_IN_MEMORY} "
+                    f"{self.spool.folder} cannot be written either ({error.strerror}): the newest {MAX_IN_MEMORY} "
                     "records are kept in memory, and are lost if the run ends before the store or the disk is back."
                 )
-        while len(self._memory) > MOST_IN_MEMORY:
+        while len(self._memory) > MAX_IN_MEMORY:
             self._memory.popleft()
             self.dropped += 1
             if not self._told_drop:

@@ -24,7 +24,7 @@ from tether.store.database.records import Record, plain
 from tether.store.database.values import without_infinities
 
 FILE = "records.jsonl"
-SITTINGS = ("failed", "stopped", "resumed", "forked")  # events that tell of a sitting, not of a step
+SITTINGS = ("failed", "stopped", "resumed", "forked")  # events that tell of a attempt, not of a step
 LINE = re.compile(rb'(\{.*),"sha256":"([0-9a-f]{64})"\}', re.DOTALL)
 
 
@@ -32,7 +32,7 @@ LINE = re.compile(rb'(\{.*),"sha256":"([0-9a-f]{64})"\}', re.DOTALL)
 class Logged:
     """What a log holds, rewinds applied."""
 
-    start: dict[str, Any] | None = None  # of the first sitting
+    start: dict[str, Any] | None = None  # of the first attempt
     steps: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])  # time, metrics, rollouts
     events: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])  # by uid
     damaged: list[int] = field(default_factory=list[int])  # numbers of lines, from 1

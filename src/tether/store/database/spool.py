@@ -1,4 +1,4 @@
-"""Records that wait on disk while the database cannot be written: `pending/` in the run's folder, one file a record."""
+"""Records that wait on disk while the database cannot be written: `spool/` in the run's folder, one file a record."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ try:
 except ImportError:  # Windows
     fcntl = None
 
-FOLDER = "pending"
+FOLDER = "spool"
 LOCK = ".recording"
 
 
-class Pending:
+class Spool:
     """An ordered queue of files. A file is whole or not there: written beside, flushed to disk, and renamed."""
 
     def __init__(self, run_folder: Path) -> None:

@@ -37,16 +37,16 @@ const QUESTIONS = [
   [
     "Do sampler and trainer agree?",
     [
-      ["sampler_gap", "Sampler gap", "mean difference of sampler and trainer log-probs"],
-      ["sampler_gap_max", "Largest sampler gap", "of any token"],
+      ["logprob_diff", "Sampler gap", "mean difference of sampler and trainer log-probs"],
+      ["logprob_diff_max", "Largest sampler gap", "of any token"],
       ["truncation_gap", "Truncation gap", "log-prob that top-p and top-k removed"],
-      ["first_kl_old", "KL before the update", "should be zero"],
+      ["first_approx_kl", "KL before the update", "should be zero"],
     ],
   ],
   [
     "Are updates small enough?",
     [
-      ["kl_old", "KL to the sampler", "nats per token that one update moves the policy"],
+      ["approx_kl", "KL to the sampler", "nats per token that one update moves the policy"],
       ["clip_fraction", "Clip fraction", "share of tokens whose ratio was clipped"],
       ["grad_norm/policy", "Gradient of the policy", "norm"],
       ["advantage_std", "Spread of advantages", ""],

@@ -1,4 +1,4 @@
-"""`roles.critic_from`: a critic that starts as a reward model, of any size in mode separate; or a sentence."""
+"""`roles.critic_init`: a critic that starts as a reward model, of any size in mode separate; or a sentence."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from tether.train.rl import RLParts, train_rl
 
 SMALL = (
     *("--run.steps", "2", "--rollout.prompts_per_step", "4", "--rollout.max_new_tokens", "4", "--model.device", "cpu"),
-    *("--optimizer.critic_rate", "3e-3", "--ppo.critic_warmup", "1", "--store.alternatives", "0"),
+    *("--optimizer.critic_lr", "3e-3", "--ppo.critic_warmup", "1", "--store.alternatives", "0"),
 )
-LORA = ("--roles.mode", "adapters", "--roles.lora_rank", "2", "--roles.lora_alpha", "4")
-TOP = ("--roles.mode", "top", "--roles.top_layers", "1")
+LORA = ("--roles.mode", "lora", "--roles.lora_rank", "2", "--roles.lora_alpha", "4")
+TOP = ("--roles.mode", "shared_backbone", "--roles.trainable_layers", "1")
 
 
 @pytest.fixture(scope="module")
@@ -36,11 +36,11 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 def saved(sharing: Sharing, target: Path) -> Path:
     head = ScalarHead.like_output(sharing.policy, deviation=0.1, seed=0)
-    return save_model(ScalarModel(sharing.scalar_trunk(0), head, "reward"), tiny_tokenizer(), target)
+    return save_model(ScalarModel(sharing.scalar_backbone(0), head, "reward"), tiny_tokenizer(), target)
 
 
 def build(base: str, start: Path | str, *flags: str) -> RLParts:
-    recipe = load_recipe("ppo", None, [*SMALL, "--model.path", base, "--roles.critic_from", str(start), *flags])
+    recipe = load_recipe("ppo", None, [*SMALL, "--model.path", base, "--roles.critic_init", str(start), *flags])
     return build_rl(recipe, load_policy(recipe))
 
 
@@ -52,9 +52,9 @@ def test_a_value_head_and_methods_without_a_critic_refuse_it_before_anything_is_
         ("reinforce", ()),
         ("sft", ("--data.train", "nowhere.jsonl")),
     ):
-        with pytest.raises(ValueError, match=r"critic_from.*(critic is head|trains no critic)"):
-            load_recipe(method, None, ["--roles.critic_from", "nowhere", *flags])
-    load_recipe("reinforce", None, ["--roles.critic_from", "x", "--reinforce.weighting", "baselined"])
+        with pytest.raises(ValueError, match=r"critic_init.*(critic is head|trains no critic)"):
+            load_recipe(method, None, ["--roles.critic_init", "nowhere", *flags])
+    load_recipe("reinforce", None, ["--roles.critic_init", "x", "--reinforce.weighting", "baselined"])
 
 
 @pytest.mark.parametrize("model", [{"layers": 1, "width": 32}, {"layers": 3, "width": 96}], ids=["smaller", "larger"])
@@ -85,7 +85,7 @@ def test_the_plan_counts_a_critic_of_another_size(base: str, tmp_path: Path):
         return next(role for role in plan.memory.roles if role.role == "critic"), plan
 
     alike, of_policy = critic_of()
-    role, plan = critic_of("--roles.critic_from", str(tmp_path / "reward"))
+    role, plan = critic_of("--roles.critic_init", str(tmp_path / "reward"))
     weights = parts.learner.groups["critic"]
     assert role.weights == pytest.approx(sum(weight.nbytes for weight in weights), rel=0.01)
     assert role.optimizer == pytest.approx(2 * role.weights, rel=0.01)
@@ -151,11 +151,11 @@ def wrong(kind: str, target: Path) -> Path:
         ("an unfinished run", TOP, "holds no saved reward model"),
         ("a policy", (), "is not a reward model"),
         ("a policy's adapters", LORA, "is not a reward model"),
-        ("a whole model", LORA, "holds a whole model, but roles.mode is adapters"),
+        ("a whole model", LORA, "holds a whole model, but roles.mode is lora"),
         ("a wider model", TOP, r"another model \(LlamaModel, 2 layers of width 96.*width 64"),
         ("a deeper model", TOP, "3 layers of width 64.*2 layers of width 64"),
         ("adapters", (), "holds adapters, but roles.mode is separate"),
-        ("adapters", TOP, "holds adapters, but roles.mode is top"),
+        ("adapters", TOP, "holds adapters, but roles.mode is shared_backbone"),
         ("adapters of rank 3", LORA, "roles.lora_rank 3, but .* 2"),
         ("adapters scaled otherwise", LORA, "roles.lora_alpha 32"),
         ("adapters of fewer layers", LORA, "another model, rank or layers.*missing there"),
@@ -169,4 +169,4 @@ def test_what_a_critic_cannot_start_as_is_one_sentence(
 ):
     with pytest.raises(ConfigError, match=words) as raised:
         build(base, wrong(kind, tmp_path / "reward"), *flags)
-    assert str(raised.value).startswith("roles.critic_from: ") and "\n" not in str(raised.value)
+    assert str(raised.value).startswith("roles.critic_init: ") and "\n" not in str(raised.value)

@@ -5,9 +5,9 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from made_up import answered, made_up
 from rich.console import Console
 from stored_runs import read_recorded
+from synthetic import answered, synthetic
 
 from tether.cli import main
 from tether.commands.diagnosis import as_json, print_examination
@@ -58,7 +58,7 @@ def test_control_characters_in_what_a_model_wrote_are_made_visible():
         for step in (0, 23)
         for row in range(10)
     ]
-    run = made_up(rollouts=rollouts, answers__top_share=[0.1] * 12 + [1.0] * 12, prompts__distinct=10)
+    run = synthetic(rollouts=rollouts, answers__top_share=[0.1] * 12 + [1.0] * 12, prompts__distinct=10)
     text = printed(replace(run, name="\x1b[31mred"))
     assert "\x1b[2J" not in text
     assert "\x1b[31m" not in text

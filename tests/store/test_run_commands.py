@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from recording import Recording, made_up
+from recording import Recording, synthetic
 
 from tether.cli import main
 from tether.store.database.records import Source
@@ -23,7 +23,7 @@ def workspace(tmp_path: Path, monkeypatch) -> Path:
     recording = Recording(tmp_path, name="demo/ppo", steps=6, sources=[Source("model", "tiny-bytes")])
     recording.recorder.event("started", "from \x1b[31mthe beginning")
     for step in range(6):
-        rows = [made_up(step, row, completion=f"answer {step} \x1b[2J\nnext") for row in range(2)]
+        rows = [synthetic(step, row, completion=f"answer {step} \x1b[2J\nnext") for row in range(2)]
         metrics = {"score": step / 10, "kl_ref_k3": 0.5, "entropy": math.nan if step == 3 else 2.0}
         recording.recorder.record(step, metrics, rows)
     recording.recorder.close("done")
@@ -74,7 +74,7 @@ def test_show_lists_the_answers_of_a_step(workspace, capsys):
 
 def test_show_has_a_row_a_token_with_its_numbers(workspace, capsys):
     shown = out(capsys, "show", "demo/ppo", "--step", "2", "--sample", "1")
-    rollout = made_up(2, 1)
+    rollout = synthetic(2, 1)
     rows = [line.split() for line in shown.splitlines() if line.strip()[:1].isdigit()]
     assert [row[1] for row in rows] == ["t2", "t3", "t4", "t5"], "the answer's tokens, and not the prompt's"
     names = ("behavior_logprob", "old_logprob", "ref_logprob", None, "value", "reward", "advantage", "return", "ratio")
@@ -92,7 +92,7 @@ def test_tokens_are_coloured_by_advantage(workspace, capsys, monkeypatch):
     monkeypatch.setenv("COLORTERM", "truecolor")
     assert main(["show", "demo/ppo", "--step", "2", "--sample", "1"]) == 0
     shown = capsys.readouterr().out
-    advantages = made_up(2, 1).answer("advantage")
+    advantages = synthetic(2, 1).answer("advantage")
     best, worst = int(advantages.argmax()) + 2, int(advantages.argmin()) + 2
 
     def colour(place: int) -> tuple[int, int]:
@@ -151,7 +151,7 @@ def test_export_writes_rollouts_with_exact_numbers(workspace, capsys):
     lines = [json.loads(line) for line in Path("r.jsonl").read_text().splitlines()]
     assert [(row["step"], row["sample"]) for row in table] == [(1, 0), (1, 1), (4, 0), (4, 1)] and len(lines) == 12
     for row in (table[3], lines[9]):
-        expected = made_up(4, 1)
+        expected = synthetic(4, 1)
         assert row["advantage"] == expected.columns["advantage"].tolist() and row["kl"] == expected.kl.tolist()
         assert row["token"] == expected.columns["token"].tolist() and row["completion"].startswith("answer 4")
 

@@ -136,10 +136,10 @@ def test_a_run_without_a_model_is_told(capsys):
     assert "a run without a saved model" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("verb", ["eval", "chat"])
-def test_help_imports_nothing_heavy(verb: str):
+@pytest.mark.parametrize("subcommand", ["eval", "chat"])
+def test_help_imports_nothing_heavy(subcommand: str):
     script = (
-        f"import sys; from tether.cli import main; assert main([{verb!r}, '--help']) == 0; "
+        f"import sys; from tether.cli import main; assert main([{subcommand!r}, '--help']) == 0; "
         "assert not {'torch', 'transformers', 'numpy', 'pydantic', 'rich'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", script], check=True, capture_output=True)

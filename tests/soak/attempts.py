@@ -62,8 +62,8 @@ class Notes:
 
 
 @dataclass(frozen=True)
-class Sitting:
-    """How a sitting went. `startup` is 0 where it never came to a step."""
+class Attempt:
+    """How a attempt went. `startup` is 0 where it never came to a step."""
 
     killed: bool
     exit_code: int
@@ -80,7 +80,7 @@ def sit(
     most_steps: int | None = None,
     into_checkpoint: float | None = None,
     prepare: Callable[[Notes], None] = lambda notes: None,
-) -> Sitting:
+) -> Attempt:
     """Begin or resume the run in a child, and kill it: after some seconds, once it has taken `most_steps` more, or some
     seconds into the writing of its first checkpoint. `prepare` is called in the child before anything else.
     """
@@ -106,7 +106,7 @@ def sit(
     notes.load()
     where = [PHASES[notes.phase], *(["checkpoint"] if notes.checkpoint else []), *(["record"] if notes.record else [])]
     killed = os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGKILL
-    return Sitting(
+    return Attempt(
         killed,
         -1 if killed else os.waitstatus_to_exitcode(status),
         (*where, notes.place) if notes.place else tuple(where),

@@ -13,7 +13,7 @@ from tether.store.recorded import RecordedRun, StoredRollout
 STEPS = 24
 
 
-def made_up(
+def synthetic(
     method: str = "ppo",
     config: Mapping[str, Any] | None = None,
     rollouts: Sequence[StoredRollout] = (),

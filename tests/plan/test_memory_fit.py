@@ -55,15 +55,16 @@ def test_what_the_plan_says_fits_is_never_touched_nor_what_may_fit(seven):
 
 def test_passes_are_split_where_that_is_enough(seven):
     recipe = recipe_of(
-        "ppo", "--roles.mode", "adapters", "--optimizer.micro_tokens", "65536", "--rollout.max_batch", "8"
+        "ppo", "--roles.mode", "lora", "--optimizer.micro_batch_tokens", "65536", "--rollout.max_num_seqs", "8"
     )
     plan = plan_of(recipe, seven)
     judged = whole_fits(recipe, plan, round(0.6 * plan.memory.peak))
     assert judged.verdict == "split"
-    assert judged.micro_tokens in (32768, 16384, 8192)
-    assert "optimizer.micro_tokens" in judged.sentence
+    assert judged.micro_batch_tokens in (32768, 16384, 8192)
+    assert "optimizer.micro_batch_tokens" in judged.sentence
     smaller = plan_of(
-        recipe_of("ppo", "--roles.mode", "adapters", "--optimizer.micro_tokens", str(judged.micro_tokens)), seven
+        recipe_of("ppo", "--roles.mode", "lora", "--optimizer.micro_batch_tokens", str(judged.micro_batch_tokens)),
+        seven,
     )
     assert smaller.memory.phases["update"] <= 0.6 * plan.memory.peak
 
@@ -89,9 +90,9 @@ def test_weights_alone_are_judged_without_data(seven):
 
 
 def test_a_sampler_that_sizes_itself_on_a_gpu_is_not_counted(seven):
-    """`rollout.max_batch: auto` takes what is free there: its cache refuses nothing."""
-    flags = ("--roles.mode", "adapters", "--rollout.prompts_per_step", "1024", "--rollout.max_new_tokens", "2048")
-    auto, fixed = recipe_of("ppo", *flags), recipe_of("ppo", *flags, "--rollout.max_batch", "1024")
+    """`rollout.max_num_seqs: auto` takes what is free there: its cache refuses nothing."""
+    flags = ("--roles.mode", "lora", "--rollout.prompts_per_step", "1024", "--rollout.max_new_tokens", "2048")
+    auto, fixed = recipe_of("ppo", *flags), recipe_of("ppo", *flags, "--rollout.max_num_seqs", "1024")
     peak = plan_of(auto, seven).memory.phases
     assert peak["rollout"] > 2 * peak["update"]
     free = round(1.05 * max(peak["update"], peak["evaluation"]))
@@ -112,7 +113,7 @@ def test_a_run_is_refused_warned_of_or_split_as_its_recipe_says(tmp_path):
         plan = RunPlan.of(recipe, shape, training, policy).plan
         assert plan.lengths.longest == max(len(row.tokens) for row in training.parts.examples.items)
         check_room(recipe, plan, training, round(free * plan.memory.peak), told.append)
-        return training.learner.micro_tokens
+        return training.learner.micro_batch_tokens
 
     assert check(1.0) == 8192
     assert told == []

@@ -98,9 +98,9 @@ def test_the_engine_hands_its_memory_back_before_anything_is_evaluated():
 def test_the_general_way_can_be_asked_for_and_samples_the_same():
     flags = ["--rollout.prompts_per_step", "4", "--rollout.max_new_tokens", "6", "--run.steps", "1"]
     found = []
-    for engine in ("auto", "general"):
+    for engine in ("auto", "transformers"):
         recipe = load_recipe("ppo", None, [*flags, "--rollout.engine", engine])
         parts = build_rl(recipe, load_policy(recipe))
         found.append(next(iter(train_rl(parts))).rollouts)
-        assert ("rollout.engine asks for it" in " ".join(parts.engine.notices)) == (engine == "general")
+        assert ("rollout.engine asks for it" in " ".join(parts.engine.notices)) == (engine == "transformers")
     assert [rollout.completion for rollout in found[0]] == [rollout.completion for rollout in found[1]]

@@ -207,7 +207,7 @@ def test_a_bucket_fills_with_time():
 
 
 def test_a_body_that_is_too_long_is_refused(plain: Clients, monkeypatch):
-    monkeypatch.setattr("tether.studio.auth.MOST_BYTES", 1000)
+    monkeypatch.setattr("tether.studio.auth.MAX_BYTES", 1000)
     assert plain.owner.post("/api/raters", content=b"x" * 2000).status_code == 413
     chunks = (b"x" * 100 for _ in range(30))  # says no length
     assert plain.owner.post("/api/raters", content=chunks).status_code >= 400

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from made_up import answered
+from synthetic import answered
 
 from tether.doctor.answer_metrics import flat_groups, measured, repetition, step_measures, top_answer_share, top_share
 from tether.doctor.curves import Curve

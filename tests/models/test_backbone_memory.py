@@ -1,4 +1,4 @@
-"""What a shared trunk remembers over a checkpoint: not the states, but how to find them again to the bit."""
+"""What a shared backbone remembers over a checkpoint: not the states, but how to find them again to the bit."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tether.hub.tiny_model import PAD_ID, tiny_model
-from tether.models.forward import trunk_of
-from tether.models.shared_backbone import SharedTrunk
+from tether.models.forward import backbone_of
+from tether.models.shared_backbone import SharedBackbone
 from tether.types import Sequences
 
-MODEL = trunk_of(tiny_model(seed=3))
+MODEL = backbone_of(tiny_model(seed=3))
 WIDTH = 4 * 64  # bytes of one token's state
 
 
-def trunk(memory_bytes: int = 2**29) -> SharedTrunk:
-    return SharedTrunk(MODEL, 1, memory_bytes)
+def backbone(memory_bytes: int = 2**29) -> SharedBackbone:
+    return SharedBackbone(MODEL, 1, memory_bytes)
 
 
 def rows(*lengths_and_seeds: tuple[int, int]) -> Sequences:
@@ -30,15 +30,15 @@ def rows(*lengths_and_seeds: tuple[int, int]) -> Sequences:
     return Sequences(tokens=tokens, attention_mask=mask, response_mask=mask)
 
 
-def over_a_checkpoint(before: SharedTrunk) -> SharedTrunk:
-    """Another trunk that remembers the same, by way of tensors that a file can hold."""
-    after = trunk(before.memory_bytes)
+def over_a_checkpoint(before: SharedBackbone) -> SharedBackbone:
+    """Another backbone that remembers the same, by way of tensors that a file can hold."""
+    after = backbone(before.memory_bytes)
     after.remember({name: tensor.clone() for name, tensor in before.memory().items()})
     return after
 
 
 def test_a_remembered_row_is_found_again_to_the_bit_and_run_with_its_batch():
-    before = trunk()
+    before = backbone()
     first = before.states(rows((7, 1), (3, 2), (5, 3)))
     after = over_a_checkpoint(before)
     assert after.rows_run == 0  # nothing is run before it is wanted
@@ -49,7 +49,7 @@ def test_a_remembered_row_is_found_again_to_the_bit_and_run_with_its_batch():
 
 
 def test_rows_that_were_never_seen_are_run_in_the_batch_that_they_come_in():
-    before = trunk()
+    before = backbone()
     before.states(rows((7, 1)))
     after = over_a_checkpoint(before)
     mixed = rows((7, 1), (4, 9))
@@ -57,7 +57,7 @@ def test_rows_that_were_never_seen_are_run_in_the_batch_that_they_come_in():
 
 
 def test_the_memory_is_small_and_has_no_states():
-    before = trunk()
+    before = backbone()
     before.states(rows((7, 1), (3, 2)))
     saved = before.memory()
     assert set(saved) == {"order", "tokens/0", "mask/0"}
@@ -66,21 +66,21 @@ def test_the_memory_is_small_and_has_no_states():
 
 
 def test_an_empty_memory_goes_over_a_checkpoint_too():
-    after = over_a_checkpoint(trunk())
+    after = over_a_checkpoint(backbone())
     assert after.memory()["order"].shape == (0, 2)
 
 
 def test_what_is_taken_up_replaces_what_was_there():
-    after = trunk()
+    after = backbone()
     after.states(rows((6, 5)))
-    after.remember(trunk().memory())
+    after.remember(backbone().memory())
     assert after.memory()["order"].shape == (0, 2)
     after.states(rows((6, 5)))
     assert after.rows_run == 2
 
 
 def test_what_was_kept_from_elsewhere_is_not_part_of_it():
-    before = trunk()
+    before = backbone()
     before.keep(torch.tensor([1, 2, 3]), torch.zeros(3, 64))
     before.states(rows((2, 4)))
     assert before.memory()["order"].tolist() == [[0, 0]]
@@ -94,7 +94,7 @@ def test_whenever_the_checkpoint_falls_all_that_follows_is_the_same(room, data):
     row = st.tuples(st.integers(1, 6), st.integers(0, 4))
     batches = data.draw(st.lists(st.lists(row, min_size=1, max_size=3), min_size=2, max_size=5))
     cut = data.draw(st.integers(0, len(batches) - 1))
-    calm, resumed = trunk(room), trunk(room)
+    calm, resumed = backbone(room), backbone(room)
     for place, batch in enumerate(batches):
         if place == cut:
             resumed = over_a_checkpoint(resumed)

@@ -96,10 +96,10 @@ def test_an_answer_shrinks_to_a_small_context_and_forgetting_is_told_once():
 def test_a_place_that_is_not_there_is_told_at_once_and_a_run_is_found_by_name(capsys, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "runs" / "sft" / "model").mkdir(parents=True)
-    for verb in ("chat", "eval"):
-        assert cli.main([verb, "runs/stf"]) == 2
+    for subcommand in ("chat", "eval"):
+        assert cli.main([subcommand, "runs/stf"]) == 2
         assert "there is no run and no model at runs/stf: did you mean runs/sft?" in capsys.readouterr().err
-        assert cli.main([verb, "./nothing"]) == 2
+        assert cli.main([subcommand, "./nothing"]) == 2
         assert "no run and no model at ./nothing" in capsys.readouterr().err
     (tmp_path / "runs" / "sft" / "recipe.json").write_text("{}")
     assert find_run_or_model("sft") == "runs/sft"
