@@ -8,7 +8,7 @@ SITE := .venv/site
 LOCKED := $(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all:
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test coverage lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences build docs clean
+.PHONY: help setup test coverage lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences build docs graph walk clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -104,6 +104,12 @@ $(TOOLS)/.stamp: $(STAMP) locks/tools.txt
 	@$(BIN)/python -m venv $(TOOLS)
 	@$(TOOLS)/bin/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all: -r locks/tools.txt
 	@touch $@
+
+graph: setup  ## write the imports between packages into docs/architecture.md; a circle of imports fails
+	@$(BIN)/python tools/import_graph.py --write docs/architecture.md
+
+walk: setup  ## print the files that one PPO step passes through, in order
+	@$(BIN)/python tools/walk.py
 
 clean:  ## remove .venv and caches; runs/ is kept
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist
