@@ -7,7 +7,7 @@ recording take turns in one process. A recorded one counts the call and then wai
 nothing overlaps with computing: in a real run the thread works beside the next iteration, and this is an upper bound.
 The size is that of the database after a thousand rollouts of 512 answer tokens each, cut from the rows of those
 iterations, with every column and the text of every token. With `--json` the last line holds `ratio`, the overhead as a
-fraction (alternatives found and everything on disk), and `mb_per_thousand_rollouts`.
+fraction (top_logprobs found and everything on disk), and `mb_per_thousand_rollouts`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from tether.config.load import load_recipe
 from tether.doctor.answer_metrics import step_measures
 from tether.models.load import load_causal_lm
 from tether.store.database.open import workspace_at
-from tether.store.recorded import Alternatives, StoredRollout
+from tether.store.recorded import StoredRollout, TopLogprobs
 from tether.store.recorder import Pieces, RunRecorder, RunStart
 from tether.store.retention import KeepRollouts
 from tether.store.token_text import token_pieces
@@ -72,8 +72,8 @@ class Timed:
 
     def __init__(self, parts: RLParts) -> None:
         self.parts, self.controllers, self.step = parts, parts.algorithm.controllers, 0
-        self.unseen = dataclasses.replace(parts, likeliest_at=lambda step: 0)  # noqa: ARG005
-        self.looked = 0.0  # seconds spent on alternatives
+        self.unseen = dataclasses.replace(parts, top_tokens_at=lambda step: 0)  # noqa: ARG005
+        self.looked = 0.0  # seconds spent on top_logprobs
         whole = roles.top_tokens
 
         def timed(*given: Any, **options: Any) -> Any:
@@ -85,7 +85,7 @@ class Timed:
         roles.top_tokens = timed
 
     def iterate(self, *, kept: bool = False) -> tuple[float, dict[str, float], StepRollouts]:
-        """Seconds, metrics and tokens of the next iteration; one that is `kept` also looks for alternatives."""
+        """Seconds, metrics and tokens of the next iteration; one that is `kept` also looks for top_logprobs."""
         began = time.perf_counter()
         result = rl_step(self.parts if kept else self.unseen, self.step, self.controllers)
         seconds = time.perf_counter() - began
@@ -136,13 +136,13 @@ def long_rollouts(rows: Sequence[StoredRollout], count: int) -> list[StoredRollo
         ]
         text = "".join(pieces[:LONG])
         texts = {"pieces": pieces[:LONG], "completion": text}
-        others = long_alternatives([row.alternatives for row in chosen if row.alternatives is not None])
-        made.append(dataclasses.replace(rows[0], row=place, columns=columns, **texts, alternatives=others))
+        others = long_alternatives([row.top_logprobs for row in chosen if row.top_logprobs is not None])
+        made.append(dataclasses.replace(rows[0], row=place, columns=columns, **texts, top_logprobs=others))
     return made
 
 
-def long_alternatives(several: Sequence[Alternatives]) -> Alternatives | None:
-    """The alternatives of answers that were put together; those of prompts are none."""
+def long_alternatives(several: Sequence[TopLogprobs]) -> TopLogprobs | None:
+    """The top_logprobs of answers that were put together; those of prompts are none."""
     if not several:
         return None
     counts = np.concatenate([others.counts for others in several])
@@ -153,7 +153,7 @@ def long_alternatives(several: Sequence[Alternatives]) -> Alternatives | None:
     wanted = set(tokens.tolist())
     texts = {token: text for others in several for token, text in others.texts.items() if token in wanted}
     logprobs = np.concatenate([others.logprobs for others in several])[:many]
-    return Alternatives(counts, tokens, logprobs, texts)
+    return TopLogprobs(counts, tokens, logprobs, texts)
 
 
 def megabytes(rows: Sequence[StoredRollout], folder: Path) -> tuple[float, float]:
@@ -195,7 +195,7 @@ def main() -> None:
     print(f"iteration, recorded and on disk  {middle['recorded']:8.3f} s")
     print(f"  of that the call to record     {1000 * middle['calls']:8.3f} ms")
     print(f"  of that until it is on disk    {1000 * middle['writes']:8.3f} ms")
-    print(f"  of that finding alternatives   {1000 * middle['looks']:8.3f} ms")
+    print(f"  of that finding top_logprobs   {1000 * middle['looks']:8.3f} ms")
     print(f"both of the last                 {direct:.2%} of an iteration")
     print(f"a thousand rollouts of {LONG} tokens {size:8.1f} MB, written in {seconds:.1f} s")
     if options.json:

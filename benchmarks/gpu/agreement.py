@@ -76,7 +76,7 @@ def one_batch(parts: RLParts, options: argparse.Namespace, step: int) -> Evaluat
         minibatch_size=parts.algorithm.minibatch_size,
         micro_batch_tokens=learner.micro_batch_tokens,
         device=learner.device,
-        halve=learner.halve,
+        shrink_micro_batch=learner.shrink_micro_batch,
     )
 
 

@@ -38,8 +38,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 VOCABULARY = 49152
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-LONGEST, ENDING = 1024, set(range(0, VOCABULARY, 128))  # of the long tail: the most that is drawn, and what ends it
-MOST = 1024  # slots, as `rollout.max_num_seqs: auto` has them
+MAX_LENGTH, ENDING = 1024, set(range(0, VOCABULARY, 128))  # of the long tail: the most that is drawn, and what ends it
+MAX_SLOTS = 1024  # slots, as `rollout.max_num_seqs: auto` has them
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype, rank: int = 0) -> Any:
@@ -176,18 +176,18 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
         found[name] = numbers
         print(shape, name, json.dumps(numbers), flush=True)
 
-    long = Sampling(LONGEST, **settings)
-    wide = Run(model, MOST, options.prompt, long)
+    long = Sampling(MAX_LENGTH, **settings)
+    wide = Run(model, MAX_SLOTS, options.prompt, long)
     if options.steps:
         tell("milliseconds a step by slots", {str(slots): taken for slots, taken in wide.steps().items()})
     if options.tail:
-        tell("tail", wide.best(MOST, ENDING, options.repeats))
-        tell("queue", wide.best(4 * MOST, ENDING, options.repeats, samples=4, warm=True))
+        tell("tail", wide.best(MAX_SLOTS, ENDING, options.repeats))
+        tell("queue", wide.best(4 * MAX_SLOTS, ENDING, options.repeats, samples=4, warm=True))
     tell("cache memory, milliseconds", wide.handed_back())
     del wide
     if options.tail:
         narrow = Run(model, options.slots, options.prompt, long)
-        tell("queue, narrow", narrow.best(4 * MOST, ENDING, options.repeats, samples=4))
+        tell("queue, narrow", narrow.best(4 * MAX_SLOTS, ENDING, options.repeats, samples=4))
     return found
 
 

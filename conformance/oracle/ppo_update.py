@@ -58,7 +58,7 @@ def minibatch_result(
     return MinibatchResult(math.fsum(losses) / count, gradient, removed / count)
 
 
-def credit(setup: dict[str, Any]) -> dict[str, Any]:
+def advantages(setup: dict[str, Any]) -> dict[str, Any]:
     """What is fixed before the first step: old log-probs, rewards, advantages."""
     mask = setup["mask"]
     old_logprobs = _logprobs(setup["theta"], setup)
@@ -78,15 +78,15 @@ def credit(setup: dict[str, Any]) -> dict[str, Any]:
 
 def ppo_trace(setup: dict[str, Any]) -> dict[str, Any]:
     """For each minibatch in turn: measure the loss at theta, then theta <- theta - learning_rate * gradient."""
-    credited = credit(setup)
+    experience = advantages(setup)
     theta = list(setup["theta"])
     losses: Row = []
     thetas: Grid = []
     clipped: Row = []
     for rows in setup["minibatches"]:
-        result = minibatch_result(theta, setup, rows, credited["old_logprobs"], credited["advantages"])
+        result = minibatch_result(theta, setup, rows, experience["old_logprobs"], experience["advantages"])
         theta = [theta[i] - setup["learning_rate"] * result.gradient[i] for i in (0, 1)]
         losses.append(result.loss)
         thetas.append(theta)
         clipped.append(result.clipped)
-    return {**credited, "losses": losses, "thetas": thetas, "clipped": clipped}
+    return {**experience, "losses": losses, "thetas": thetas, "clipped": clipped}

@@ -122,7 +122,7 @@ class Sequences:
     def __len__(self) -> int:
         return self.tokens.shape[0]
 
-    def units(self) -> list[list[int]]:
+    def row_groups(self) -> list[list[int]]:
         """Rows that must stay together in one micro-batch; here each row stands alone."""
         return [[row] for row in range(len(self))]
 
@@ -179,7 +179,7 @@ class EvaluatedBatch(TokenBatch):
     values: Tensor | None  # (B, T) V(tokens before t)
     final_values: Tensor | None  # (B,) V(all tokens), for bootstrapping where an answer was cut off
     entropy: Tensor | None = None  # (B, T) of the policy that sampled, in nats
-    likeliest: Tensor | None = None  # (B, T, K) int32, the tokens that it held likeliest; for people to look at
+    top_tokens: Tensor | None = None  # (B, T, K) int32, the tokens that it held likeliest; for people to look at
     top_logprobs: Tensor | None = None  # (B, T, K)
 
 
@@ -200,7 +200,7 @@ class PairBatch(Sequences):
     chosen: Tensor  # (B,) bool
     ref_logprobs: Tensor  # (B, T)
 
-    def units(self) -> list[list[int]]:
+    def row_groups(self) -> list[list[int]]:
         """The rows of each pair."""
         return rows_by_id(self.pair_ids)
 
@@ -212,7 +212,7 @@ class RankedBatch(Sequences):
     group_ids: Tensor  # (B,) int64
     ranks: Tensor  # (B,) int64
 
-    def units(self) -> list[list[int]]:
+    def row_groups(self) -> list[list[int]]:
         """The rows of each prompt."""
         return rows_by_id(self.group_ids)
 
@@ -238,10 +238,10 @@ class Loss:
     """An objective's answer: a sum (not a mean) to be divided by the size of the whole step, and what to report."""
 
     total: Tensor  # scalar
-    measures: Measures
+    metrics: Metrics
 
 
-class Measures:
+class Metrics:
     """Metrics as (sum, weight) pairs, so that adding up micro-batches, ranks and epochs never distorts a mean.
 
     A count is a sum without a weight.
@@ -264,7 +264,7 @@ class Measures:
         """Add `number` to the count called `name`."""
         self.counts[name] = self.counts.get(name, 0.0) + number
 
-    def merge(self, other: Measures) -> None:
+    def merge(self, other: Metrics) -> None:
         """Add the other's sums and counts to these."""
         for name, (total, weight) in other.weighted.items():
             self.add(name, total, weight)

@@ -106,7 +106,7 @@ def assert_as_near_as_the_models_own_modules(exact: Any, batch: Sequences) -> No
     fused, own = copy.deepcopy(exact).bfloat16(), copy.deepcopy(exact).bfloat16()
     wanted = batch.response_mask
     weights = torch.randn(4, 70, 256, device="cuda") * wanted[..., None]
-    states = [hidden_states(exact, batch), packed_states(fused, batch, wanted=wanted, way="fused")]
+    states = [hidden_states(exact, batch), packed_states(fused, batch, wanted=wanted, backend="fused")]
     states.append(hidden_states(own, batch))
     for each in states:
         assert each is not None
@@ -232,7 +232,7 @@ def test_a_saved_reward_model_is_run_by_the_fused_pass_like_one_that_was_made_he
     made = ScalarModel(Backbone(model), head, "reward")
     made.save_pretrained(tmp_path)
     loaded = ScalarModel.load(tmp_path, "bfloat16", "cuda")
-    assert loaded.backbone.fast.way == made.backbone.fast.way == "fused"
+    assert loaded.backbone.fast.backend == made.backbone.fast.backend == "fused"
     assert torch.equal(loaded(rows(False)).scores, made(rows(False)).scores)
 
 

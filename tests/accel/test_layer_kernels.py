@@ -108,7 +108,7 @@ def states_and_gradients(model: Any, way: Any, wanted: Any, times: int = 1, reco
     model.zero_grad()
     batch = rows()
     for _ in range(times):
-        states = packed_states(model, batch, wanted=wanted, way=way, recompute=recompute)
+        states = packed_states(model, batch, wanted=wanted, backend=way, recompute=recompute)
         assert states is not None
         (states * torch.sin(torch.arange(states.numel()).view(states.shape) * 1.0)).sum().backward()
     return [states.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
@@ -153,7 +153,7 @@ def test_an_adapter_too_wide_for_a_tile_behind_gates_that_are_not_gives_the_plai
 def test_what_is_only_looked_at_has_the_same_bits_as_what_is_trained():
     model, batch = backbone("llama", ADAPTED["all"]), rows()
     with torch.no_grad():
-        looked = packed_states(model, batch, wanted=None, way="fused")
+        looked = packed_states(model, batch, wanted=None, backend="fused")
     trained, again = (states_and_gradients(model, "fused", None, recompute=again) for again in (False, True))
     assert looked is not None and torch.equal(looked, trained[0])
     for before, now in zip(trained, again, strict=True):

@@ -181,7 +181,7 @@ def test_a_model_of_theirs_has_the_states_and_gradients_of_the_plain_parts(
     numbers = []
     for way in ("plain", "fused"):
         model.zero_grad()
-        states = packed_states(model, batch, wanted=response if wanted else None, way=way)
+        states = packed_states(model, batch, wanted=response if wanted else None, backend=way)
         assert states is not None
         (states * torch.sin(torch.arange(states.numel()).view(states.shape) * 1.0)).sum().backward()
         numbers.append([states.detach(), *(parameter.grad for parameter in model.parameters())])

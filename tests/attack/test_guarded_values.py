@@ -182,8 +182,8 @@ ROWS = {
     "size beyond": row(HEAD, size=2**31),
     "size zero": row(HEAD, size=0),
     "deep": bytes([2]) + zlib.compress(struct.pack("<I", 200_000) + b"[" * 100_000 + b"]" * 100_000),
-    "alternatives": row(HEAD | {"alternatives": {"x": "y"}}, b"\0" * 4),
-    "alternatives list": row(HEAD | {"alternatives": [1]}, b"\0" * 4),
+    "top_logprobs": row(HEAD | {"top_logprobs": {"x": "y"}}, b"\0" * 4),
+    "top_logprobs list": row(HEAD | {"top_logprobs": [1]}, b"\0" * 4),
 }
 
 

@@ -125,7 +125,7 @@ def ppo_setups():
 @pytest.mark.parametrize("setup", ppo_setups())
 def test_ppo_gradient(setup):
     """At every theta the trace visits, clipped or not, and for each of its minibatches."""
-    credited = ppo_update.credit(setup)
+    credited = ppo_update.advantages(setup)
     trace = oracle.ppo_trace(setup)
     for theta, rows in zip([setup["theta"], *trace["thetas"]], setup["minibatches"], strict=False):
 

@@ -1,4 +1,4 @@
-"""Measures of one step's answers, worked out by hand."""
+"""Metrics of one step's answers, worked out by hand."""
 
 import numpy as np
 import pytest

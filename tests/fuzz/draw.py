@@ -10,7 +10,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from tether.config.load import load_recipe
 from tether.config.recipes import RECIPES, Recipe
-from tether.config.schema import REQUIRED, Leaf, alternatives, describe
+from tether.config.schema import REQUIRED, Leaf, describe, union_members
 from tether.errors import ConfigError
 
 HERE = Path(__file__).parent
@@ -126,7 +126,7 @@ def candidates(leaf: Leaf, draw: random.Random) -> list[Any]:
         ]
         return [[part | {"name": f"part{place}"} for place, part in enumerate(parts)], []]
     found: list[Any] = []
-    for kind in alternatives(leaf.annotation):
+    for kind in union_members(leaf.annotation):
         if kind is bool:
             found += [True, False]
         elif kind is type(None):

@@ -42,7 +42,7 @@ from tether.config.load import load_recipe
 from tether.errors import TetherError
 from tether.train.run import Trained, train_recipe
 
-LONGEST = 120  # seconds of one run
+MAX_SECONDS = 120  # seconds of one run
 MAX_WARNINGS = 3
 MAX_SENTENCE = 600
 # Undefined on some batches: a correlation or deviation of one value.
@@ -87,7 +87,7 @@ def run_case(number: int, folder: Path, resume: bool) -> Outcome:
         elif not detail or len(detail) > MAX_SENTENCE or "Traceback" in detail:
             finding = f"this is not a sentence: {detail[:MAX_SENTENCE]}"
     except HungError:
-        finding = f"did not end within {LONGEST} seconds"
+        finding = f"did not end within {MAX_SECONDS} seconds"
     except Exception:
         finding = traceback.format_exc()
     finally:
@@ -147,7 +147,7 @@ def limited() -> Iterator[None]:
         raise HungError
 
     before = signal.signal(signal.SIGALRM, late)
-    signal.alarm(LONGEST)
+    signal.alarm(MAX_SECONDS)
     try:
         yield
     finally:

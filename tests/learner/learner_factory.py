@@ -75,7 +75,7 @@ def make_experience(
     evaluated = evaluate_tokens(
         batch, roles, minibatch_size=algorithm.minibatch_size, micro_batch_tokens=micro_batch_tokens, device="cpu"
     )
-    return algorithm.credit(evaluated, 0.1)[0]
+    return algorithm.advantages(evaluated, 0.1)[0]
 
 
 @pytest.fixture

@@ -72,12 +72,12 @@ def test_minibatches_cover_each_unit_once(batch, size, seed):
     in_order = list(minibatches(batch, size))
     assert_whole_units_once(batch, in_order)
     assert torch.cat(in_order).tolist() == [
-        row for unit in batch.units() for row in unit
+        row for unit in batch.row_groups() for row in unit
     ]  # the first epoch is read in order
     shuffled = [list(minibatches(batch, size, torch.Generator().manual_seed(seed))) for _ in range(2)]
     assert_whole_units_once(batch, shuffled[0])
     assert [rows.tolist() for rows in shuffled[0]] == [rows.tolist() for rows in shuffled[1]]
-    units = len(batch.units())
+    units = len(batch.row_groups())
     for parts in (in_order, shuffled[0]):
         counts = [len({int(owner) for owner in owners_of(batch)[part]}) for part in parts]
         assert counts == [size] * (units // size) + ([units % size] if units % size else [])

@@ -16,7 +16,7 @@ from tether.learner.adamw import MixedAdamW, drawn_master
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.quantize import BLOCK, SIGNED, UNSIGNED, Codes, draws
 from tether.learner.settings import LearnerSettings as Settings
-from tether.types import Loss, Measures, Sequences
+from tether.types import Loss, Metrics, Sequences
 
 
 def parameter(values: list[float], dtype: torch.dtype) -> nn.Parameter:
@@ -303,7 +303,7 @@ class Squared:
 
     def __call__(self, outputs: torch.Tensor, batch: Sequences) -> Loss:
         del batch
-        return Loss((outputs - 3.0) ** 2, Measures())
+        return Loss((outputs - 3.0) ** 2, Metrics())
 
 
 def rows(seed: int) -> Sequences:

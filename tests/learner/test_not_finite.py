@@ -17,7 +17,7 @@ from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.nonfinite import Fault, outputs_to_check, sound
 from tether.learner.overflow import cannot_overflow
-from tether.types import Experience, Loss, Measures, ScoreOutputs, TokenOutputs
+from tether.types import Experience, Loss, Metrics, ScoreOutputs, TokenOutputs
 
 MICRO_TOKENS = 2 * WIDTH  # four micro-batches in a step
 MICRO_BATCHES = ROWS * WIDTH // MICRO_TOKENS
@@ -89,10 +89,10 @@ def poisoned_column(name: str, poison: float, place: int) -> Experience:
         trained = evaluated.response_mask.nonzero()
         row, token = trained[place % len(trained)].tolist()
         column[row, token] = poison
-    return ALGORITHM.credit(dataclasses.replace(evaluated, **{name: column}), 0.1)[0]
+    return ALGORITHM.advantages(dataclasses.replace(evaluated, **{name: column}), 0.1)[0]
 
 
-def update_with(learner: Learner, place: str, poison: float, which: int, index: int) -> Measures:
+def update_with(learner: Learner, place: str, poison: float, which: int, index: int) -> Metrics:
     """One update of one step, with `poison` put in at `place`."""
     rule, generator = MinibatchEpochs(1, ROWS), torch.Generator()
     match place:
@@ -100,9 +100,9 @@ def update_with(learner: Learner, place: str, poison: float, which: int, index: 
             return rule(learner, CLEAN, PoisonedObjective(poison, which), generator)
         case "logprobs" | "values":
             learner.model = PoisonedModel(place, poison, which, index)
-            measures = rule(learner, CLEAN, OBJECTIVE, generator)
+            metrics = rule(learner, CLEAN, OBJECTIVE, generator)
             learner.model = ROLES.actor
-            return measures
+            return metrics
         case "gradient":
             learner.backward(CLEAN, OBJECTIVE)
             parameters = [p for p in learner.named.values() if p.grad is not None]
@@ -144,11 +144,11 @@ def test_weights_never_become_non_finite(place, poison, which, index, optimizer,
     learner.set_progress(0.5)
     before, faults = learner.state(copy=True), []
     learner.on_fault = faults.append
-    measures = update_with(learner, place, poison, which, index)
+    metrics = update_with(learner, place, poison, which, index)
     after = learner.state()
-    skipped = measures.counts["skipped_steps"]
+    skipped = metrics.counts["skipped_steps"]
     assert all(bool(torch.isfinite(tensor).all()) for tensor in after.tensors.values())
-    assert skipped + measures.counts["steps"] == 1
+    assert skipped + metrics.counts["steps"] == 1
     assert len(faults) == skipped == learner.skipped_in_a_row
     if not math.isfinite(poison):
         assert skipped == 1
@@ -212,9 +212,9 @@ def test_a_batch_that_is_not_finite_is_one_skipped_update_however_many_steps_it_
     learner, faults = fresh_learner(), []
     learner.on_fault = faults.append
     experience = poisoned_column("scores", math.nan, 0)
-    measures = MinibatchEpochs(4, 2)(learner, experience, OBJECTIVE, torch.Generator())
-    assert measures.counts["skipped_steps"] == 1
-    assert measures.counts["steps"] == 0
+    metrics = MinibatchEpochs(4, 2)(learner, experience, OBJECTIVE, torch.Generator())
+    assert metrics.counts["skipped_steps"] == 1
+    assert metrics.counts["steps"] == 0
     assert learner.skipped_in_a_row == len(faults) == 1
     assert faults[0].reason.startswith("not finite: scores, ")
 
@@ -224,25 +224,25 @@ def test_numbers_that_nothing_is_learned_from_do_not_matter():
     behavior = torch.full_like(CLEAN.behavior_logprobs, -math.inf)
     advantages = CLEAN.advantages.masked_fill(~CLEAN.response_mask, math.nan)
     experience = dataclasses.replace(CLEAN, behavior_logprobs=behavior, advantages=advantages)
-    measures = MinibatchEpochs(1, ROWS)(learner, experience, OBJECTIVE, torch.Generator())
-    assert measures.counts == {"steps": 1, "skipped_steps": 0, "early_stop": 0}
+    metrics = MinibatchEpochs(1, ROWS)(learner, experience, OBJECTIVE, torch.Generator())
+    assert metrics.counts == {"steps": 1, "skipped_steps": 0, "early_stop": 0}
 
 
 def test_a_minibatch_that_is_skipped_stays_out_of_the_means():
     learner = fresh_learner(rate=0.0)
     rule, generator = MinibatchEpochs(1, 2, max_kl=1.0), torch.Generator()
-    measures = rule(learner, CLEAN, PoisonedObjective(math.nan, 1), generator)
-    assert measures.counts == {"steps": 3, "skipped_steps": 1, "early_stop": 0}
-    assert all(math.isfinite(value) for value in measures.values().values())
+    metrics = rule(learner, CLEAN, PoisonedObjective(math.nan, 1), generator)
+    assert metrics.counts == {"steps": 3, "skipped_steps": 1, "early_stop": 0}
+    assert all(math.isfinite(value) for value in metrics.values().values())
     tokens = int(CLEAN.response_mask.sum() - CLEAN.response_mask[2:4].sum())
-    assert float(measures.weighted["entropy"][1]) == tokens
+    assert float(metrics.weighted["entropy"][1]) == tokens
 
 
 def test_an_infinite_kl_of_a_step_that_is_skipped_is_no_early_stop():
     learner = fresh_learner()
     learner.model = PoisonedModel("logprobs", math.inf, 0, 0)
-    measures = MinibatchEpochs(1, ROWS, max_kl=1e-6)(learner, CLEAN, OBJECTIVE, torch.Generator())
-    assert measures.counts == {"steps": 0, "skipped_steps": 1, "early_stop": 0}
+    metrics = MinibatchEpochs(1, ROWS, max_kl=1e-6)(learner, CLEAN, OBJECTIVE, torch.Generator())
+    assert metrics.counts == {"steps": 0, "skipped_steps": 1, "early_stop": 0}
 
 
 def test_the_usual_step_needs_no_copy_and_an_unusual_one_gets_it(monkeypatch):

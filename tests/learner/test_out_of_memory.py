@@ -62,10 +62,10 @@ def gradients(learner: Learner) -> torch.Tensor:
 
 def undisturbed(micro_batch_tokens: int, batches=(EXPERIENCE,)) -> tuple[torch.Tensor, dict[str, float]]:
     learner = learner_of(ROLES.actor, micro_batch_tokens)
-    measures = [learner.backward(batch, OBJECTIVE) for batch in batches][-1]
+    metrics = [learner.backward(batch, OBJECTIVE) for batch in batches][-1]
     gathered = gradients(learner)
     learner.discard()
-    return gathered, measures.values()
+    return gathered, metrics.values()
 
 
 @pytest.mark.parametrize("where", ["forward", "backward"])
@@ -73,12 +73,12 @@ def undisturbed(micro_batch_tokens: int, batches=(EXPERIENCE,)) -> tuple[torch.T
 def test_the_gradient_is_that_of_a_learner_with_half_the_micro_tokens_to_the_bit(where, call):
     """Four micro-batches; memory runs out in one of them, with the gradient of those before it already gathered."""
     learner = learner_of(Device(ROLES, **{where: {call}}), ALL // 4)
-    measures = learner.backward(EXPERIENCE, OBJECTIVE)
+    metrics = learner.backward(EXPERIENCE, OBJECTIVE)
     gathered = gradients(learner)
     learner.discard()
     expected, expected_measures = undisturbed(ALL // 8)
     assert torch.equal(gathered, expected)
-    assert measures.values() == expected_measures
+    assert metrics.values() == expected_measures
     assert learner.micro_batch_tokens == ALL // 8
     assert not torch.equal(expected, undisturbed(ALL // 4)[0])  # the same up to rounding, and the rounding shows
     torch.testing.assert_close(expected, undisturbed(ALL // 4)[0])
@@ -129,9 +129,9 @@ def test_the_smaller_size_is_part_of_the_state():
 def test_a_whole_update_goes_on():
     """One part a step at first; memory runs out in the third of four steps, and again in the measuring after them."""
     learner = learner_of(Device(make_roles(), forward={2, 9}), ALL // 2)
-    measures = MinibatchEpochs(2, ROWS // 2, measure_after=True)(learner, EXPERIENCE, OBJECTIVE, torch.Generator())
-    assert measures.counts == {"steps": 4, "skipped_steps": 0, "out_of_memory": 1, "early_stop": 0}
-    assert measures.weighted["approx_kl_after"][1] == EXPERIENCE.response_mask.sum()
+    metrics = MinibatchEpochs(2, ROWS // 2, measure_after=True)(learner, EXPERIENCE, OBJECTIVE, torch.Generator())
+    assert metrics.counts == {"steps": 4, "skipped_steps": 0, "out_of_memory": 1, "early_stop": 0}
+    assert metrics.weighted["approx_kl_after"][1] == EXPERIENCE.response_mask.sum()
     assert learner.micro_batch_tokens == ALL // 8
     learner.backward(EXPERIENCE, OBJECTIVE)
     assert learner.step().counts["out_of_memory"] == 1  # of the measuring: reported with the next step
@@ -172,7 +172,12 @@ def test_evaluating_starts_again_in_the_learners_smaller_parts(monkeypatch, micr
     learner = learner_of(roles.actor, micro_batch_tokens)
     shapes = failing_evaluation(monkeypatch, roles, call)
     found = evaluate_tokens(
-        batch, roles, minibatch_size=4, micro_batch_tokens=micro_batch_tokens, device="cpu", halve=learner.halve
+        batch,
+        roles,
+        minibatch_size=4,
+        micro_batch_tokens=micro_batch_tokens,
+        device="cpu",
+        shrink_micro_batch=learner.shrink_micro_batch,
     )
     assert learner.micro_batch_tokens == smaller
     assert shapes[-1] == (learner.micro_batch_tokens // WIDTH, WIDTH)

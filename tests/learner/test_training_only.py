@@ -9,7 +9,7 @@ from torch import nn
 from tether.learner.gradients import read_norms, total_norm
 from tether.learner.learner import Learner
 from tether.learner.settings import LearnerSettings
-from tether.types import Loss, Measures, Sequences
+from tether.types import Loss, Metrics, Sequences
 
 
 class TwoGroups(nn.Module):
@@ -33,7 +33,7 @@ class Squared:
 
     def __call__(self, outputs: torch.Tensor, batch: Sequences) -> Loss:
         del batch
-        return Loss((outputs - 3.0) ** 2, Measures())
+        return Loss((outputs - 3.0) ** 2, Metrics())
 
 
 def rows(seed: int) -> Sequences:
@@ -49,7 +49,7 @@ def make(state: str, master_weights: str, dtype: torch.dtype) -> Learner:
     )
 
 
-def step(learner: Learner, seed: int) -> Measures:
+def step(learner: Learner, seed: int) -> Metrics:
     learner.backward(rows(seed), Squared())
     return learner.step()
 

@@ -143,7 +143,7 @@ def experience(logprobs: list[float], reference: float = -1.0) -> tuple[TokenOut
         response_mask=mask, behavior_logprobs=-torch.ones(shape), untruncated_logprobs=-torch.ones(shape), scores=row,
         group_ids=row.long(), truncated=row.bool(), old_logprobs=-torch.ones(shape),
         ref_logprobs=torch.full(shape, reference), values=None, final_values=None, entropy=torch.ones(shape),
-        likeliest=None, top_logprobs=None,
+        top_tokens=None, top_logprobs=None,
         rewards=torch.zeros(shape), advantages=torch.ones(shape), returns=None,
     )  # fmt: skip
     return TokenOutputs(new, torch.ones(shape), None), batch

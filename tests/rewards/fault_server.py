@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 Behaviour = Callable[["Request"], None]
-LONGEST = 10.0  # seconds that any behaviour may last
+MAX_SECONDS = 10.0  # seconds that any behaviour may last
 
 
 class Request:
@@ -68,7 +68,7 @@ class FaultServer:
             threading.Thread(target=self.handle, args=(connection,), daemon=True).start()
 
     def handle(self, connection: socket.socket) -> None:
-        connection.settimeout(LONGEST)
+        connection.settimeout(MAX_SECONDS)
         with connection:
             try:
                 request = Request(connection, len(self.requests), self.stop)
@@ -79,7 +79,7 @@ class FaultServer:
 
 
 def hang(request: Request) -> None:
-    request.stop.wait(LONGEST)
+    request.stop.wait(MAX_SECONDS)
 
 
 def drip_headers(request: Request) -> None:

@@ -139,11 +139,11 @@ def _live(recipe: Recipe, notes: Notes, prepare: Callable[[Notes], None]) -> Non
 
 def watch(notes: Notes) -> None:
     """Have the library's own steps noted."""
-    doing, keep, finish = Session.doing, Session.keep, Session.finish
+    heartbeat, keep, finish = Session.heartbeat, Session.keep, Session.finish
     write_record, write_checkpoint = Journal.write, checkpoint_writer.write
 
     def noted_doing(self: Session, words: str) -> None:
-        doing(self, words)
+        heartbeat(self, words)
         phase = next((place for place, name in enumerate(PHASES) if words.startswith(name)), 0)
         notes.note(phase=phase, ready=notes.ready or time.monotonic())
 
@@ -167,7 +167,7 @@ def watch(notes: Notes) -> None:
         notes.note(checkpoint=False)
         return path
 
-    Session.doing, Session.keep, Session.finish = noted_doing, noted_keep, noted_finish  # pyright: ignore
+    Session.heartbeat, Session.keep, Session.finish = noted_doing, noted_keep, noted_finish  # pyright: ignore
     Journal.write = noted_record  # pyright: ignore
     checkpoint_writer.write = noted_checkpoint  # pyright: ignore
 

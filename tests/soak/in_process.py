@@ -53,16 +53,16 @@ def step_by_step(recipe: Recipe) -> Path:
 
 def broken_in_every_step(recipe: Recipe, monkeypatch, words: str) -> Path:
     """Run it, broken off once in each step where that is at `words`; where it is."""
-    doing = Session.doing
+    heartbeat = Session.heartbeat
     broken: set[str] = set()
 
     def breaking(self: Session, said: str) -> None:
-        doing(self, said)
+        heartbeat(self, said)
         if said.startswith(words) and said not in broken:
             broken.add(said)
             raise Broken(said)
 
-    monkeypatch.setattr(Session, "doing", breaking)
+    monkeypatch.setattr(Session, "heartbeat", breaking)
     for _ in range(recipe.run.steps):
         try:
             attempt(recipe)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from recording import experience, rollouts_of, same, same_columns, synthetic
 
 from tether.errors import StorageError
-from tether.store.recorded import TOKEN_COLUMNS, Alternatives, StoredRollout
+from tether.store.recorded import TOKEN_COLUMNS, StoredRollout, TopLogprobs
 from tether.store.token_codec import decode_rollout, encode_rollout
 from tether.store.tokens import StepRollouts, padded_columns, stored_experience, stored_rollouts
 from tether.types import Experience
@@ -117,14 +117,14 @@ def test_alternatives_come_back_to_the_bit_and_to_the_letter(counts, data):
     total = sum(counts)
     bits = data.draw(st.lists(st.integers(0, 2**16 - 1), min_size=total, max_size=total))
     tokens = np.array(data.draw(st.lists(st.integers(0, 2**31 - 1), min_size=total, max_size=total)), dtype=np.int32)
-    others = Alternatives(
+    others = TopLogprobs(
         np.array(counts, dtype=np.uint8),
         tokens,
         np.array(bits, dtype=np.uint16).view(np.float16),
         {int(token): data.draw(ANY_TEXT) for token in tokens},
     )
-    rollout = dataclasses.replace(synthetic(0, 0, length=len(counts)), alternatives=others)
-    back = decoded(encode_rollout(rollout), rollout).alternatives
+    rollout = dataclasses.replace(synthetic(0, 0, length=len(counts)), top_logprobs=others)
+    back = decoded(encode_rollout(rollout), rollout).top_logprobs
     assert back.counts.tolist() == counts and back.tokens.tolist() == tokens.tolist() and back.texts == others.texts
     assert back.logprobs.tobytes() == others.logprobs.tobytes()
     assert [len(here) for here in back.at_each()] == counts
@@ -135,19 +135,19 @@ def test_a_rollout_of_the_first_version_still_opens():
     body = zlib.decompress(encode_rollout(rollout)[1:])
     (size,) = struct.unpack_from("<I", body)
     header = json.loads(body[4 : 4 + size])
-    del header["alternatives"]
+    del header["top_logprobs"]
     old = json.dumps(header).encode()
     first = b"\x01" + zlib.compress(struct.pack("<I", len(old)) + old + body[4 + size :])
-    assert same(decoded(first, rollout), rollout) and decoded(first, rollout).alternatives is None
+    assert same(decoded(first, rollout), rollout) and decoded(first, rollout).top_logprobs is None
 
 
 def test_alternatives_leave_out_the_token_itself_the_rare_and_the_prompt():
     batch = experience([2], np.random.default_rng(0))
     own = int(batch.tokens[0, 1])
-    likeliest = torch.tensor([[[7, 8, 9], [own, 8, 9]]], dtype=torch.int32)
+    top_tokens = torch.tensor([[[7, 8, 9], [own, 8, 9]]], dtype=torch.int32)
     logprobs = torch.tensor([[[-0.1, -0.2, -0.3], [-0.25, -2.0, -7.0]]])  # e^-7 < 0.001
     answer = torch.tensor([[False, True]])
-    batch = dataclasses.replace(batch, response_mask=answer, likeliest=likeliest, top_logprobs=logprobs)
+    batch = dataclasses.replace(batch, response_mask=answer, top_tokens=top_tokens, top_logprobs=logprobs)
     source = StepRollouts(batch, rollouts_of(batch))
     [row] = stored_rollouts(0, source, lambda tokens: [f"<{token}>" for token in tokens])
-    assert row.alternatives.at_each() == [[], [("<8>", -2.0)]]
+    assert row.top_logprobs.at_each() == [[], [("<8>", -2.0)]]

@@ -177,7 +177,7 @@ def take(browser: Any, served: Served, pages: dict[str, str], target: Path, size
         page = visitor.go(address)
         if name == "tokens":
             visitor.press("ArrowRight", "ArrowRight")
-            page.wait_for_selector(".alternatives")
+            page.wait_for_selector(".top_logprobs")
         if name == "chat":
             page.get_by_label("Message").fill("4 lower:")
             visitor.press("Enter")

@@ -19,7 +19,7 @@ import pytest
 
 from tether.store.database.open import Workspace, workspace_at
 from tether.store.database.records import Source
-from tether.store.recorded import Alternatives, StoredRollout
+from tether.store.recorded import StoredRollout, TopLogprobs
 from tether.store.recorder import RunRecorder, RunStart
 
 playwright_api = pytest.importorskip(
@@ -53,7 +53,7 @@ def a_rollout(step: int, row: int, prompt: str, answer: Sequence[str], score: fl
         "clipped": response & (np.arange(length) % 4 == 3),
         "entropy": np.where(response, place % 5, 0).astype("float32") / 2,
     }
-    others = Alternatives(
+    others = TopLogprobs(
         counts=np.where(response, 2, 0).astype(np.uint8),
         tokens=np.tile(np.int32([1, 2]), len(answer)),
         logprobs=np.tile(np.float16([-1.0, -3.0]), len(answer)),
@@ -66,7 +66,7 @@ def a_rollout(step: int, row: int, prompt: str, answer: Sequence[str], score: fl
         "finish": "stop",
         "temperature": 1.0,
         "parts": {"rule": score},
-        "alternatives": others,
+        "top_logprobs": others,
     }
     pieces = [prompt, *answer]
     texts = {"prompt_text": prompt, "completion": "".join(answer), "pieces": pieces}

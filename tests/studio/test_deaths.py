@@ -18,7 +18,7 @@ from tether.store.database.open import workspace_at
 from tether.store.read import list_runs, open_workspace
 
 RECIPE = Path(__file__).parents[2] / "recipes" / "tiny-ppo.yaml"
-LONGEST = 10_000  # milliseconds from the death of training to the words on the page
+MAX_MILLISECONDS = 10_000  # milliseconds from the death of training to the words on the page
 PATIENCE = 120_000
 
 
@@ -48,7 +48,7 @@ def test_training_that_is_killed_is_told_within_ten_seconds(visitor: Visitor, se
             expect(page.locator(".chart[data-metric='score'] canvas").first).to_be_visible(timeout=PATIENCE)
             state = page.locator(".head .state")
         training.send_signal(signal.SIGKILL)
-        expect(state).to_contain_text("interrupted", timeout=LONGEST)
+        expect(state).to_contain_text("interrupted", timeout=MAX_MILLISECONDS)
     finally:
         training.kill()
         training.wait()

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.studio.freeze_gc import settle
+from tether.studio.freeze_gc import freeze_gc
 
 
 class Loop:
@@ -31,25 +31,25 @@ def as_before() -> Iterator[None]:
 
 def test_what_is_loaded_is_not_looked_through_again():
     kept = Loop()
-    settle()
+    freeze_gc()
     assert gc.get_freeze_count() > 0
     assert all(thing is not kept for thing in gc.get_objects())
 
 
 def test_what_was_left_over_before_is_collected_and_not_kept_for_ever():
     left_over = weakref.ref(Loop())
-    settle()
+    freeze_gc()
     assert left_over() is None
 
 
 def test_what_was_here_to_stay_and_was_let_go_of_after_all_goes_the_next_time():
     model = Loop()
-    settle()
+    freeze_gc()
     gone = weakref.ref(model)
     del model
     gc.collect()
     assert gone() is not None
-    settle()
+    freeze_gc()
     assert gone() is None
 
 

@@ -158,7 +158,7 @@ def test_arrow_keys_walk_the_tokens_and_show_all_numbers(visitor: Visitor, serve
 def test_a_token_shows_what_else_might_have_been_said(visitor: Visitor, served: Served):
     page = visitor.go(f"#/run/{served.run_id('first')}/tokens?step=20&row=0")
     visitor.press("ArrowRight")
-    expect(page.locator(".alternatives dd span")).to_have_text(["␣yes37 %", "\\n5.0 %"])  # e^-1 and e^-3
+    expect(page.locator(".top_logprobs dd span")).to_have_text(["␣yes37 %", "\\n5.0 %"])  # e^-1 and e^-3
 
 
 def test_tokens_are_coloured_by_entropy(visitor: Visitor, served: Served):
@@ -170,14 +170,14 @@ def test_tokens_are_coloured_by_entropy(visitor: Visitor, served: Served):
 
 def test_a_run_that_recorded_neither_still_opens(visitor: Visitor, served: Served):
     recorder = start_run(served.workspace, "old", steps=1)
-    plain = a_rollout(0, 0, "say:", ["a", "b"], 1.0, alternatives=None)
+    plain = a_rollout(0, 0, "say:", ["a", "b"], 1.0, top_logprobs=None)
     columns = {name: column for name, column in plain.columns.items() if name != "entropy"}
     recorder.record(0, {"score": 1.0}, [replace(plain, columns=columns)])
     recorder.close("done")
     page = visitor.go(f"#/run/{served.run_id('old')}/tokens?step=0&row=0")
     visitor.press("ArrowRight")
     expect(page.locator(".numbers .piece dd")).to_have_text("a")
-    expect(page.locator(".alternatives")).to_have_count(0)
+    expect(page.locator(".top_logprobs")).to_have_count(0)
     expect(page.locator("[aria-label='Colour by'] button", has_text="Entropy")).to_have_count(0)
 
 

@@ -119,7 +119,7 @@ def test_rankings_of_five_become_rows_of_the_sampled_tokens(visitor: Visitor, se
             assert row.prompt_length == int((~rollout.columns["response"]).sum())
         assert len(prompts) == 1
     batch = parts.collate(rankings)
-    assert sorted(map(len, batch.units())) == [ANSWERS] * PROMPTS, "a prompt's answers never leave each other"
+    assert sorted(map(len, batch.row_groups())) == [ANSWERS] * PROMPTS, "a prompt's answers never leave each other"
 
 
 def test_pairs_of_a_conversation_become_rows_of_the_sampled_tokens(visitor: Visitor, served: Served, sampled: Path):

@@ -23,7 +23,7 @@ from tether.train.rl import RLParts, train_rl
 
 SMALL = (
     *("--run.steps", "2", "--rollout.prompts_per_step", "4", "--rollout.max_new_tokens", "4", "--model.device", "cpu"),
-    *("--optimizer.critic_lr", "3e-3", "--ppo.critic_warmup", "1", "--store.alternatives", "0"),
+    *("--optimizer.critic_lr", "3e-3", "--ppo.critic_warmup", "1", "--store.top_logprobs", "0"),
 )
 LORA = ("--roles.mode", "lora", "--roles.lora_rank", "2", "--roles.lora_alpha", "4")
 TOP = ("--roles.mode", "shared_backbone", "--roles.trainable_layers", "1")

@@ -25,7 +25,7 @@ SMALL = [
     *("--run.steps", str(WARMUP + 1), "--rollout.prompts_per_step", "4", "--rollout.max_new_tokens", "4"),
     *("--optimizer.policy_lr", "3e-3", "--optimizer.critic_lr", "3e-3", "--optimizer.weight_decay", "0.1"),
     *("--ppo.critic_warmup", str(WARMUP), "--ppo.epochs", "2", "--ppo.minibatch_size", "2"),
-    *("--store.alternatives", "0", "--model.device", "cpu"),
+    *("--store.top_logprobs", "0", "--model.device", "cpu"),
 ]
 MODES = {
     "separate": [],

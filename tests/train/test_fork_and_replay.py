@@ -84,15 +84,15 @@ def test_a_fork_can_go_further_than_its_parent(parent):
 
 
 def test_a_fork_that_is_broken_off_keeps_its_bits_and_its_origin(parent, monkeypatch):
-    doing = Session.doing
+    heartbeat = Session.heartbeat
 
     def breaking(self, words):
-        doing(self, words)
+        heartbeat(self, words)
         if words == "update, step 3":
             raise Broken
 
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "doing", breaking)
+        patched.setattr(Session, "heartbeat", breaking)
         with pytest.raises(Broken):
             fork(parent, "--run.name", "broken")
     child = parent.parent / "broken"

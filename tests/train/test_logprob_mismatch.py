@@ -88,7 +88,7 @@ def test_the_engine_hands_its_memory_back_before_anything_is_evaluated():
     log: list[str] = []
     parts = build_rl(recipe, load_policy(recipe))
     parts = dataclasses.replace(parts, engine=Counting(parts.engine, log))
-    results = list(train_rl(parts, doing=lambda words: log.append(words.partition(",")[0])))
+    results = list(train_rl(parts, heartbeat=lambda words: log.append(words.partition(",")[0])))
     assert log[:6] == ["rollout", "generate", "release", "scores", "evaluation", "update"]
     metrics = results[0].metrics
     phases = sum(metrics[f"seconds/{name}"] for name in ("rollout", "scores", "evaluation", "update"))

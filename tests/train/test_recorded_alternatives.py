@@ -23,7 +23,7 @@ def test_entropy_and_alternatives_are_those_of_one_distribution(tmp_path):
     for rollout in trained(tmp_path)[0]:
         entropy, own = rollout.answer("entropy"), np.exp(rollout.answer("old_logprob"))
         assert np.isfinite(entropy).all() and (entropy >= 0).all()
-        others = rollout.alternatives.at_each()
+        others = rollout.top_logprobs.at_each()
         answer = np.flatnonzero(rollout.columns["response"])
         assert all(not others[place] for place in range(len(others)) if place not in set(answer.tolist()))
         for place, chance, undecided in zip(answer.tolist(), own.tolist(), entropy.tolist(), strict=True):
@@ -34,7 +34,7 @@ def test_entropy_and_alternatives_are_those_of_one_distribution(tmp_path):
             assert undecided >= -sum(p * np.log(p) for p in known) - 0.02, "what is left out only adds"
 
 
-@pytest.mark.parametrize("flags", [("--store.alternatives", "0"), ("--store.rollouts_every", "2")])
+@pytest.mark.parametrize("flags", [("--store.top_logprobs", "0"), ("--store.rollouts_every", "2")])
 def test_steps_that_do_not_want_them_do_not_pay(tmp_path, flags, monkeypatch):
     import tether.models.roles as roles
 
@@ -42,6 +42,6 @@ def test_steps_that_do_not_want_them_do_not_pay(tmp_path, flags, monkeypatch):
     whole = roles.top_tokens
     monkeypatch.setattr(roles, "top_tokens", lambda *a, **options: asked.append(1) or whole(*a, **options))
     kept = trained(tmp_path, *flags)
-    assert sorted(kept) == ([0, 1] if flags[0] == "--store.alternatives" else [0])
-    assert bool(asked) == (flags[0] != "--store.alternatives")
-    assert all((row.alternatives is None) == (not asked) for rows in kept.values() for row in rows)
+    assert sorted(kept) == ([0, 1] if flags[0] == "--store.top_logprobs" else [0])
+    assert bool(asked) == (flags[0] != "--store.top_logprobs")
+    assert all((row.top_logprobs is None) == (not asked) for rows in kept.values() for row in rows)

@@ -58,15 +58,15 @@ def slow(seconds: float) -> Callable[[], None]:
     """Make steps last long enough to be interrupted in."""
 
     def prepare() -> None:
-        doing = Session.doing
+        heartbeat = Session.heartbeat
 
         def slow_doing(self, words):
-            doing(self, words)
+            heartbeat(self, words)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 time.sleep(0.01)
 
-        Session.doing = slow_doing
+        Session.heartbeat = slow_doing
 
     return prepare
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tether.types import (
     EvaluatedBatch,
     Experience,
-    Measures,
+    Metrics,
     PairBatch,
     Prompt,
     RankedBatch,
@@ -125,11 +125,11 @@ def test_each_stage_carries_the_one_before_and_cannot_be_changed():
 def test_units():
     grid = torch.zeros(4, 2)
     columns = {"tokens": grid.long(), "attention_mask": grid.bool(), "response_mask": grid.bool()}
-    assert Sequences(**columns).units() == [[0], [1], [2], [3]]
+    assert Sequences(**columns).row_groups() == [[0], [1], [2], [3]]
     pairs = PairBatch(**columns, pair_ids=torch.tensor([9, 4, 9, 4]), chosen=grid[:, 0].bool(), ref_logprobs=grid)
-    assert pairs.units() == [[0, 2], [1, 3]]
+    assert pairs.row_groups() == [[0, 2], [1, 3]]
     ranked = RankedBatch(**columns, group_ids=torch.tensor([1, 0, 0, 1]), ranks=torch.arange(4))
-    assert ranked.units() == [[0, 3], [1, 2]]
+    assert ranked.row_groups() == [[0, 3], [1, 2]]
 
 
 @few
@@ -145,11 +145,11 @@ def test_a_prompt_from_text():
     assert Prompt.from_text("a", "Why?", "x").messages == ({"role": "user", "content": "Why?"},)
 
 
-# Measures
+# Metrics
 
 
 def test_measures_golden():
-    measures = Measures()
+    measures = Metrics()
     measures.add("loss", 6.0, 3)  # three tokens that sum to 6
     measures.add("loss", torch.tensor(10.0), torch.tensor(1))  # and one of 10: (6 + 10) / 4
     measures.add("unseen", 0.0, 0.0)
@@ -166,15 +166,15 @@ dyadic = st.integers(-(2**20), 2**20).map(lambda n: n / 64)  # sums of these hav
 @few
 @given(st.lists(st.tuples(st.sampled_from("ab"), dyadic, st.integers(1, 50)), min_size=1, max_size=20), st.data())
 def test_merging_is_exact_however_the_parts_are_cut(entries, data):
-    whole = Measures()
-    parts = [Measures() for _ in range(3)]
+    whole = Metrics()
+    parts = [Metrics() for _ in range(3)]
     for name, total, weight in entries:
         whole.add(name, total, weight)
         whole.count("n" + name)
         part = parts[data.draw(st.integers(0, 2))]
         part.add(name, torch.tensor(total), weight)
         part.count("n" + name)
-    merged = Measures()
+    merged = Metrics()
     for part in parts:
         merged.merge(part)
     assert merged.values() == whole.values()
@@ -185,7 +185,7 @@ def test_merging_is_exact_however_the_parts_are_cut(entries, data):
 
 
 def test_merging_leaves_the_other_as_it_was():
-    one, other = Measures(), Measures()
+    one, other = Metrics(), Metrics()
     one.add("a", 1.0, 1.0)
     other.add("a", 3.0, 1.0)
     one.merge(other)
@@ -194,7 +194,7 @@ def test_merging_leaves_the_other_as_it_was():
 
 
 def test_sums_are_kept_in_double_precision_and_without_a_graph():
-    measures = Measures()
+    measures = Metrics()
     for _ in range(2):
         measures.add("loss", torch.tensor(2.0**24, requires_grad=True), 1.0)
     for _ in range(10):
@@ -204,7 +204,7 @@ def test_sums_are_kept_in_double_precision_and_without_a_graph():
 
 
 def test_what_is_not_a_number_is_not_hidden():
-    measures = Measures()
+    measures = Metrics()
     measures.add("loss", math.nan, 4.0)
     measures.add("loss", 1.0, 4.0)
     assert math.isnan(measures.values()["loss"])
@@ -212,7 +212,7 @@ def test_what_is_not_a_number_is_not_hidden():
 
 def test_a_measure_does_not_follow_the_tensor_it_was_given():
     total = torch.tensor(1.0, dtype=torch.float64)
-    measures = Measures()
+    measures = Metrics()
     measures.add("loss", total)
     total += 5.0
     assert measures.mean("loss") == 1.0

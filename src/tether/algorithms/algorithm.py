@@ -16,11 +16,11 @@ from tether.ops.policy_losses import truncated_importance
 from tether.ops.statistics import masked_mean, masked_variance, whiten
 from tether.ops.token_rewards import clip_scores, missing_eos_penalty, token_rewards
 from tether.protocols import AdvantageEstimator, Objective
-from tether.types import EvaluatedBatch, Experience, Measures, TokenOutputs, extend
+from tether.types import EvaluatedBatch, Experience, Metrics, TokenOutputs, extend
 
 TokenObjective = Objective[Experience, TokenOutputs]
 
-ExtraGradient = Callable[[Learner], Measures]
+ExtraGradient = Callable[[Learner], Metrics]
 """Adds the gradient of something else (pretraining data, in PPO-ptx) to the one that was gathered."""
 
 
@@ -61,7 +61,7 @@ class UpdateRule(Protocol):
         objective: TokenObjective,
         generator: torch.Generator,
         extra: ExtraGradient | None = None,
-    ) -> Measures:
+    ) -> Metrics:
         """Update, and report. `extra` adds its gradient to every step."""
         ...
 
@@ -125,7 +125,7 @@ class Algorithm:
         """Whether the KL to the reference acts anywhere."""
         return self.advantage_settings.kl_apply_to != "none"
 
-    def credit(self, batch: EvaluatedBatch, kl_coef: float) -> tuple[Experience, Measures]:
+    def advantages(self, batch: EvaluatedBatch, kl_coef: float) -> tuple[Experience, Metrics]:
         """Rewards, advantages and returns of a batch, over the whole of it: minibatches never change a baseline."""
         rules, mask = self.advantage_settings, batch.response_mask
         scores = clip_scores(batch.scores, rules.score_clip)
@@ -143,16 +143,16 @@ class Algorithm:
         advantages, returns = self.estimator(
             rewards, mask, values=batch.values, final_values=final_values, group_ids=batch.group_ids
         )
-        measures = credit_measures(batch, scores, advantages, returns)
+        metrics = credit_measures(batch, scores, advantages, returns)
         if rules.whiten_advantages:
             advantages = whiten(advantages, mask)
         if rules.importance_sampling_cap is not None:
-            advantages = weigh(advantages, batch, rules.importance_sampling_cap, measures)
+            advantages = importance_weights(advantages, batch, rules.importance_sampling_cap, metrics)
         columns: dict[str, Any] = {"rewards": rewards, "advantages": advantages, "returns": returns}
-        return extend(batch, Experience, **columns), measures
+        return extend(batch, Experience, **columns), metrics
 
 
-def weigh(advantages: Tensor, batch: EvaluatedBatch, cap: float, measures: Measures) -> Tensor:
+def importance_weights(advantages: Tensor, batch: EvaluatedBatch, cap: float, metrics: Metrics) -> Tensor:
     """(B, T) the advantages times min(old / behavior, cap); the weights' mean and how many the cap cut are reported.
 
     Every surrogate's term in A is w * f(A) = f(w A) for w > 0, so to weigh the advantage is to weigh the token's policy
@@ -161,35 +161,35 @@ def weigh(advantages: Tensor, batch: EvaluatedBatch, cap: float, measures: Measu
     mask, tokens = batch.response_mask, batch.response_mask.sum()
     weights = truncated_importance(batch.old_logprobs, batch.behavior_logprobs, cap=cap)
     cut = (batch.old_logprobs - batch.behavior_logprobs > math.log(cap)) & mask
-    measures.add("importance/mean", weights.masked_fill(~mask, 0.0).sum(), tokens)
-    measures.add("importance/truncated", cut.sum(), tokens)
+    metrics.add("importance/mean", weights.masked_fill(~mask, 0.0).sum(), tokens)
+    metrics.add("importance/truncated", cut.sum(), tokens)
     return advantages * weights.masked_fill(~mask, 1.0)
 
 
-def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, returns: Tensor | None) -> Measures:
+def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, returns: Tensor | None) -> Metrics:
     """What can be said of a batch before it is learned from."""
-    mask, measures = batch.response_mask, Measures()
+    mask, metrics = batch.response_mask, Metrics()
     tokens, rows = mask.sum(), len(batch)
-    measures.add("score", batch.scores.sum(), rows)
-    measures.add("score_used", scores.sum(), rows)  # once clipped, and with the penalty for answers that never ended
-    measures.add("score_std", scores.std(correction=0))
-    measures.add("response_length", tokens, rows)
-    measures.add("truncated", batch.truncated.sum(), rows)
-    measures.add("advantage_std", masked_variance(advantages, mask).sqrt())
+    metrics.add("score", batch.scores.sum(), rows)
+    metrics.add("score_used", scores.sum(), rows)  # once clipped, and with the penalty for answers that never ended
+    metrics.add("score_std", scores.std(correction=0))
+    metrics.add("response_length", tokens, rows)
+    metrics.add("truncated", batch.truncated.sum(), rows)
+    metrics.add("advantage_std", masked_variance(advantages, mask).sqrt())
     gap = (batch.old_logprobs - batch.untruncated_logprobs).abs().masked_fill(~mask, 0.0)
-    measures.add("logprob_diff", gap.sum(), tokens)
-    measures.add("logprob_diff_max", gap.max())
+    metrics.add("logprob_diff", gap.sum(), tokens)
+    metrics.add("logprob_diff_max", gap.max())
     kl = kl_estimate(batch.untruncated_logprobs, batch.old_logprobs, "k3").masked_fill(~mask, 0.0)
-    measures.add("sampler_kl", kl.sum(), tokens)  # KL(sampler || trainer) a token
+    metrics.add("sampler_kl", kl.sum(), tokens)  # KL(sampler || trainer) a token
     cut = (batch.behavior_logprobs - batch.untruncated_logprobs).masked_fill(~mask, 0.0)
-    measures.add("truncation_gap", cut.sum(), tokens)  # above 0 where top-p or top-k kept sampling off the policy
+    metrics.add("truncation_gap", cut.sum(), tokens)  # above 0 where top-p or top-k kept sampling off the policy
     if batch.ref_logprobs is not None:
         for estimator in ("k1", "k3"):
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator).masked_fill(~mask, 0.0)
-            measures.add(f"kl_ref_{estimator}", kl.sum(), rows)
+            metrics.add(f"kl_ref_{estimator}", kl.sum(), rows)
     if returns is not None and batch.values is not None:
         unexplained, variance = masked_variance(returns - batch.values, mask), masked_variance(returns, mask)
         if float(variance) > 1e-8:  # where all returns are equal there is nothing to explain
-            measures.add("explained_variance", 1.0 - unexplained / variance)
-        measures.add("value", masked_mean(batch.values, mask))
-    return measures
+            metrics.add("explained_variance", 1.0 - unexplained / variance)
+        metrics.add("value", masked_mean(batch.values, mask))
+    return metrics

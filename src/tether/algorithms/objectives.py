@@ -13,7 +13,7 @@ from tether.ops.kl import Estimator, kl_estimate, ratio_clamped
 from tether.ops.policy_losses import clip_cases, clip_loss, kl_penalty_loss, reinforce_loss, unclipped_loss, value_loss
 from tether.ops.preferences import count_ranked_prompts, dpo_losses, dpo_margins, kwise_total, ranked_pairs
 from tether.ops.statistics import masked_sum
-from tether.types import Experience, Loss, Measures, PairBatch, RankedBatch, ScoreOutputs, Sequences, TokenOutputs
+from tether.types import Experience, Loss, Metrics, PairBatch, RankedBatch, ScoreOutputs, Sequences, TokenOutputs
 
 
 class Surrogate(Protocol):
@@ -23,7 +23,7 @@ class Surrogate(Protocol):
         """(B, T), to be minimised."""
         ...
 
-    def measure(self, logprobs: Tensor, batch: Experience, measures: Measures) -> None:
+    def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
         """Add what is worth reporting of this surrogate alone."""
         ...
 
@@ -36,7 +36,7 @@ class Reinforce:
         """(B, T)."""
         return reinforce_loss(logprobs, batch.advantages)
 
-    def measure(self, logprobs: Tensor, batch: Experience, measures: Measures) -> None:
+    def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
         """Nothing of its own."""
 
 
@@ -48,7 +48,7 @@ class Unclipped:
         """(B, T)."""
         return unclipped_loss(logprobs, batch.old_logprobs, batch.advantages)
 
-    def measure(self, logprobs: Tensor, batch: Experience, measures: Measures) -> None:
+    def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
         """Nothing of its own."""
 
 
@@ -66,15 +66,15 @@ class Clip:
             logprobs, batch.old_logprobs, batch.advantages, clip_low=self.low, clip_high=self.high, dual_clip=self.dual
         )
 
-    def measure(self, logprobs: Tensor, batch: Experience, measures: Measures) -> None:
+    def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
         """The fraction of tokens in each case, and of those whose gradient the clip removed."""
         cases = clip_cases(
             logprobs, batch.old_logprobs, batch.advantages, clip_low=self.low, clip_high=self.high, dual_clip=self.dual
         )
         tokens = batch.response_mask.sum()
         for name in ("positive_high", "positive_low", "negative_high", "negative_low"):
-            measures.add(f"clip/{name}", (getattr(cases, name) & batch.response_mask).sum(), tokens)
-        measures.add("clip_fraction", (cases.clipped & batch.response_mask).sum(), tokens)
+            metrics.add(f"clip/{name}", (getattr(cases, name) & batch.response_mask).sum(), tokens)
+        metrics.add("clip_fraction", (cases.clipped & batch.response_mask).sum(), tokens)
 
 
 @dataclass(frozen=True)
@@ -88,7 +88,7 @@ class KLPenalty:
         """(B, T)."""
         return kl_penalty_loss(logprobs, batch.old_logprobs, batch.advantages, beta=self.beta, estimator=self.estimator)
 
-    def measure(self, logprobs: Tensor, batch: Experience, measures: Measures) -> None:
+    def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
         """Nothing of its own."""
 
 
@@ -120,24 +120,24 @@ class PolicyObjective:
         if self.kl_coef != 0.0:
             assert batch.ref_logprobs is not None
             loss = loss + self.kl_coef * kl_estimate(outputs.logprobs, batch.ref_logprobs, self.kl_estimator)
-        measures = self._measure(outputs, batch, policy)
+        metrics = self._measure(outputs, batch, policy)
         if outputs.values is not None and batch.returns is not None and batch.values is not None:
             critic = value_loss(outputs.values, batch.values, batch.returns, clip=self.value_clip)
             loss = loss + self.value_coef * critic
-            measures.add("value_loss", self.aggregation.total(critic.detach(), mask), self.aggregation.size(mask))
-        return Loss(self.aggregation.total(loss, mask), measures)
+            metrics.add("value_loss", self.aggregation.total(critic.detach(), mask), self.aggregation.size(mask))
+        return Loss(self.aggregation.total(loss, mask), metrics)
 
     @torch.no_grad()
-    def _measure(self, outputs: TokenOutputs, batch: Experience, policy: Tensor) -> Measures:
-        mask, measures = batch.response_mask, Measures()
+    def _measure(self, outputs: TokenOutputs, batch: Experience, policy: Tensor) -> Metrics:
+        mask, metrics = batch.response_mask, Metrics()
         tokens = mask.sum()
         approx_kl = kl_estimate(batch.old_logprobs, outputs.logprobs, "k3")
-        measures.add("policy_loss", self.aggregation.total(policy, mask), self.aggregation.size(mask))
-        measures.add("entropy", masked_sum(outputs.entropy, mask), tokens)
-        measures.add("approx_kl", masked_sum(approx_kl, mask), tokens)
-        measures.add("ratio_clamped", (self._clamped(outputs, batch) & mask).sum(), tokens)
-        self.surrogate.measure(outputs.logprobs, batch, measures)
-        return measures
+        metrics.add("policy_loss", self.aggregation.total(policy, mask), self.aggregation.size(mask))
+        metrics.add("entropy", masked_sum(outputs.entropy, mask), tokens)
+        metrics.add("approx_kl", masked_sum(approx_kl, mask), tokens)
+        metrics.add("ratio_clamped", (self._clamped(outputs, batch) & mask).sum(), tokens)
+        self.surrogate.measure(outputs.logprobs, batch, metrics)
+        return metrics
 
     def _clamped(self, outputs: TokenOutputs, batch: Experience) -> Tensor:
         """(B, T) tokens where a ratio in the loss was clamped: new / old, or ref / new in the estimator k3."""
@@ -162,9 +162,9 @@ class ValueObjective:
         """The sum over a micro-batch."""
         assert outputs.values is not None and batch.values is not None and batch.returns is not None
         losses = value_loss(outputs.values, batch.values, batch.returns, clip=self.clip)
-        total, measures = masked_sum(losses, batch.response_mask), Measures()
-        measures.add("value_loss", total, batch.response_mask.sum())
-        return Loss(self.coef * total, measures)
+        total, metrics = masked_sum(losses, batch.response_mask), Metrics()
+        metrics.add("value_loss", total, batch.response_mask.sum())
+        return Loss(self.coef * total, metrics)
 
 
 @dataclass(frozen=True)
@@ -179,7 +179,7 @@ class SFTObjective:
 
     def __call__(self, outputs: TokenOutputs, batch: Sequences) -> Loss:
         """The sum over a micro-batch."""
-        return Loss(-self.coef * masked_sum(outputs.logprobs, batch.response_mask), Measures())
+        return Loss(-self.coef * masked_sum(outputs.logprobs, batch.response_mask), Metrics())
 
 
 @dataclass(frozen=True)
@@ -200,10 +200,10 @@ class DPOObjective:
         policy = outputs.logprobs.masked_fill(~batch.response_mask, 0.0).sum(dim=1)
         reference = batch.ref_logprobs.masked_fill(~batch.response_mask, 0.0).sum(dim=1)
         margins = dpo_margins(policy[chosen], policy[rejected], reference[chosen], reference[rejected], beta=self.beta)
-        measures = Measures()
-        measures.add("margin", margins.sum(), len(margins))
-        measures.add("accuracy", (margins > 0).sum(), len(margins))
-        return Loss(dpo_losses(margins, label_smoothing=self.label_smoothing).sum(), measures)
+        metrics = Metrics()
+        metrics.add("margin", margins.sum(), len(margins))
+        metrics.add("accuracy", (margins > 0).sum(), len(margins))
+        return Loss(dpo_losses(margins, label_smoothing=self.label_smoothing).sum(), metrics)
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,7 @@ class RewardModelObjective:
     def __call__(self, outputs: ScoreOutputs, batch: RankedBatch) -> Loss:
         """The sum over the prompts of a micro-batch."""
         better, worse, _ = ranked_pairs(batch.ranks, batch.group_ids)
-        margins, measures = (outputs.scores[better] - outputs.scores[worse]).detach(), Measures()
-        measures.add("margin", margins.sum(), len(margins))
-        measures.add("accuracy", (margins > 0).sum(), len(margins))
-        return Loss(kwise_total(outputs.scores, batch.ranks, batch.group_ids), measures)
+        margins, metrics = (outputs.scores[better] - outputs.scores[worse]).detach(), Metrics()
+        metrics.add("margin", margins.sum(), len(margins))
+        metrics.add("accuracy", (margins > 0).sum(), len(margins))
+        return Loss(kwise_total(outputs.scores, batch.ranks, batch.group_ids), metrics)

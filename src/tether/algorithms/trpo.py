@@ -21,7 +21,7 @@ from tether.learner.out_of_memory import within_memory
 from tether.ops.kl import FixedKL, exact_kl, log_ratio
 from tether.ops.trust_region import LineSearch, conjugate_gradient, fisher_vector_product, line_search, step_scale
 from tether.protocols import PolicyModel
-from tether.types import Experience, Measures
+from tether.types import Experience, Metrics
 
 
 def trpo(settings: TRPOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
@@ -60,24 +60,24 @@ class TrustRegionStep:
         objective: TokenObjective,
         generator: torch.Generator,
         extra: ExtraGradient | None = None,
-    ) -> Measures:
+    ) -> Metrics:
         """s solves (F + damping I) s = g; step back from s * sqrt(2 max_kl / s^T (F + damping I) s) until it holds."""
         assert extra is None, "a trust region is over the surrogate alone"
-        refused = learner.refuse(experience)
+        refused = learner.skip_if_nonfinite(experience)
         if refused is not None:
             return refused
-        measures = learner.backward(experience, objective)
+        metrics = learner.backward(experience, objective)
         gradient = -learner.flat_gradient("policy")
         sound = learner.finite and bool(torch.isfinite(gradient).all())
         search = self.move_within_memory(learner, experience, gradient) if sound else None
         if search is None:
-            measures = learner.skip("the natural-gradient step is not finite")
+            metrics = learner.skip("the natural-gradient step is not finite")
         else:
             learner.discard()
-            measures.count("steps", float(search.accepted))
-            measures.add("approx_kl_after", search.kl)
-            measures.add("surrogate_gain", search.surrogate - surrogate_at_old(experience))
-            measures.add("step_fraction", search.fraction)
+            metrics.count("steps", float(search.accepted))
+            metrics.add("approx_kl_after", search.kl)
+            metrics.add("surrogate_gain", search.surrogate - surrogate_at_old(experience))
+            metrics.add("step_fraction", search.fraction)
         skipped = learner.skipped_in_a_row if search is None else 0
         critic = MinibatchEpochs(self.settings.critic_epochs, self.settings.minibatch_size)
         with learner.training_only("critic"):
@@ -85,10 +85,10 @@ class TrustRegionStep:
         # The critic's good steps do not excuse the policy's bad ones.
         learner.skipped_in_a_row = max(skipped, learner.skipped_in_a_row)
         for name in {"skipped_steps", "out_of_memory"} & taught.counts.keys():
-            measures.count(name, taught.counts[name])
+            metrics.count(name, taught.counts[name])
         for name in {"value_loss", "grad_norm/critic", "micro_batch_tokens"} & taught.weighted.keys():
-            measures.add(name, *taught.weighted[name])
-        return measures
+            metrics.add(name, *taught.weighted[name])
+        return metrics
 
     def move_within_memory(self, learner: Learner, experience: Experience, gradient: Tensor) -> LineSearch | None:
         """`move`, begun again from where the policy stood, in smaller micro-batches, as often as memory runs out."""
@@ -96,7 +96,7 @@ class TrustRegionStep:
 
         def make_room() -> None:
             learner.set_flat_parameters("policy", start)
-            learner.halve([experience])
+            learner.shrink_micro_batch([experience])
 
         return within_memory(lambda: self.move(learner, experience, gradient), make_room)
 

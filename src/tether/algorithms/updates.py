@@ -11,14 +11,14 @@ from torch import Tensor
 from tether.algorithms.algorithm import ExtraGradient, TokenObjective
 from tether.learner.batching import minibatches
 from tether.learner.learner import Learner
-from tether.types import Experience, Measures
+from tether.types import Experience, Metrics
 
 
 @dataclass(frozen=True)
 class MinibatchEpochs:
     """K epochs of minibatches (PPO paper, algorithm 1).
 
-    Before each step the forward pass that makes its gradient also measures KL(old || new), by the estimator k3 that is
+    Before each step the forward pass that makes its gradient also metrics KL(old || new), by the estimator k3 that is
     never negative. Above `max_kl` the step is not taken and the update ends. `measure_after` adds one pass without
     gradients at the end, for a controller that adapts to the KL the update arrived at.
 
@@ -38,12 +38,12 @@ class MinibatchEpochs:
         objective: TokenObjective,
         generator: torch.Generator,
         extra: ExtraGradient | None = None,
-    ) -> Measures:
+    ) -> Metrics:
         """Take the steps; the first epoch in the batch's own order, the others shuffled."""
-        refused = learner.refuse(experience)
+        refused = learner.skip_if_nonfinite(experience)
         if refused is not None:
             return refused
-        measures = Measures()
+        metrics = Metrics()
         stopped = False
         steps = map(experience.select, self._steps(experience, generator))
         batch = next(steps, None)
@@ -53,23 +53,23 @@ class MinibatchEpochs:
             if batch is not None:
                 learner.begin(batch)  # while the device is at work on the one before
             if learner.finite:
-                if not measures.weighted and "approx_kl" in seen.weighted:
-                    measures.add(
+                if not metrics.weighted and "approx_kl" in seen.weighted:
+                    metrics.add(
                         "first_approx_kl", seen.mean("approx_kl")
                     )  # of the very policy that sampled: 0, or a fault
-                measures.merge(seen)
+                metrics.merge(seen)
                 if self.max_kl is not None and "approx_kl" in seen.weighted and seen.mean("approx_kl") > self.max_kl:
                     learner.discard()
                     stopped = True
                     break
             if extra is not None:
                 added = extra(learner)
-                measures.merge(added if learner.finite else Measures())
-            measures.merge(learner.step())
-        measures.count("early_stop", float(stopped))
+                metrics.merge(added if learner.finite else Metrics())
+            metrics.merge(learner.step())
+        metrics.count("early_stop", float(stopped))
         if self.measure_after:
-            measures.add("approx_kl_after", *learner.measure(experience, objective).weighted["approx_kl"])
-        return measures
+            metrics.add("approx_kl_after", *learner.measure(experience, objective).weighted["approx_kl"])
+        return metrics
 
     def _steps(self, experience: Experience, generator: torch.Generator) -> Iterator[Tensor]:
         for epoch in range(self.epochs):

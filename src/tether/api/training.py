@@ -334,6 +334,6 @@ class _StepWatch(Watch):
         if self.on_step(Step(step, self._total, dict(metrics), left)) is False:
             self.stopped = True
 
-    def doing(self, words: str) -> None:
+    def heartbeat(self, words: str) -> None:
         """A phase of a step has begun."""
-        self.bar.doing(words)
+        self.bar.heartbeat(words)

@@ -33,11 +33,11 @@ class Leaf:
     @property
     def takes_text(self) -> bool:
         """Whether a word is a value as it stands."""
-        return any(kind is str or get_origin(kind) is Literal for kind in alternatives(self.annotation))
+        return any(kind is str or get_origin(kind) is Literal for kind in union_members(self.annotation))
 
     def takes_as_it_stands(self, word: str) -> bool:
         """Whether the word itself is a value; beside a choice of words a number is still a number."""
-        kinds = [kind for kind in alternatives(self.annotation) if kind is not type(None)]
+        kinds = [kind for kind in union_members(self.annotation) if kind is not type(None)]
         choices = [kind for kind in kinds if get_origin(kind) is Literal]
         chosen = any(word in get_args(choice) for choice in choices)
         return self.takes_text and (str in kinds or len(choices) == len(kinds) or chosen)
@@ -45,29 +45,31 @@ class Leaf:
     @property
     def takes_list(self) -> bool:
         """Whether a list is a value."""
-        return any(get_origin(kind) is tuple for kind in alternatives(self.annotation))
+        return any(get_origin(kind) is tuple for kind in union_members(self.annotation))
 
     @property
     def is_list(self) -> bool:
         """Whether it holds a list and nothing else, null aside."""
-        kinds = [kind for kind in alternatives(self.annotation) if kind is not type(None)]
+        kinds = [kind for kind in union_members(self.annotation) if kind is not type(None)]
         return bool(kinds) and all(get_origin(kind) is tuple for kind in kinds)
 
     @property
     def items_are_text(self) -> bool:
         """Whether an item of its list is a word as it stands."""
-        items = [item for kind in alternatives(self.annotation) if get_origin(kind) is tuple for item in get_args(kind)]
+        items = [
+            item for kind in union_members(self.annotation) if get_origin(kind) is tuple for item in get_args(kind)
+        ]
         return any(item is str or get_origin(item) is Literal for item in items)
 
     @property
     def takes_null(self) -> bool:
         """Whether null is a value."""
-        return type(None) in alternatives(self.annotation)
+        return type(None) in union_members(self.annotation)
 
     @property
     def is_switch(self) -> bool:
         """Whether the flag may stand without a value."""
-        return bool in alternatives(self.annotation)
+        return bool in union_members(self.annotation)
 
     @property
     def default_text(self) -> str:
@@ -122,19 +124,19 @@ def _leaves(settings: type[BaseModel], plain: dict[str, Any], prefix: str) -> It
             )
 
 
-def alternatives(annotation: Any) -> list[Any]:
+def union_members(annotation: Any) -> list[Any]:
     """The members of a union, each without its bounds."""
     if get_origin(annotation) is Annotated:
-        return alternatives(get_args(annotation)[0])
+        return union_members(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):
-        return [kind for member in get_args(annotation) for kind in alternatives(member)]
+        return [kind for member in get_args(annotation) for kind in union_members(member)]
     return [annotation]
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
     """Where a list holds settings told apart by `kind`, each kind's class by name; else nothing."""
     parts = get_args(annotation)
-    members = alternatives(parts[0]) if get_origin(annotation) is tuple and parts else []
+    members = union_members(parts[0]) if get_origin(annotation) is tuple and parts else []
     classes = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
     return {get_args(member.model_fields["kind"].annotation)[0]: member for member in classes}
 

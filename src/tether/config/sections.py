@@ -297,7 +297,7 @@ class StoreSettings(Settings):
     )
     rollouts_every: Count = Field(default=1, description="Keep the tokens of every so many iterations; 0: of none.")
     rollouts_keep: Count = Field(default=200, description="Of at most so many iterations, spread out; 0: of all.")
-    alternatives: Count = Field(
+    top_logprobs: Count = Field(
         default=5, description="Tokens that the policy held likeliest, kept beside each sampled one; 0: none."
     )
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(

@@ -244,7 +244,7 @@ class TetherAdapter:
             )
             loss = objective(TokenOutputs(self.last(new), self.last(new)), batch)
             losses.append(float(loss.total / objective.size(batch)))
-            margins.append(loss.measures.mean("margin"))
+            margins.append(loss.metrics.mean("margin"))
         return {"loss": losses, "margin": margins}
 
     def rows(self, count: int) -> dict[str, Any]:

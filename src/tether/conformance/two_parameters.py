@@ -113,7 +113,7 @@ def ppo_trace(setup: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         minibatch_size=len(batch),
         advantage_settings=AdvantageSettings(kl_apply_to="reward", whiten_advantages=setup["whiten_advantages"]),
     )
-    experience, _ = algorithm.credit(batch, setup["kl_coef"])
+    experience, _ = algorithm.advantages(batch, setup["kl_coef"])
     featured = extend(experience, Featured, features=features)
     learner = _learner(policy, setup["learning_rate"], features.shape[1])
     losses, thetas, clipped = [], [], []
@@ -219,9 +219,9 @@ def early_stop(minibatches: list[dict[str, Any]], limit: float, dtype: torch.dty
     experience = extend(batch, Experience, rewards=zeros, advantages=zeros, returns=None)
     learner = _Watched(_Recorded(dtype), LearnerSettings(rates={"policy": 0.0}, micro_batch_tokens=2 * width))
     update = MinibatchEpochs(1, height, max_kl=limit)
-    measures = update(learner, experience, PolicyObjective(surrogate=Unclipped()), torch.Generator())
+    metrics = update(learner, experience, PolicyObjective(surrogate=Unclipped()), torch.Generator())
     return {
-        "steps": int(measures.counts.get("steps", 0)),
-        "stopped": bool(measures.counts["early_stop"]),
+        "steps": int(metrics.counts.get("steps", 0)),
+        "stopped": bool(metrics.counts["early_stop"]),
         "kl": learner.kls,
     }

@@ -12,7 +12,7 @@ from tether.doctor.findings import Finding, Healthy, TooLittle, Verdict
 from tether.reports.chart_scale import short
 from tether.store.recorded import RecordedRun, StoredRollout
 
-FEWEST = 10  # iterations before a trend is a trend
+MIN_ITERATIONS = 10  # iterations before a trend is a trend
 FAR = 0.5  # nats a token: the answers are then e^0.5 = 1.6 times less likely, token by token, under the reference
 VERY_FAR = 3.0  # nats a token, and still running: the reference would hardly ever write this
 LOST_SIGHT = 5.0  # nats a token, even at rest: e^5 = 150 times less likely under the reference, token by token
@@ -61,8 +61,8 @@ WHY_ENDS = (
 def kl_runaway(run: RecordedRun) -> Verdict:
     """Does the policy leave the reference behind for nothing?"""
     kl, length, score = curve(run, "kl_ref_k1"), curve(run, "response_length"), curve(run, "score")
-    if len(kl) < FEWEST or len(length) != len(kl):
-        return TooLittle(f"the KL to the reference of {FEWEST} iterations (kl.apply_to: none has no reference)")
+    if len(kl) < MIN_ITERATIONS or len(length) != len(kl):
+        return TooLittle(f"the KL to the reference of {MIN_ITERATIONS} iterations (kl.apply_to: none has no reference)")
     a_token = Curve(kl.name, kl.steps, kl.values / np.maximum(length.values, 1.0))
     target, controlled = setting(run, "kl.target", 6.0), setting(run, "kl.controller", "fixed") != "fixed"
     quarter = len(kl) // 4
@@ -100,8 +100,8 @@ def kl_runaway(run: RecordedRun) -> Verdict:
 def entropy_collapse(run: RecordedRun) -> Verdict:
     """Is the policy still unsure of anything?"""
     entropy, score = curve(run, "entropy"), curve(run, "score")
-    if len(entropy) < FEWEST or not len(score):
-        return TooLittle(f"entropy of {FEWEST} iterations")
+    if len(entropy) < MIN_ITERATIONS or not len(score):
+        return TooLittle(f"entropy of {MIN_ITERATIONS} iterations")
     if entropy.end > FLAT_ENTROPY or entropy.end > LOST * entropy.start:
         return Healthy(f"{short(entropy.start)} nats a token at the start, {short(entropy.end)} at the end")
     if solved(run) or (score.rose() and score.half().rose()):
@@ -184,8 +184,8 @@ def mode_collapse(run: RecordedRun) -> Verdict:
 def length_drift(run: RecordedRun) -> Verdict:
     """Do answers get longer or shorter, and does the score pay for it?"""
     length, score = curve(run, "response_length"), curve(run, "score")
-    if len(length) < FEWEST or length.start <= 0.0:
-        return TooLittle(f"response_length of {FEWEST} iterations")
+    if len(length) < MIN_ITERATIONS or length.start <= 0.0:
+        return TooLittle(f"response_length of {MIN_ITERATIONS} iterations")
     growth, tie = length.end / length.start, curve(run, "length_score_correlation")
     tied = float(np.median(tie.values)) if len(tie) else 0.0
     moved = abs(length.end - length.start) > length.margin()
@@ -217,8 +217,8 @@ def length_drift(run: RecordedRun) -> Verdict:
 def never_ends(run: RecordedRun) -> Verdict:
     """Is the end token ever sampled?"""
     cut, score = curve(run, "truncated"), curve(run, "score")
-    if len(cut) < FEWEST:
-        return TooLittle(f"truncated of {FEWEST} iterations")
+    if len(cut) < MIN_ITERATIONS:
+        return TooLittle(f"truncated of {MIN_ITERATIONS} iterations")
     limit = int(setting(run, "rollout.max_new_tokens", 64))
     ended = 1.0 - float(cut.half().values.mean())
     if 1.0 - ended < UNENDED or (limit <= FIXED_LENGTH and (score.rose() or solved(run))):

@@ -12,7 +12,7 @@ from tether.doctor.findings import Finding, Healthy, TooLittle, Verdict
 from tether.reports.chart_scale import short
 from tether.store.recorded import RecordedRun
 
-FEWEST = 5  # iterations
+MIN_ITERATIONS = 5  # iterations
 
 FEW_HOLD = 0.4  # of all |advantage| in a twentieth of the answers; equal answers would hold 5 %, normal ones 13 %
 
@@ -71,8 +71,8 @@ def dominated_advantages(run: RecordedRun) -> Verdict:
 def clip(run: RecordedRun) -> Verdict:
     """Does the clip bind too often, or never?"""
     clipped, taken, moved = curve(run, "clip_fraction"), curve(run, "steps"), curve(run, "approx_kl")
-    if len(clipped) < FEWEST:
-        return TooLittle(f"clip_fraction of {FEWEST} iterations (objective: clip)")
+    if len(clipped) < MIN_ITERATIONS:
+        return TooLittle(f"clip_fraction of {MIN_ITERATIONS} iterations (objective: clip)")
     late = clipped.half()
     middle, several = float(np.median(late.values)), len(taken) > 0 and float(np.median(taken.values)) > 1.0
     if middle > CLIP_WARNING:
@@ -115,8 +115,8 @@ def clip(run: RecordedRun) -> Verdict:
 def early_stop(run: RecordedRun) -> Verdict:
     """Does every update end early?"""
     stopped, taken = curve(run, "early_stop"), curve(run, "steps")
-    if len(stopped) < FEWEST:
-        return TooLittle(f"early_stop of {FEWEST} iterations")
+    if len(stopped) < MIN_ITERATIONS:
+        return TooLittle(f"early_stop of {MIN_ITERATIONS} iterations")
     late = stopped.half()
     part = float(late.values.mean())
     if part <= STOPPED_PART:
@@ -146,9 +146,9 @@ def early_stop(run: RecordedRun) -> Verdict:
 def gradient_spikes(run: RecordedRun) -> Verdict:
     """Does the gradient's norm jump?"""
     names = sorted(name for name in run.series if name.startswith("grad_norm/"))
-    curves = [found for name in names if len(found := curve(run, name)) >= 2 * FEWEST]
+    curves = [found for name in names if len(found := curve(run, name)) >= 2 * MIN_ITERATIONS]
     if not curves:
-        return TooLittle(f"grad_norm of {2 * FEWEST} steps")
+        return TooLittle(f"grad_norm of {2 * MIN_ITERATIONS} steps")
     worst, places = max(((found, _spikes(found)) for found in curves), key=lambda pair: len(pair[1]))
     if not places:
         return Healthy(f"no norm of {', '.join(found.name for found in curves)} above {SPIKE:g} times those before it")
@@ -175,9 +175,11 @@ def gradient_spikes(run: RecordedRun) -> Verdict:
 
 def _spikes(found: Curve) -> list[int]:
     """Where a norm is far above those before it, and above those of the beginning."""
-    values, first = found.values, float(found.values[:FEWEST].max())
+    values, first = found.values, float(found.values[:MIN_ITERATIONS].max())
     before = np.concatenate([np.full(SPIKE_WINDOW, np.nan), values])  # NaN: there were no such steps
-    high = FEWEST + np.flatnonzero(values[FEWEST:] > ABOVE_START * first)  # which few are, so that medians cost little
+    high = MIN_ITERATIONS + np.flatnonzero(
+        values[MIN_ITERATIONS:] > ABOVE_START * first
+    )  # which few are, so that medians cost little
     usual = np.nanmedian(sliding_window_view(before, SPIKE_WINDOW)[high], axis=1)
     return high[values[high] > SPIKE * usual].tolist()
 
@@ -214,14 +216,14 @@ def not_training(run: RecordedRun) -> Verdict:
     group, key = ("reward", "critic_lr") if run.method == "reward" else ("policy", "policy_lr")
     norm, taken, moved = curve(run, f"grad_norm/{group}"), curve(run, "steps"), curve(run, "approx_kl")
     change, length = curve(run, f"weight_change/{group}"), len(run.metrics)
-    if length < FEWEST:
-        return TooLittle(f"{FEWEST} steps")
+    if length < MIN_ITERATIONS:
+        return TooLittle(f"{MIN_ITERATIONS} steps")
     adapters = setting(run, "roles.mode", "separate") == "lora"
     several = len(taken) > 0 and float(np.median(taken.values)) > 1.0
     warming = run.method == "ppo" and int(setting(run, "ppo.critic_warmup", 0)) >= length
     if warming:
         return TooLittle("an iteration after ppo.critic_warmup")
-    still = len(norm) >= FEWEST and not np.any(norm.values)
+    still = len(norm) >= MIN_ITERATIONS and not np.any(norm.values)
     if still and solved(run):
         return Healthy("no gradient is left, for every answer scores the most there is: the task is solved")
     if float(setting(run, f"optimizer.{key}", 1e-5)) == 0.0 and run.method != "trpo":
@@ -236,14 +238,14 @@ def not_training(run: RecordedRun) -> Verdict:
                 else "roles.mode: separate, to see whether the weights were frozen by their mode"
             ),
         )
-    elif len(taken) >= FEWEST and not np.any(taken.values):
+    elif len(taken) >= MIN_ITERATIONS and not np.any(taken.values):
         saw = (
             f"No optimiser step was taken in {len(taken)} iterations: every one was skipped, refused or stopped early."
         )
         cure = "see not-finite and early-stop; with TRPO raise trpo.max_kl or trpo.damping"
     elif len(change) and float(np.abs(change.values).max()) == 0.0:
         saw, cure = f"weight_change/{group} is exactly 0 at all {len(change)} steps.", f"optimizer.{key}: raise it"
-    elif several and len(moved) >= FEWEST and float(moved.values.max()) == 0.0 and run.method != "trpo":
+    elif several and len(moved) >= MIN_ITERATIONS and float(moved.values.max()) == 0.0 and run.method != "trpo":
         saw = f"KL(old || new) is exactly 0 in all {len(moved)} updates, though each takes several steps."
         cure = f"optimizer.{key}: raise it (it is {setting(run, f'optimizer.{key}', 1e-5):g})"
     else:

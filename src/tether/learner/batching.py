@@ -16,7 +16,7 @@ def minibatches(batch: Sequences, size: int, generator: torch.Generator | None =
     The first epoch is read in order, which is also how the old log-probs were evaluated: the same rows in the same
     micro-batches give the same bits, so that on the first step every ratio is exactly 1.
     """
-    units = batch.units()
+    units = batch.row_groups()
     order = torch.arange(len(units)) if generator is None else torch.randperm(len(units), generator=generator)
     for start in range(0, len(units), size):
         yield torch.tensor([row for index in order[start : start + size].tolist() for row in units[index]])
@@ -32,7 +32,7 @@ def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
     lengths = real.sum(dim=1).tolist()
     firsts = real.int().argmax(dim=1).tolist()
     lasts = (real.shape[1] - real.flip(1).int().argmax(dim=1)).tolist()
-    units = batch.units()
+    units = batch.row_groups()
     longest = [max(lengths[row] for row in unit) for unit in units]
     current: list[int] = []
     first, last = 0, 0

@@ -24,12 +24,12 @@ def evaluate_tokens(
     minibatch_size: int,
     micro_batch_tokens: int,
     device: torch.device | str,
-    halve: Halve | None = None,
-    likeliest: int = 0,
+    shrink_micro_batch: Halve | None = None,
+    top_tokens: int = 0,
 ) -> EvaluatedBatch:
     """Old and reference log-probs and values, in the very micro-batches that the first epoch will train on.
 
-    With `likeliest`, also so many tokens that the policy held likeliest at each place.
+    With `top_tokens`, also so many tokens that the policy held likeliest at each place.
 
     The same rows in the same shapes go through the same kernels, so that on the first step old and new log-probs are
     equal to the bit and every ratio is exactly 1.
@@ -46,25 +46,25 @@ def evaluate_tokens(
             for minibatch in steps
             for rows in micro_batches(batch.select(minibatch), micro_batch_tokens)
         ]
-        return _evaluate(batch, roles, parts, device, likeliest)
+        return _evaluate(batch, roles, parts, device, top_tokens)
 
     def make_room() -> None:
         nonlocal micro_batch_tokens
-        assert halve is not None
-        micro_batch_tokens = halve([batch.select(minibatch) for minibatch in steps])
+        assert shrink_micro_batch is not None
+        micro_batch_tokens = shrink_micro_batch([batch.select(minibatch) for minibatch in steps])
 
-    return attempt() if halve is None else within_memory(attempt, make_room)
+    return attempt() if shrink_micro_batch is None else within_memory(attempt, make_room)
 
 
 def _evaluate(
-    batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: torch.device | str, likeliest: int
+    batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: torch.device | str, top_tokens: int
 ) -> EvaluatedBatch:
     """Each part's rows evaluated by themselves, and put together as columns of the batch once all are under way."""
     found: list[tuple[Tensor, slice, Evaluation]] = []
     with roles.present():
         for places in parts:
             micro = batch.select(places)
-            evaluation = roles.evaluate(onto(micro.trimmed(), device), ahead=len(parts) == 1, likeliest=likeliest)
+            evaluation = roles.evaluate(onto(micro.trimmed(), device), ahead=len(parts) == 1, top_tokens=top_tokens)
             found.append((places, slice(*micro.span()), evaluation))
     columns = {
         name: _column(batch, [(places, span, getattr(evaluation, name)) for places, span, evaluation in found])

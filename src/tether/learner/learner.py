@@ -21,7 +21,7 @@ from tether.learner.schedule import rate_factor
 from tether.learner.settings import LearnerSettings
 from tether.models.acceleration import release_cuda_graphs
 from tether.protocols import Objective, TrainedModel
-from tether.types import Measures, Sequences
+from tether.types import Metrics, Sequences
 
 
 class Learner:
@@ -104,38 +104,38 @@ class Learner:
         self._unread.clear()
         return not self._findings
 
-    def backward(self, batch: Sequences, objective: Objective[Any, Any]) -> Measures:
+    def backward(self, batch: Sequences, objective: Objective[Any, Any]) -> Metrics:
         """Add the gradient of `objective` over the whole of `batch`, and report what it measured."""
         self._gathered.append((batch, objective))
         return within_memory(self._gather, self._start_again)
 
     @torch.no_grad()
-    def measure(self, batch: Sequences, objective: Objective[Any, Any]) -> Measures:
-        """What `objective` measures over `batch`, without a gradient."""
+    def measure(self, batch: Sequences, objective: Objective[Any, Any]) -> Metrics:
+        """What `objective` metrics over `batch`, without a gradient."""
         return within_memory(
             lambda: self._sum(batch, objective, lambda loss, outputs, part: None),  # noqa: ARG005
-            lambda: self.halve([batch]),
+            lambda: self.shrink_micro_batch([batch]),
         )
 
-    def _gather(self) -> Measures:
+    def _gather(self) -> Metrics:
         """Add the gradient of what is not in it yet; what is reported is of the last batch."""
-        measures = Measures()
+        metrics = Metrics()
         for batch, objective in self._gathered[self._added :]:
-            measures = self._sum(batch, objective, self._add_gradient)
+            metrics = self._sum(batch, objective, self._add_gradient)
             for name in self.groups.keys() - set(self._trained):
                 for parameter in self.groups[name]:
                     parameter.grad = None
             self._added += 1
-        return measures
+        return metrics
 
     def _start_again(self) -> None:
         """Throw the partial gradient away and make room for another try."""
         self.optimizer.zero_grad(set_to_none=True)
         self._forget_findings()
         self._added = 0
-        self.halve([batch for batch, _ in self._gathered])
+        self.shrink_micro_batch([batch for batch, _ in self._gathered])
 
-    def halve(self, batches: Sequence[Sequences]) -> int:
+    def shrink_micro_batch(self, batches: Sequence[Sequences]) -> int:
         """Make the micro-batches of these batches smaller, for good, and free what can be freed.
 
         Old log-probs that were evaluated in larger micro-batches may then differ from the first step's by rounding.
@@ -151,20 +151,20 @@ class Learner:
 
     def _sum(
         self, batch: Sequences, objective: Objective[Any, Any], visit: Callable[[Tensor, Any, Part], None]
-    ) -> Measures:
+    ) -> Metrics:
         size = objective.size(batch)
         if not size > 0:
             raise ValueError("the batch is empty: it has no token, sequence or pair to learn from")
-        measures = Measures()
+        metrics = Metrics()
         total = torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
         for part in self._parts.of(batch, self.micro_batch_tokens):
             outputs = self.model(part.micro)
             loss = objective(outputs, part.micro)
             visit(loss.total / size, outputs, part)
-            measures.merge(loss.measures)
+            metrics.merge(loss.metrics)
             total += loss.total.detach()
-        measures.add("loss", total, size)
-        return measures
+        metrics.add("loss", total, size)
+        return metrics
 
     def _add_gradient(self, loss: Tensor, outputs: Any, part: Part) -> None:
         """Add the gradient now and ask later whether it was one: a device is not waited for in the middle of a step."""
@@ -173,7 +173,7 @@ class Learner:
 
     # -- taking a step ------------------------------------------------------------------------------------------------
 
-    def step(self) -> Measures:
+    def step(self) -> Metrics:
         """Clip each group's gradient, take the optimiser's step, clear the gradient.
 
         Groups are clipped apart: a separate critic whose loss is large must not shrink the policy's step. (A value head
@@ -188,10 +188,10 @@ class Learner:
             return self.skip("the gradient or its norm is not finite")
         if not self._apply(sizes):
             return self.skip("the optimiser's result is not finite")
-        measures = self._end_step(skipped=False)
+        metrics = self._end_step(skipped=False)
         for name, size in sizes.items():
-            measures.add(f"grad_norm/{name}", size)
-        return measures
+            metrics.add(f"grad_norm/{name}", size)
+        return metrics
 
     def _norms(self) -> dict[str, Tensor]:
         return {
@@ -216,13 +216,13 @@ class Learner:
         self._largest_norm = largest
         return True
 
-    def skip(self, reason: str) -> Measures:
+    def skip(self, reason: str) -> Metrics:
         """Leave the update out: hand what was gathered for it to `on_fault`, count it, throw the gradient away."""
         norms = read_norms(self._norms())
         batches = tuple(batch for batch, _ in self._gathered)
         return self._leave_out(Fault(reason, tuple(self._findings), batches, norms, self.micro_batch_tokens))
 
-    def refuse(self, batch: Sequences) -> Measures | None:
+    def skip_if_nonfinite(self, batch: Sequences) -> Metrics | None:
         """None where all that is learned from `batch` is finite; else the update is left out, and this is its report.
 
         To be asked before a batch is cut into steps: baselines and whitening spread one bad number over all of them.
@@ -233,22 +233,22 @@ class Learner:
         names = ", ".join(finding.tensor for finding in findings)
         return self._leave_out(Fault(f"not finite: {names}", tuple(findings), (batch,), {}, self.micro_batch_tokens))
 
-    def _leave_out(self, fault: Fault) -> Measures:
+    def _leave_out(self, fault: Fault) -> Metrics:
         self.on_fault(fault)
         return self._end_step(skipped=True)
 
-    def _end_step(self, *, skipped: bool) -> Measures:
-        measures = Measures()
-        measures.count("steps", float(not skipped))
-        measures.count("skipped_steps", float(skipped))
+    def _end_step(self, *, skipped: bool) -> Metrics:
+        metrics = Metrics()
+        metrics.count("steps", float(not skipped))
+        metrics.count("skipped_steps", float(skipped))
         if self._out_of_memory:
-            measures.count("out_of_memory", float(self._out_of_memory))
+            metrics.count("out_of_memory", float(self._out_of_memory))
         if self.micro_batch_tokens != self.settings.micro_batch_tokens:
-            measures.add("micro_batch_tokens", float(self.micro_batch_tokens))
+            metrics.add("micro_batch_tokens", float(self.micro_batch_tokens))
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if skipped else 0
         self._out_of_memory = 0
         self.discard()
-        return measures
+        return metrics
 
     def discard(self) -> None:
         """Throw the gathered gradient away."""

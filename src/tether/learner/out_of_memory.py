@@ -63,7 +63,7 @@ def free_cache(device: torch.device) -> None:
 def smaller_budget(batches: Sequence[Sequences], micro_batch_tokens: int) -> int:
     """`micro_batch_tokens` halved, and halved again until at least one of the batches is really cut into more parts."""
     now = _parts(batches, micro_batch_tokens)
-    if now == sum(len(batch.units()) for batch in batches):
+    if now == sum(len(batch.row_groups()) for batch in batches):
         longest = max(int(batch.lengths().max()) for batch in batches)
         raise StorageError(
             f"out of memory with a single row, prompt or pair at a time (the longest row has {longest} tokens), so "

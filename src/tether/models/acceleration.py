@@ -23,14 +23,14 @@ if TYPE_CHECKING or AVAILABLE:
     from tether.accel.fused_logprobs import chunk_elements, logprobs
     from tether.accel.fused_pass.packed import (
         MAX_WORK,
-        Way,
+        Backend,
         backend_for,
         cuda_graphs,
         packed_states,
         release_cuda_graphs,
     )
 else:
-    Way = Literal["plain", "fused"]
+    Backend = Literal["plain", "fused"]
     FUSED_CHUNK_ELEMENTS, MAX_WORK = CHUNK_ELEMENTS, 0
     DecodeRequest, FastDecoder, StateCollector = None, None, Any
     logprobs = plain_logprobs
@@ -61,10 +61,10 @@ __all__ = [
     "MAX_WORK",
     "MISSING",
     "SLOWER",
+    "Backend",
     "DecodeRequest",
     "FastDecoder",
     "StateCollector",
-    "Way",
     "backend_for",
     "chunk_elements",
     "cuda_graphs",

@@ -15,7 +15,15 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError
-from tether.models.acceleration import MISSING, SLOWER, Way, backend_for, cuda_graphs, packed_states, unsupported_reason
+from tether.models.acceleration import (
+    MISSING,
+    SLOWER,
+    Backend,
+    backend_for,
+    cuda_graphs,
+    packed_states,
+    unsupported_reason,
+)
 from tether.models.forward import hidden_states
 from tether.types import Sequences
 
@@ -47,7 +55,7 @@ class Backbone(nn.Module):
     def __init__(self, model: PreTrainedModel) -> None:
         super().__init__()
         self.model = model
-        self.fast = Fast(model)
+        self.fast = PackedBackend(model)
 
     def recompute(self) -> None:
         """From now on run each layer again in the backward pass, and keep only what enters it until then."""
@@ -70,26 +78,26 @@ def recompute_layers(model: Model) -> Model:
     return model
 
 
-class Fast:
+class PackedBackend:
     """Whether a backbone may be run by the pass over packed tokens: its kind is known, and a trial agrees."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.recompute = False
         self.captured: Any = None  # graphs of the pass, where it may hold some
-        self.way: Way | None = None
+        self.backend: Backend | None = None
         self.reason = unsupported_reason(
             model, PROBE_LENGTH
         )  # why the model's own modules are run; None where they are not
         if self.reason is not None:
             return
-        self.way = backend_for(model)
+        self.backend = backend_for(model)
         self.reason = self._disagreement(model)
-        self.captured = cuda_graphs() if self.way == "fused" else None
+        self.captured = cuda_graphs() if self.backend == "fused" else None
 
     @torch.no_grad()
     def _disagreement(self, model: PreTrainedModel) -> str | None:
         """Why the pass is not to be taken: each layer is tried by itself, so that rounding does not add up."""
-        if self.way is None:
+        if self.backend is None:
             kind = str(model.dtype).removeprefix("torch.")
             return f"there is none for {kind} weights on this device ({model.device.type}) with what is installed here"
         layers, probe = len(model.layers), probe_batch(model)  # pyright: ignore[reportArgumentType]
@@ -115,8 +123,8 @@ class Fast:
         A token whose states are hundreds of times as large as what a layer adds to them, as some are in trained models,
         is moved by more than that when they are rounded; so both what was added and what leaves count.
         """
-        assert self.way is not None
-        ours, theirs = packed_states(part, probe, entering, way=self.way), hidden_states(part, probe, entering)
+        assert self.backend is not None
+        ours, theirs = packed_states(part, probe, entering, backend=self.backend), hidden_states(part, probe, entering)
         if ours is None:
             return math.inf, theirs
         of_change, of_all = ALIKE if theirs.dtype in (torch.float32, torch.float64) else ALIKE_IN_HALF
@@ -131,8 +139,14 @@ class Fast:
         """
         recompute, captured = self.recompute and torch.is_grad_enabled(), None if self.recompute else self.captured
         found = None
-        if self.reason is None and self.way is not None and unsupported_reason(model, batch.tokens.shape[1]) is None:
-            found = packed_states(model, batch, lower, wanted, way=self.way, recompute=recompute, captured=captured)
+        if (
+            self.reason is None
+            and self.backend is not None
+            and unsupported_reason(model, batch.tokens.shape[1]) is None
+        ):
+            found = packed_states(
+                model, batch, lower, wanted, backend=self.backend, recompute=recompute, captured=captured
+            )
         return found if found is not None else hidden_states(model, batch, lower, recompute=recompute)
 
 

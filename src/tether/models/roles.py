@@ -40,7 +40,7 @@ class Evaluation:
     values: Tensor | None  # (B, T)
     final_values: Tensor | None  # (B,)
     entropy: Tensor  # (B, T)
-    likeliest: Tensor | None = None  # (B, T, K) int32
+    top_tokens: Tensor | None = None  # (B, T, K) int32
     top_logprobs: Tensor | None = None  # (B, T, K)
 
 
@@ -136,8 +136,8 @@ class ActorCritic(nn.Module):
             return ahead.outputs
         return self._pass(batch)[1]
 
-    def evaluate(self, batch: Sequences, *, ahead: bool = False, likeliest: int = 0) -> Evaluation:
-        """What `forward` gives, the value after the last token, and at each place the `likeliest` tokens, so many.
+    def evaluate(self, batch: Sequences, *, ahead: bool = False, top_tokens: int = 0) -> Evaluation:
+        """What `forward` gives, the value after the last token, and at each place the `top_tokens` tokens, so many.
 
         With `ahead` the pass is kept with its graph, for a `forward` on the same batch while no parameter has changed:
         where a batch is one micro-batch, the first step's pass is the one that found its old log-probs.
@@ -146,14 +146,14 @@ class ActorCritic(nn.Module):
             hidden, outputs, final_values = self._pass(batch)
         if ahead:
             self._ahead = Ahead(batch, _versions(self), self.policy_learns, outputs)
-        seen = self._top_tokens(hidden, batch, outputs.logprobs, likeliest) if likeliest else (None, None)
+        seen = self._top_tokens(hidden, batch, outputs.logprobs, top_tokens) if top_tokens else (None, None)
         return Evaluation(
             old_logprobs=outputs.logprobs.detach(),
             ref_logprobs=None,
             values=None if outputs.values is None else outputs.values.detach(),
             final_values=None if final_values is None else final_values.detach(),
             entropy=outputs.entropy.detach(),
-            likeliest=seen[0],
+            top_tokens=seen[0],
             top_logprobs=seen[1],
         )
 
@@ -264,8 +264,8 @@ class Roles:
         return nullcontext() if self.reference is None else self.reference.present()
 
     @torch.no_grad()
-    def evaluate(self, batch: Sequences, *, ahead: bool = False, likeliest: int = 0) -> Evaluation:
-        """What each role says of a micro-batch; `ahead` and `likeliest` as for the actor."""
-        found = self.actor.evaluate(batch, ahead=ahead, likeliest=likeliest)
+    def evaluate(self, batch: Sequences, *, ahead: bool = False, top_tokens: int = 0) -> Evaluation:
+        """What each role says of a micro-batch; `ahead` and `top_tokens` as for the actor."""
+        found = self.actor.evaluate(batch, ahead=ahead, top_tokens=top_tokens)
         reference = self.reference.logprobs(batch) if self.reference is not None else None
         return replace(found, ref_logprobs=reference)

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from tether.errors import ConfigError
 from tether.models.acceleration import unsupported_reason
 from tether.models.backbone_cache import BackboneCache
-from tether.models.backbones import Backbone, Fast, layer_list, layers_between, probe_batch
+from tether.models.backbones import Backbone, PackedBackend, layer_list, layers_between, probe_batch
 from tether.models.forward import hidden_states
 from tether.types import Sequences
 
@@ -51,7 +51,7 @@ class SharedBackbone:
         self.depth = depth
         self.kept = kept
         self.bottom = layers_between(model, 0, depth)
-        self.fast = Fast(model)
+        self.fast = PackedBackend(model)
         self.memory_bytes = memory_bytes
         self.rows_run = 0
         self._rows: OrderedDict[bytes, Remembered] = OrderedDict()

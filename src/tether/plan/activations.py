@@ -29,7 +29,7 @@ from tether.models.acceleration import FUSED_CHUNK_ELEMENTS as FUSED_CHUNK
 from tether.ops.logprobs import CHUNK_ELEMENTS
 from tether.plan.model_shape import Shape
 
-Way = Literal["plain", "fused", "modules"]
+Backend = Literal["plain", "fused", "modules"]
 CHUNK = {"fused": FUSED_CHUNK, "plain": CHUNK_ELEMENTS, "modules": CHUNK_ELEMENTS}  # logits at a time
 
 
@@ -41,7 +41,7 @@ class Pass:
     wanted: int  # whose states are read after the last layer
     layers: int  # that autograd sees
     width: int  # bytes of a number
-    way: Way
+    backend: Backend
     rank: int = 0  # of the adapters; 0 where weights themselves are trained
     recompute: bool = False
     trains_head: bool = True  # whether the output layer is trained
@@ -61,7 +61,7 @@ class Pass:
         each, going_on = self._numbers(shape, last)
         wanted = self.wanted if last else self.tokens
         single = 4 * (wanted * shape.heads + self.tokens + wanted)
-        if self.way == "modules":
+        if self.backend == "modules":
             single += 4 * shape.hidden * (self.tokens + wanted)
         return (self.tokens * each + wanted * going_on) * self.width + single
 
@@ -69,7 +69,7 @@ class Pass:
         """(numbers kept of every token, numbers kept of each that goes on after attention)."""
         inner, queries, hidden = shape.inner, shape.queries, shape.hidden
         thin = 5 * self.rank  # of queries, output, gate, up and down; of keys and values 2 more for every token
-        if self.way == "fused":
+        if self.backend == "fused":
             raw = (queries, shape.keys) if shape.head_norms else (0, 0)
             each = hidden + 2 * shape.keys + raw[1] + 2 * self.rank
             return each, 2 * queries + raw[0] + hidden + 2 * inner + thin
@@ -83,7 +83,7 @@ class Pass:
 
     def passing(self, shape: Shape) -> int:
         """Bytes of the gradients at the widest place of a layer, its MLP: they come and go."""
-        inner = 3 if self.way == "fused" else 4
+        inner = 3 if self.backend == "fused" else 4
         return self.tokens * self.width * (inner * shape.inner + 4 * shape.hidden)
 
     def forward(self, shape: Shape) -> int:
@@ -101,7 +101,7 @@ class Pass:
 
         Logits of a single chunk wait for the backward pass on the fused way.
         """
-        waits = self.chunk(shape) if self.trains_head and self.way == "fused" and self.chunks(shape) == 1 else 0
+        waits = self.chunk(shape) if self.trains_head and self.backend == "fused" and self.chunks(shape) == 1 else 0
         return (1 if self.trains_head else 2) * self.wanted * shape.hidden * self.width + waits
 
     def values(self, shape: Shape) -> int:
@@ -110,16 +110,16 @@ class Pass:
 
     def chunks(self, shape: Shape) -> int:
         """In how many parts logits are made."""
-        return -(-self.wanted // max(1, CHUNK[self.way] // shape.vocabulary))
+        return -(-self.wanted // max(1, CHUNK[self.backend] // shape.vocabulary))
 
     def chunk(self, shape: Shape) -> int:
         """Bytes of the logits that are there at a time, without gradients."""
-        rows = min(self.wanted, max(1, CHUNK[self.way] // shape.vocabulary))
-        return rows * shape.vocabulary * (self.width if self.way == "fused" else 3 * 4)
+        rows = min(self.wanted, max(1, CHUNK[self.backend] // shape.vocabulary))
+        return rows * shape.vocabulary * (self.width if self.backend == "fused" else 3 * 4)
 
     def head(self, shape: Shape) -> int:
         """Bytes of the output layer's backward pass; a trained one's gradient is summed over chunks in float32."""
         states = self.wanted * shape.hidden * self.width
-        if not self.trains_head or (self.way == "fused" and self.chunks(shape) == 1):
+        if not self.trains_head or (self.backend == "fused" and self.chunks(shape) == 1):
             return states
         return self.chunk(shape) + states + shape.vocabulary * shape.hidden * (4 + self.width)

@@ -11,7 +11,7 @@ from tether.config.recipes import Recipe, RLRecipe
 from tether.learner.adamw import BUCKET
 from tether.learner.quantize import BLOCK, PART
 from tether.models.acceleration import MAX_WORK
-from tether.plan.activations import Pass, Way
+from tether.plan.activations import Backend, Pass
 from tether.plan.model_shape import Shape
 from tether.plan.workload import Work
 
@@ -71,7 +71,7 @@ class Held:
     base: float  # bytes of a number in the matrices of a frozen base
     master_weights: bool  # float32 copies of weights that are trained in half precision
     eight_bit: bool  # the optimiser's running means
-    way: Way
+    backend: Backend
     checkpointing: bool
     offload: bool  # the reference waits in host memory
     device: str
@@ -80,13 +80,13 @@ class Held:
     def of(cls, recipe: Recipe, shape: Shape, device: str) -> Held:
         """As the recipe says, on this kind of device."""
         width = BYTES[recipe.model.dtype]
-        half: Way = "fused" if device == "cuda" and shape.packed else "modules"
+        half: Backend = "fused" if device == "cuda" and shape.packed else "modules"
         return cls(
             width=width,
             base=BASE_BYTES.get(recipe.model.quantize, float(width)),
             master_weights=width < 4 and recipe.optimizer.master_weights != "none",
             eight_bit=recipe.optimizer.name == "adamw_8bit",
-            way=half if width < 4 else "plain" if shape.packed else "modules",
+            backend=half if width < 4 else "plain" if shape.packed else "modules",
             checkpointing=recipe.model.gradient_checkpointing,
             offload=recipe.roles.offload_reference and recipe.roles.mode == "separate",
             device=device,
@@ -161,11 +161,11 @@ def micro_pass(recipe: Recipe, shape: Shape, work: Work, held: Held, micro_rows:
         wanted=micro_rows * min(work.answer_tokens + 1, work.longest_row),
         layers=min(recipe.roles.trainable_layers, shape.layers) if mode == "shared_backbone" else shape.layers,
         width=held.width,
-        way=held.way,
+        backend=held.backend,
         rank=recipe.roles.lora_rank if mode == "lora" else 0,
         recompute=held.checkpointing,
         trains_head=mode == "separate",
-        captured=held.way == "fused" and alike and not held.checkpointing and tokens * weights <= MAX_WORK,
+        captured=held.backend == "fused" and alike and not held.checkpointing and tokens * weights <= MAX_WORK,
     )
 
 
@@ -199,7 +199,7 @@ def _update(
         # The gradient of an output layer that is the embedding waits for the embedding's own.
         waits = shape.embedding * one.width if one.trains_head and not shape.output and one.chunks(shape) > 1 else 0
         moments.append(made + own + waits + passing)
-        moments.append(gradients + (waits if one.way == "fused" else 2 * waits))  # fused, it has no copy of its own
+        moments.append(gradients + (waits if one.backend == "fused" else 2 * waits))  # fused, it has no copy of its own
     count = max((role.gradients // held.width for role in trained), default=0)
     moments.append(gradients + stays + held.stepping(count, largest if one.trains_head else 0))
     return max(moments)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from tether.reports.chart_scale import drawable, short
 from tether.reports.report_content import Finding
 
-FEWEST = 6  # points of either curve below which nothing is said
+MIN_COUNT = 6  # points of either curve below which nothing is said
 ERRORS = 4.0  # a change counts when it is this many standard errors of the difference of two smoothed points
 PART = 0.10  # and at least this part of the range that the smoothed curve covers
 LEVEL_PART = 0.25  # a level this part of the run long is a level
@@ -50,10 +50,10 @@ class _Smooth:
 def judge_overoptimisation(proxy: Curve, true: Curve) -> Finding:
     """What two curves of (step, score) say about over-optimisation; the numbers in the words are smoothed ones."""
     proxy, true = _known(proxy), _known(true)
-    if min(len(proxy), len(true)) < FEWEST:
+    if min(len(proxy), len(true)) < MIN_COUNT:
         return Finding(
             "note",
-            f"Too little data to judge over-optimisation. It takes at least {FEWEST} measurements of both scores, "
+            f"Too little data to judge over-optimisation. It takes at least {MIN_COUNT} measurements of both scores, "
             f"and there are {len(proxy)} of the proxy and {len(true)} of the true score.",
         )
     start, end = max(proxy[0][0], true[0][0]), min(proxy[-1][0], true[-1][0])

@@ -120,9 +120,9 @@ def rollout_head(rollout: StoredRollout) -> dict[str, Any]:
 
 
 def rollout_as_json(rollout: StoredRollout) -> dict[str, Any]:
-    """A rollout with every column as a list over its tokens, the derived KL and the alternatives included."""
+    """A rollout with every column as a list over its tokens, the derived KL and the top_logprobs included."""
     columns = {name: column.tolist() for name, column in rollout.columns.items()}
     if rollout.kl is not None:
         columns["kl"] = rollout.kl.tolist()
-    others = {} if rollout.alternatives is None else {"alternatives": rollout.alternatives.at_each()}
+    others = {} if rollout.top_logprobs is None else {"top_logprobs": rollout.top_logprobs.at_each()}
     return rollout_head(rollout) | {"piece": list(rollout.pieces)} | columns | others

@@ -65,7 +65,7 @@ def stream_tokens(
 
     An answer ends with an end token, at the longest length, or where its text holds one of `stops`, which is left
     out. `turn` is held while a token is made and not between two, so that several callers' answers are written side by
-    side, and one that nobody reads on keeps no one waiting. `top` is how many alternatives each token comes with.
+    side, and one that nobody reads on keeps no one waiting. `top` is how many top_logprobs each token comes with.
     """
     check_sampling(sampling)
     uniforms = torch.stack([sample_uniforms(seed, name, row, sampling.max_new_tokens) for row in range(samples)])

@@ -37,7 +37,7 @@ class Job:
     sampling: Sampling
     seed: int
     stops: tuple[str, ...]
-    top: int  # alternatives at each token
+    top: int  # top_logprobs at each token
 
     @property
     def prompt_tokens(self) -> int:

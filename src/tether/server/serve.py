@@ -31,7 +31,7 @@ def serve(options: argparse.Namespace) -> int:
         raise UsageError(f"serve needs the package {error.name}: pip install 'tether-rl[serve]'") from None
     from tether.models.load import load_causal_lm
     from tether.studio.connections import http_options, write_sparingly
-    from tether.studio.freeze_gc import settle
+    from tether.studio.freeze_gc import freeze_gc
 
     token, chosen = find_token(options)
     listening = listen(options.host, options.port)  # first, so that a port in use is told before a model is loaded
@@ -42,7 +42,7 @@ def serve(options: argparse.Namespace) -> int:
         port, proxy = listening.getsockname()[1], proxy_settings(options)
         settings = StudioSettings(host=options.host, port=port, owner_token=token, **proxy)
         app = create_app(served, settings, Turnstile(options.max_running, options.max_waiting))
-        settle()
+        freeze_gc()
         announce(served.name, settings, None if chosen else token, json_output=options.json)
         config = uvicorn.Config(app, lifespan="off", **http_options())
         write_sparingly()

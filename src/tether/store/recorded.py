@@ -32,7 +32,7 @@ TOKEN_COLUMNS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Alternatives:
+class TopLogprobs:
     """What else might have been said at each of T tokens; those at one token stand together, the likeliest first."""
 
     counts: Column  # (T,) uint8, how many there are at each token; 0 off the answer
@@ -68,7 +68,7 @@ class StoredRollout:
     pieces: Sequence[str]  # (T,) the text of each token
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     final_value: float | None = None
-    alternatives: Alternatives | None = None
+    top_logprobs: TopLogprobs | None = None
     messages: Sequence[Mapping[str, Any]] = ()  # the prompt as it was asked; empty in what older versions recorded
     tools: Sequence[Mapping[str, Any]] = ()  # that the prompt offered
 

@@ -1,9 +1,9 @@
 """One rollout as bytes, and back, bit for bit.
 
-    version (1 byte) | zlib( header length (4 bytes) | header | column | column | ... | alternatives )
+    version (1 byte) | zlib( header length (4 bytes) | header | column | column | ... | top_logprobs )
 
 The header is JSON: the texts, the pieces, the numbers of the whole rollout, and which columns follow. Version 2 may
-have alternatives after them: how many at each token, a byte each, then the ids and the log-probs of all. A column of
+have top_logprobs after them: how many at each token, a byte each, then the ids and the log-probs of all. A column of
 bools is packed to bits. A column of numbers is written plane by plane, the first bytes of all tokens before their
 second bytes: neighbouring log-probs share their sign and exponent, so that the planes of high bytes nearly vanish.
 """
@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from tether.errors import StorageError
-from tether.store.recorded import TOKEN_COLUMNS, Alternatives, Column, StoredRollout
+from tether.store.recorded import TOKEN_COLUMNS, Column, StoredRollout, TopLogprobs
 
 VERSION = 2
 READABLE = (1, 2)
@@ -30,7 +30,7 @@ _DAMAGED = (ValueError, KeyError, TypeError, IndexError, OverflowError, Recursio
 
 def encode_rollout(rollout: StoredRollout) -> bytes:
     """A rollout's texts and columns; its step, row, group, sample, finish and score are columns of the database."""
-    names, others = [name for name in TOKEN_COLUMNS if name in rollout.columns], rollout.alternatives
+    names, others = [name for name in TOKEN_COLUMNS if name in rollout.columns], rollout.top_logprobs
     header = json.dumps(
         {
             "length": len(rollout.columns["token"]),
@@ -44,7 +44,7 @@ def encode_rollout(rollout: StoredRollout) -> bytes:
             "temperature": rollout.temperature,
             "final_value": rollout.final_value,
             "parts": dict(rollout.parts),
-            "alternatives": None if others is None else {str(token): text for token, text in others.texts.items()},
+            "top_logprobs": None if others is None else {str(token): text for token, text in others.texts.items()},
         },
         separators=(",", ":"),
     ).encode("ascii")
@@ -60,7 +60,7 @@ def decode_rollout(
 ) -> StoredRollout:
     """What `encode_rollout` was given. Raises StorageError where the bytes are damaged, or inflate to too much."""
     try:
-        header, columns, alternatives = _opened(content)
+        header, columns, top_logprobs = _opened(content)
         return StoredRollout(
             step=step,
             row=row,
@@ -76,7 +76,7 @@ def decode_rollout(
             pieces=header["pieces"],
             parts=header["parts"],
             final_value=header["final_value"],
-            alternatives=alternatives,
+            top_logprobs=top_logprobs,
             messages=tuple(header.get("messages", ())),
             tools=tuple(header.get("tools", ())),
         )
@@ -117,7 +117,7 @@ def rollout_head_of(content: bytes) -> dict[str, Any]:
         raise StorageError(f"the tokens of a rollout are damaged in the run store ({error})") from None
 
 
-def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column], Alternatives | None]:
+def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column], TopLogprobs | None]:
     if content[0] not in READABLE:
         raise ValueError(f"written as version {content[0]}, which this Tether does not know")
     body = _inflate(content[1:])
@@ -131,15 +131,15 @@ def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column], Alternat
     return header, columns, _alternatives(body, place, header)
 
 
-def _alternatives(body: bytes, place: int, header: dict[str, Any]) -> Alternatives | None:
-    texts = header.get("alternatives")
+def _alternatives(body: bytes, place: int, header: dict[str, Any]) -> TopLogprobs | None:
+    texts = header.get("top_logprobs")
     if texts is None:
         return None
     counts = np.frombuffer(body, dtype=np.uint8, count=header["length"], offset=place)
     total = int(counts.sum(dtype=np.int64))
     tokens, place = _unpacked(body, place + len(counts), total, "int32")
     logprobs, _ = _unpacked(body, place, total, "float16")
-    return Alternatives(counts, tokens, logprobs, {int(token): text for token, text in texts.items()})
+    return TopLogprobs(counts, tokens, logprobs, {int(token): text for token, text in texts.items()})
 
 
 def _packed(column: Column, kind: str) -> bytes:

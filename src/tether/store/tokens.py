@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tether.store.recorded import TOKEN_COLUMNS, Alternatives, Column, StoredRollout
+from tether.store.recorded import TOKEN_COLUMNS, Column, StoredRollout, TopLogprobs
 from tether.store.recorder import Pieces
 from tether.types import Experience, Prompt, Rollout
 
@@ -75,7 +75,7 @@ def stored_rollouts(step: int, source: StepRollouts, pieces: Pieces | None = Non
             temperature=experience.temperature,
             final_value=None if finals is None else finals[row],
             parts=dict(source.parts[row]) if source.parts else {},
-            alternatives=alternatives_of(experience, row, pieces) if pieces is not None else None,
+            top_logprobs=top_logprobs_of(experience, row, pieces) if pieces is not None else None,
         )
         for row, rollout in enumerate(source.rollouts)
     ]
@@ -102,18 +102,18 @@ def _stored_row(
     )
 
 
-def alternatives_of(experience: Experience, row: int, pieces: Pieces) -> Alternatives | None:
+def top_logprobs_of(experience: Experience, row: int, pieces: Pieces) -> TopLogprobs | None:
     """What a row's policy might have said instead, and had at least LEAST_LIKELY for; None where nobody looked."""
-    if experience.likeliest is None or experience.top_logprobs is None:
+    if experience.top_tokens is None or experience.top_logprobs is None:
         return None
     real = experience.attention_mask[row]
-    tokens = _numpy(experience.likeliest[row][real], "int32")  # (T, K)
+    tokens = _numpy(experience.top_tokens[row][real], "int32")  # (T, K)
     logprobs = _numpy(experience.top_logprobs[row][real], "float32")
     own = _numpy(experience.tokens[row][real], "int32")
     answer = _numpy(experience.response_mask[row][real], "bool")
     kept = answer[:, None] & (tokens != own[:, None]) & (logprobs >= math.log(LEAST_LIKELY))
     chosen = tokens[kept]
-    return Alternatives(
+    return TopLogprobs(
         counts=kept.sum(axis=1).astype(np.uint8),
         tokens=chosen,
         logprobs=logprobs[kept].astype(np.float16),

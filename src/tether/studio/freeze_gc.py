@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 
 
-def settle() -> None:
+def freeze_gc() -> None:
     """Collect what is left over, and take all that remains as here to stay.
 
     Call it again after much was loaded or let go of: what was taken as here to stay is looked at afresh.

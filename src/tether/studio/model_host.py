@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from tether.studio.freeze_gc import settle
+from tether.studio.freeze_gc import freeze_gc
 
 if TYPE_CHECKING:
     from tether.studio.answer_stream import Token
@@ -134,7 +134,7 @@ class ModelHost:
             self._engines[key] = NativeEngine(load_causal_lm(str(path), dtype="auto", device="auto", seed=0))
             while len(self._engines) > self._most:
                 self._engines.popitem(last=False)
-            settle()
+            freeze_gc()
         self._engines.move_to_end(key)
         return self._engines[key]
 

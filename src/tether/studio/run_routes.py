@@ -12,7 +12,7 @@ from starlette.responses import Response
 from tether import __version__
 from tether.config import RECIPES
 from tether.config.notes import MAX_GROUP, MAX_NOTE, MAX_TAGS
-from tether.config.schema import REQUIRED, Leaf, alternatives, describe
+from tether.config.schema import REQUIRED, Leaf, describe, union_members
 from tether.doctor.findings import Finding, Healthy
 from tether.reports.export_data import write_table
 from tether.store.notes import change_notes, config_diff
@@ -167,14 +167,14 @@ def one_rollout(request: Request, run: Id, step: Number, row: Number) -> Any:
     return Reply(token_page(found[0]))
 
 
-@router.get("/runs/{run}/rollouts/{step}/{row}/alternatives")
+@router.get("/runs/{run}/rollouts/{step}/{row}/top_logprobs")
 def alternatives_of_one(request: Request, run: Id, step: Number, row: Number) -> Any:
     """What else might have been said at each token, as (text, log-prob); null where it was not recorded."""
     opened = studio_of(request).opened
     run_with_id(opened, run)
     found = read_rollouts(opened, run, step, row)
-    others = found[0].alternatives if found else None
-    return Reply({"alternatives": None if others is None else others.at_each()})
+    others = found[0].top_logprobs if found else None
+    return Reply({"top_logprobs": None if others is None else others.at_each()})
 
 
 @router.get("/runs/{run}/prompts/{prompt_id:path}")
@@ -218,7 +218,9 @@ def _field(leaf: Leaf) -> dict[str, Any]:
 
 def _choices(leaf: Leaf) -> list[Any] | None:
     """The words that a setting can be, where they are a fixed few."""
-    literals = [kind.__args__ for kind in alternatives(leaf.annotation) if getattr(kind, "__origin__", None) is Literal]
+    literals = [
+        kind.__args__ for kind in union_members(leaf.annotation) if getattr(kind, "__origin__", None) is Literal
+    ]
     return [word for words in literals for word in words] or None
 
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from tether.errors import ConfigError, StorageError, UsageError
 from tether.store.database.open import workspace_at
-from tether.studio.freeze_gc import settle
+from tether.studio.freeze_gc import freeze_gc
 from tether.studio.settings import StudioSettings, is_loopback, public_origin, trusted_networks
 from tether.studio.tokens import chosen_token
 
@@ -46,7 +46,7 @@ def serve(options: argparse.Namespace) -> int:
     if workspace.file is not None and not workspace.directory.is_dir():
         print(f"--workspace: there was no {workspace.directory}, so a new, empty one is made.", file=sys.stderr)
     app = create_app(workspace, settings)
-    settle()
+    freeze_gc()
     sys.setswitchinterval(SWITCH_SECONDS)
     announce(settings, str(workspace.directory), json_output=options.json)
     config = uvicorn.Config(app, lifespan="on", **http_options())

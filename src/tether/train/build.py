@@ -51,7 +51,7 @@ from tether.train.objects import Objects
 from tether.train.reward_model import centred, finish_reward_model
 from tether.train.rl import RLParts
 from tether.train.supervised import SupervisedParts
-from tether.types import Measures, PairBatch
+from tether.types import Metrics, PairBatch
 
 
 def load_policy(recipe: Recipe, *, verify: bool = True) -> LoadedModel:
@@ -173,7 +173,7 @@ def build_rl(
         held_out=list(task.held_out())[: recipe.evaluation.prompts],
         evaluate_every=recipe.evaluation.every,
         shared=sharing.shared,
-        likeliest_at=lambda step: recipe.store.alternatives if kept.wants(step) else 0,
+        top_tokens_at=lambda step: recipe.store.top_logprobs if kept.wants(step) else 0,
     )
 
 
@@ -188,10 +188,10 @@ def mixed_in(recipe: PPORecipe, policy: LoadedModel) -> Callable[[int], ExtraGra
     def for_iteration(step: int) -> ExtraGradient:
         order, taken = DataOrder(rows, derive_seed(seed, step)), itertools.count()
 
-        def add(learner: Learner) -> Measures:
+        def add(learner: Learner) -> Metrics:
             batch = order.take(next(taken) * settings.batch_size, settings.batch_size)
             seen = learner.backward(collate_rows(batch, policy.pad_id), objective)
-            measures = Measures()
+            measures = Metrics()
             measures.add("ptx_loss", seen.mean("loss"))
             return measures
 
@@ -314,7 +314,7 @@ def with_reference(batch: PairBatch, reference: ReferencePolicy, learner: Learne
             column[rows, first:last] = reference.logprobs(micro.trimmed().to(learner.device)).float().cpu()
         return dataclasses.replace(batch, ref_logprobs=column)
 
-    return within_memory(attempt, lambda: learner.halve([batch]))
+    return within_memory(attempt, lambda: learner.shrink_micro_batch([batch]))
 
 
 def _encoder(data: DataSettings, policy: LoadedModel) -> RowEncoder:

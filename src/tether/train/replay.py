@@ -83,7 +83,7 @@ def replay_step(run: RecordedRun, before: RLRecipe, after: RLRecipe, step: int) 
     columns = columns_of(stored)
     evaluated = EvaluatedBatch(**{name: columns[name] for name in EvaluatedBatch.__dataclass_fields__})
     coefficients = _coefficients(after, before, metrics)
-    now, _ = build_algorithm(after).credit(evaluated, coefficients.reference)
+    now, _ = build_algorithm(after).advantages(evaluated, coefficients.reference)
     outputs = _outputs(stored, rollouts)
     return Replayed(
         step,
@@ -108,7 +108,7 @@ def _losses(
     if outputs is None:
         return {}
     loss = build_algorithm(recipe).objective_at(step, coefficients)(outputs, experience)
-    return {name: value for name, value in loss.measures.values().items() if name in LOSSES}
+    return {name: value for name, value in loss.metrics.values().items() if name in LOSSES}
 
 
 def _outputs(experience: Experience, rollouts: Sequence[StoredRollout]) -> TokenOutputs | None:

@@ -22,9 +22,9 @@ from tether.rewards.score import score_rollouts
 from tether.seeds import derive_seed
 from tether.train.timers import Timers
 from tether.train.token_stats import TokenStats
-from tether.types import Experience, Measures, Prompt, Rollout, Score
+from tether.types import Experience, Metrics, Prompt, Rollout, Score
 
-Doing = Callable[[str], None]
+Heartbeat = Callable[[str], None]
 """Told what comes next, such as `rollout, step 12`: whoever waits for progress hears of it."""
 
 
@@ -50,7 +50,7 @@ class RLParts:
     held_out: Sequence[Prompt] = ()
     evaluate_every: int = 0
     shared: SharedBackbone | None = None  # layers that remember what they were run on
-    likeliest_at: Callable[[int], int] = lambda step: 0  # noqa: ARG005 how many of a step's likeliest tokens are kept
+    top_tokens_at: Callable[[int], int] = lambda step: 0  # noqa: ARG005 how many of a step's likeliest tokens are kept
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ def train_rl(
     start: int = 0,
     controllers: Controllers | None = None,
     stop: Callable[[], bool] = lambda: False,
-    doing: Doing = _nothing,
+    heartbeat: Heartbeat = _nothing,
 ) -> Iterator[StepResult]:
     """Sample, score, evaluate, give credit, update; again. Ends early, between two steps, once `stop()` is true.
 
@@ -96,7 +96,7 @@ def train_rl(
         if parts.shared is not None:
             parts.shared.forget()  # an iteration owes nothing to the ones before it, so that any may be the first
         before = evaluate_held_out(parts) if step == 0 and parts.evaluate_every else {}
-        result = rl_step(parts, step, controllers, doing)
+        result = rl_step(parts, step, controllers, heartbeat)
         controllers = result.controllers
         after = evaluate_held_out(parts) if _evaluates(parts, step) else {}
         result.metrics.update({f"start/{name}": value for name, value in before.items()} | after)
@@ -127,13 +127,13 @@ def evaluate_held_out(parts: RLParts) -> dict[str, float]:
     }
 
 
-def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = _nothing) -> StepResult:
+def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Heartbeat = _nothing) -> StepResult:
     """One iteration."""
     algorithm, learner, phases = parts.algorithm, parts.learner, Timers(parts.learner.device)
     coefficients = controllers.coefficients()
 
     def begin(phase: str) -> None:
-        doing(f"{phase}, step {step}")
+        heartbeat(f"{phase}, step {step}")
         phases.begin(phase)
 
     begin("rollout")
@@ -165,11 +165,11 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, doing: Doing = 
             minibatch_size=algorithm.minibatch_size,
             micro_batch_tokens=learner.micro_batch_tokens,
             device=learner.device,
-            halve=learner.halve,
-            likeliest=parts.likeliest_at(step),
+            shrink_micro_batch=learner.shrink_micro_batch,
+            top_tokens=parts.top_tokens_at(step),
         )
         begin("update")
-        experience, measures = algorithm.credit(evaluated, coefficients.reference)
+        experience, measures = algorithm.advantages(evaluated, coefficients.reference)
         look = TokenStats(experience)
         objective = algorithm.objective_at(step, coefficients)
         measures.merge(update(parts, step, look, objective))
@@ -206,7 +206,7 @@ def release_memory(engine: RolloutEngine) -> None:
         release()
 
 
-def update(parts: RLParts, step: int, look: TokenStats, objective: TokenObjective) -> Measures:
+def update(parts: RLParts, step: int, look: TokenStats, objective: TokenObjective) -> Metrics:
     """Learn from one iteration's experience, watched by `look`; nothing is mixed in while only the critic learns."""
     generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
     warming = parts.algorithm.warmup_at(step) is not None

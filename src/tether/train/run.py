@@ -85,7 +85,7 @@ class Watch:
     def advance(self, step: int, metrics: dict[str, float]) -> None:
         """A step was taken."""
 
-    def doing(self, words: str) -> None:
+    def heartbeat(self, words: str) -> None:
         """Something is begun within a step."""
 
 
@@ -128,7 +128,7 @@ def train_watched(
         stop=stop,
         advance=watch.advance,
         begin=watch.begin,
-        doing=watch.doing,
+        heartbeat=watch.heartbeat,
         notify=lambda text: tell(console, clean(text), style="dim"),
         resume=resume,
         forked=forked,
@@ -155,7 +155,7 @@ def train_recipe(
     notify: Callable[[str], None],
     look_at: Callable[[int, Rollout], None] = lambda step, sample: None,  # noqa: ARG005
     begin: Begin = lambda total, done: None,  # noqa: ARG005
-    doing: Callable[[str], None] = lambda words: None,  # noqa: ARG005
+    heartbeat: Callable[[str], None] = lambda words: None,  # noqa: ARG005
     resume: bool = False,
     forked: Forked | None = None,
     objects: Objects | None = None,
@@ -168,7 +168,9 @@ def train_recipe(
     """
     try:
         with exits_told():
-            return _train(recipe, stop, advance, notify, look_at, begin, doing, resume, forked, objects or Objects())
+            return _train(
+                recipe, stop, advance, notify, look_at, begin, heartbeat, resume, forked, objects or Objects()
+            )
     finally:
         close_workers()  # of reward functions that run in processes of their own
 
@@ -180,7 +182,7 @@ def _train(
     notify: Callable[[str], None],
     look_at: Callable[[int, Rollout], None],
     begin: Begin,
-    doing: Callable[[str], None],
+    heartbeat: Callable[[str], None],
     resume: bool,
     forked: Forked | None,
     objects: Objects,
@@ -235,8 +237,8 @@ def _train(
         begin(training.total, start)
 
         def next_is(words: str) -> None:
-            session.doing(words)
-            doing(words)
+            session.heartbeat(words)
+            heartbeat(words)
 
         for taken in training.steps(start, stop, next_is) if not session.best.is_over else ():
             session.keep(taken)
@@ -346,7 +348,7 @@ class PlainLines(Watch):
         if self.lines is not None:
             self.lines.advance(step + 1, numbers_of(metrics))
 
-    def doing(self, words: str) -> None:
+    def heartbeat(self, words: str) -> None:
         """A phase of a step has begun."""
         if self.lines is not None:
             self.lines.doing(words)

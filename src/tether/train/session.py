@@ -251,9 +251,9 @@ class Session:
 
     # -- step by step -------------------------------------------------------------------------------------------------
 
-    def doing(self, words: str) -> None:
+    def heartbeat(self, words: str) -> None:
         """There is progress."""
-        self._watchdog.pat(words)
+        self._watchdog.beat(words)
         self.faults.step = self.done
 
     def keep(self, taken: Taken) -> None:
@@ -341,7 +341,7 @@ class Session:
 
     def finish(self) -> None:
         """What follows the last step: the report, and the model where it is to be saved."""
-        self.doing("the end")
+        self.heartbeat("the end")
         self.checkpoints.wait()
         report = self.training.finish()
         self.planned.measured.finish()

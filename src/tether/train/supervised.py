@@ -12,7 +12,7 @@ from tether.learner.learner import Learner
 from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import Objective
 from tether.train.timers import Timers
-from tether.types import Measures, Sequences
+from tether.types import Metrics, Sequences
 
 Example = TypeVar("Example")
 
@@ -41,7 +41,7 @@ def train_supervised(
     *,
     start: int = 0,
     stop: Callable[[], bool] = lambda: False,
-    doing: Callable[[str], None] = lambda words: None,  # noqa: ARG005 (nobody wants to know)
+    heartbeat: Callable[[str], None] = lambda words: None,  # noqa: ARG005 (nobody wants to know)
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """One optimiser step a batch, from step `start` on; ends early, between two steps, once `stop()` is true.
 
@@ -51,7 +51,7 @@ def train_supervised(
         parts.learner.check_progress(parts.max_skipped)
         if stop():
             return
-        doing(f"step {step}")
+        heartbeat(f"step {step}")
         before = _held_out_metrics(parts) if step == 0 and parts.evaluate_every else {}
         parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
         phases = Timers(parts.learner.device)
@@ -63,7 +63,7 @@ def train_supervised(
         metrics |= {"epoch": _seen(parts, step + 1) / len(parts.examples.items)}
         metrics |= {f"start/{name}": value for name, value in before.items()}
         if _evaluates(parts, step):
-            doing(f"evaluation, step {step}")
+            heartbeat(f"evaluation, step {step}")
             metrics |= _held_out_metrics(parts)
         yield step, metrics
     parts.learner.check_progress(parts.max_skipped)
@@ -94,7 +94,7 @@ def evaluate_held_out(parts: SupervisedParts[Any]) -> dict[str, float]:
 
     Each is a mean over what the objective counts (tokens, or pairs), so that neither batches nor micro-batches matter.
     """
-    measures = Measures()
+    measures = Metrics()
     for start in range(0, len(parts.held_out), parts.batch_size):
         batch = parts.collate(parts.held_out[start : start + parts.batch_size])
         measures.merge(parts.learner.measure(batch, parts.objective))

@@ -24,7 +24,7 @@ from tether.train.run_state import capture, restore
 from tether.train.supervised import train_supervised
 
 Stop = Callable[[], bool]
-Doing = Callable[[str], None]
+Heartbeat = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -63,7 +63,7 @@ class Training(Protocol):
         """Around saving the model before the last step: what is done to it at the end, for as long as that takes."""
         ...
 
-    def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
+    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[Taken]:
         """Take the steps from `start` on, until the last or until `stop()`."""
         ...
 
@@ -98,9 +98,9 @@ class FromRollouts:
         """As it is."""
         return nullcontext()
 
-    def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
+    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[Taken]:
         """Iterations; what the shared backbone remembers is of one iteration, so it is no part of the state."""
-        for result in train_rl(self.parts, start=start, controllers=self.controllers, stop=stop, doing=doing):
+        for result in train_rl(self.parts, start=start, controllers=self.controllers, stop=stop, heartbeat=heartbeat):
             self.controllers = result.controllers
             yield Taken(result.step, result.metrics, result)
 
@@ -134,9 +134,9 @@ class FromRecords:
         """A reward model is centred."""
         return self.parts.as_saved(self.parts)
 
-    def steps(self, start: int, stop: Stop, doing: Doing) -> Iterator[Taken]:
+    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[Taken]:
         """One optimiser step a batch."""
-        for step, metrics in train_supervised(self.parts, start=start, stop=stop, doing=doing):
+        for step, metrics in train_supervised(self.parts, start=start, stop=stop, heartbeat=heartbeat):
             yield Taken(step, metrics)
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:

@@ -33,14 +33,14 @@ class Watchdog:
         self.seconds = seconds
         self.folder = folder
         self.grace = grace
-        self._doing = "start"
-        self._patted = time.monotonic()
+        self._phase = "start"
+        self._last_beat = time.monotonic()
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tether-watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
         if self.seconds > 0:
-            self.pat(self._doing)
+            self.beat(self._phase)
             self._thread.start()
         return self
 
@@ -52,17 +52,17 @@ class Watchdog:
             faulthandler.cancel_dump_traceback_later()
             self._thread.join()
 
-    def pat(self, doing: str) -> None:
-        """There is progress; `doing` says what comes next, such as `rollout, step 12`."""
-        self._doing = doing
-        self._patted = time.monotonic()
+    def beat(self, phase: str) -> None:
+        """There is progress; `phase` says what comes next, such as `rollout, step 12`."""
+        self._phase = phase
+        self._last_beat = time.monotonic()
         if self.seconds > 0:
             with suppress(OSError, ValueError, RuntimeError):  # standard error may be closed, or not a file at all
                 faulthandler.dump_traceback_later(self.seconds + 2 * self.grace, exit=True)
 
     def _watch(self) -> None:
         while True:
-            left = self._patted + self.seconds - time.monotonic()
+            left = self._last_beat + self.seconds - time.monotonic()
             if left <= 0.0:
                 break
             if self._over.wait(left):
@@ -76,7 +76,7 @@ class Watchdog:
 
     def _tell(self) -> None:
         words = (
-            f"no progress for {self.seconds:g} seconds (run.hang_timeout); last: {self._doing}. The stacks of all "
+            f"no progress for {self.seconds:g} seconds (run.hang_timeout); last: {self._phase}. The stacks of all "
             f"threads follow; the run ends with exit code {Stalled.exit_code}.\n"
         )
         with suppress(OSError):

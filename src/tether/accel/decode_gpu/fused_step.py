@@ -91,7 +91,7 @@ def thin(work: Workspace, n: int, modules: tuple[Linear, ...], x: Tensor) -> dic
     adapters = [part.adapter for part in modules]
     some = next((adapter for adapter in adapters if adapter is not None), None)
     if some is None:
-        return {"RANK": 0, "PADDED": 16, "MOST": MAX_RANK, "THIN": 1}
+        return {"RANK": 0, "PADDED": 16, "MAX_RANK": MAX_RANK, "THIN": 1}
     rank, width = some.down.shape
     padded = max(16, power_of_two(rank))
     split = next(
@@ -101,10 +101,10 @@ def thin(work: Workspace, n: int, modules: tuple[Linear, ...], x: Tensor) -> dic
     each = [adapter or some for adapter in adapters] + [some] * (3 - len(adapters))
     decode_kernels.thin_kernel[(-(-n // rows), len(modules), split)](
         x, *(adapter.down for adapter in each), *(adapter.scaling for adapter in each), work.thin, work.thin.stride(0),
-        K=width, RANK=rank, PADDED=padded, MOST=MAX_RANK, BM=rows, BK=64, SPLIT=split,
+        K=width, RANK=rank, PADDED=padded, MAX_RANK=MAX_RANK, BM=rows, BK=64, SPLIT=split,
         num_warps=4, num_stages=4, **launch(n),
     )  # fmt: skip
-    return {"RANK": rank, "PADDED": padded, "MOST": MAX_RANK, "THIN": split}
+    return {"RANK": rank, "PADDED": padded, "MAX_RANK": MAX_RANK, "THIN": split}
 
 
 def ups(work: Workspace, *parts: Linear) -> list[Tensor]:

@@ -31,10 +31,10 @@ HALF = (torch.bfloat16, torch.float16)
 MAX_WORK = 8 * 10**11
 
 
-Way = Literal["plain", "fused"]
+Backend = Literal["plain", "fused"]
 
 
-def backend_for(backbone: Any) -> Way | None:
+def backend_for(backbone: Any) -> Backend | None:
     """How the backbone's layers are computed on its device and in its dtype; None where they are not supported."""
     device, dtype = backbone.device, backbone.dtype
     if dtype in (torch.float32, torch.float64):
@@ -70,7 +70,7 @@ def packed_states(
     embeddings: Tensor | None = None,
     wanted: Tensor | None = None,
     *,
-    way: Way = "plain",
+    backend: Backend = "plain",
     recompute: bool = False,
     captured: Any = None,
 ) -> Tensor | None:
@@ -84,10 +84,10 @@ def packed_states(
     packing = packing_of(batch.attention_mask)
     rows = None if wanted is None else rows_of(wanted, packing)
     hidden = (
-        packing.pack(embeddings) if embeddings is not None else _embedded(backbone, packing.pack(batch.tokens), way)
+        packing.pack(embeddings) if embeddings is not None else _embedded(backbone, packing.pack(batch.tokens), backend)
     )
     cos, sin = backbone.rotary_emb(hidden, packing.positions[None])
-    if way == "plain":
+    if backend == "plain":
         states = _plain_layers(backbone, hidden, (cos[0, :, None], sin[0, :, None]), packing, rows, recompute)
         return packing.unpack(states, None if rows is None else rows.tokens)
     from tether.accel.fused_pass import fused_pass
@@ -101,9 +101,9 @@ def packed_states(
     return packing.unpack(states, None if rows is None else rows.tokens)
 
 
-def _embedded(backbone: Any, tokens: Tensor, way: Way) -> Tensor:
+def _embedded(backbone: Any, tokens: Tensor, backend: Backend) -> Tensor:
     """(N, H) the embeddings of tokens (N,)."""
-    if way == "plain":
+    if backend == "plain":
         return backbone.embed_tokens(tokens)
     from tether.accel.fused_pass.embedding import embedded
 

@@ -19,7 +19,7 @@ from tether.accel.kernels.attention import forward_kernel, grad_key_kernel, grad
 from tether.ops.packing import Packing, Rows
 
 SHORT_ROWS = True  # whether these kernels are used at all
-LONGEST = 512  # tokens in a row; above, flash attention is good
+MAX_LENGTH = 512  # tokens in a row; above, flash attention is good
 LEAST_PROGRAMS = 96  # programs that share the gradient of keys; fewer leave most of a device idle
 WIDTHS = (16, 32, 64, 128)  # of a head
 HOPPER = 9  # the major number of the devices that the tiles were chosen on
@@ -62,7 +62,7 @@ def usable(query: Tensor, key: Tensor, packing: Packing, rows: Rows | None) -> b
         return False
     if rows is not None and rows.starts is None:  # causality is counted from the ends of queries and keys
         return False
-    if query.shape[2] not in WIDTHS or query.shape[1] % key.shape[1] or packing.longest > LONGEST:
+    if query.shape[2] not in WIDTHS or query.shape[1] % key.shape[1] or packing.longest > MAX_LENGTH:
         return False
     programs = _pairs(key, packing) * -(-packing.longest // tiles_for(query).grad_key.keys)
     return programs >= LEAST_PROGRAMS and torch.cuda.get_device_capability(query.device)[0] == HOPPER

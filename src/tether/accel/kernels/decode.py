@@ -61,10 +61,10 @@ def product(x, weight, row, feature, inside, span: tl.constexpr, BM: tl.constexp
 @triton.jit
 def thin_kernel(
     x, first, second, third, first_scale, second_scale, third_scale, out, stride_part,
-    K: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr,
+    K: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr,
     BM: tl.constexpr, BK: tl.constexpr, SPLIT: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    # out[part] (rows, 3, MOST) = scale * x (rows, K) · downᵀ over the part's share of K, for up to three adapters
+    # out[part] (rows, 3, MAX_RANK) = scale * x (rows, K) · downᵀ over the part's share of K, for up to three adapters
     begin(EARLY)
     which, part = tl.program_id(1), tl.program_id(2)
     row, inside, rank = tl.program_id(0) * BM + tl.arange(0, BM), tl.arange(0, BK), tl.arange(0, PADDED)
@@ -89,19 +89,19 @@ def thin_kernel(
         x_at += BK
         down_at += BK
     let_next_start(EARLY)
-    at = out + part * stride_part + (row[:, None] * 3 + which) * MOST + rank[None, :]
+    at = out + part * stride_part + (row[:, None] * 3 + which) * MAX_RANK + rank[None, :]
     tl.store(at, total * scale)
 
 
 @triton.jit
 def adapted(
     total, thin, up, which, has, row, feature, stride_part, like,
-    N: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr, SPLIT: tl.constexpr,
+    N: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
     # total (BM, BN) + thin · upᵀ for the adapter `which`, whose inner states `thin_kernel` has left in SPLIT parts;
     # nothing where `has` is false
     rank = tl.arange(0, PADDED)
-    at = thin + (row[:, None] * 3 + which) * MOST + rank[None, :]
+    at = thin + (row[:, None] * 3 + which) * MAX_RANK + rank[None, :]
     inner = tl.zeros((row.shape[0], PADDED), tl.float32)
     for part in tl.static_range(SPLIT):
         inner += tl.load(at + part * stride_part, mask=(rank[None, :] < RANK) & has, other=0.0)
@@ -115,7 +115,7 @@ def adapted(
 def linear_kernel(
     x, weight, weight_at, bias, out, rows, stride_part, thin, up, stride_thin,
     N: tl.constexpr, K: tl.constexpr, HAS_BIAS: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-    SPLIT: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr, THIN: tl.constexpr,
+    SPLIT: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr, THIN: tl.constexpr,
     EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     # out[part] (rows, N) = x (rows, K) · weightᵀ over the part's share of K; the bias goes with part 0
@@ -134,7 +134,7 @@ def linear_kernel(
         total += tl.where(part == 0, added, 0.0)[None, :]
     if RANK > 0:
         total = adapted(
-            total, thin, up, 0, part == 0, row, feature, stride_thin, weight_at, N, RANK, PADDED, MOST, THIN
+            total, thin, up, 0, part == 0, row, feature, stride_thin, weight_at, N, RANK, PADDED, MAX_RANK, THIN
         )  # fmt: skip
     at = out + part * stride_part + row[:, None] * N + feature[None, :]
     tl.store(at, total.to(out.dtype.element_ty), mask=(row[:, None] < rows) & (feature[None, :] < N))
@@ -144,7 +144,7 @@ def linear_kernel(
 def gated_kernel(
     x, gate, up, gate_at, up_at, out, rows, thin, gate_up, up_up, stride_thin, N: tl.constexpr, K: tl.constexpr,
     GELU: tl.constexpr, HAS_GATE: tl.constexpr, HAS_UP: tl.constexpr,
-    RANK: tl.constexpr, PADDED: tl.constexpr, MOST: tl.constexpr, THIN: tl.constexpr,
+    RANK: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr, THIN: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     # out (rows, N) = act(x · gateᵀ) * (x · upᵀ), act being SiLU, or GELU by its tanh formula
@@ -163,10 +163,10 @@ def gated_kernel(
     row, feature = first_row + tl.arange(0, BM), first_feature + tl.arange(0, BN)
     if HAS_GATE:
         gates = adapted(
-            gates, thin, gate_up, 0, HAS_GATE, row, feature, stride_thin, gate_at, N, RANK, PADDED, MOST, THIN
+            gates, thin, gate_up, 0, HAS_GATE, row, feature, stride_thin, gate_at, N, RANK, PADDED, MAX_RANK, THIN
         )  # fmt: skip
     if HAS_UP:
-        ups = adapted(ups, thin, up_up, 1, HAS_UP, row, feature, stride_thin, up_at, N, RANK, PADDED, MOST, THIN)
+        ups = adapted(ups, thin, up_up, 1, HAS_UP, row, feature, stride_thin, up_at, N, RANK, PADDED, MAX_RANK, THIN)
     if GELU:  # g (1 + tanh u) / 2 = g sigmoid(2 u)
         mixed = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)) * ups
     else:
@@ -181,7 +181,7 @@ def project_kernel(
     cos, sin, columns, out, keys, values, rows, length, epsilon, thin, query_up, key_up, value_up, stride_thin,
     K: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, KV: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_NORM: tl.constexpr, OFFSET: tl.constexpr, ADAPTED: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr,
-    MOST: tl.constexpr, THIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
+    MAX_RANK: tl.constexpr, THIN: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr, EARLY: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     # One head of queries, keys or values for BM rows. Queries go to out (rows, HEADS · D); keys and values to
@@ -234,7 +234,7 @@ def project_kernel(
             which = 1
         has = ((ADAPTED >> which) & 1) == 1
         total = adapted(
-            total, thin, up, which, has, row, feature, stride_thin, query, D, RANK, PADDED, MOST, THIN
+            total, thin, up, which, has, row, feature, stride_thin, query, D, RANK, PADDED, MAX_RANK, THIN
         )  # fmt: skip
     column = tl.load(columns + row, mask=row < rows, other=0)
     first, second = tl.split(tl.permute(tl.reshape(total, (BM, 2, HALF)), (0, 2, 1)))

@@ -42,8 +42,8 @@ function show(page, rollout) {
 }
 
 async function showOthers(page, lens, run, rollout) {
-  const found = await get(`runs/${run.id}/rollouts/${rollout.step}/${rollout.row}/alternatives`);
-  if (page.view.isOpen() && lens.rollout === rollout) lens.showOthers(found.alternatives);
+  const found = await get(`runs/${run.id}/rollouts/${rollout.step}/${rollout.row}/top_logprobs`);
+  if (page.view.isOpen() && lens.rollout === rollout) lens.showOthers(found.top_logprobs);
 }
 
 /** Where a run answered a prompt. */

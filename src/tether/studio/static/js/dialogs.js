@@ -6,8 +6,8 @@ import { button, h } from "./dom.js";
  * Ask something. `send` is called when the form is sent, and the dialog closes if it returns something true; what it
  * throws, or says through `tried`, is shown in the dialog.
  */
-export function ask({ title, verb, send, first = null }, ...parts) {
-  const begin = h("button", { class: "main" }, verb);
+export function ask({ title, action, send, first = null }, ...parts) {
+  const begin = h("button", { class: "main" }, action);
   const dialog = h(
     "dialog",
     { "aria-label": title },

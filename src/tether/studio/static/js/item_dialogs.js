@@ -9,8 +9,8 @@ import { linkButtons } from "./sessions.js";
 const AXES = ["overall", "coverage", "accuracy", "coherence"];
 
 /** A dialog with a form; `send` is asked for what was done, and the dialog closes where it says something. */
-function ask(title, verb, send, ...parts) {
-  const main = h("button", { class: "main" }, verb);
+function ask(title, action, send, ...parts) {
+  const main = h("button", { class: "main" }, action);
   const dialog = h(
     "dialog",
     { "aria-label": title },

@@ -42,17 +42,17 @@ export function makeLens({ title, followed = () => {} }) {
             h("dd", {}, name === "clipped" ? (value(name) ? "yes" : "no") : fixed(value(name))),
           ),
         ),
-      alternatives(place),
+      top_logprobs(place),
     );
     followed(place);
   }
 
-  function alternatives(place) {
+  function top_logprobs(place) {
     const found = others?.[place];
     if (!found?.length) return null;
     return h(
       "div",
-      { class: "alternatives" },
+      { class: "top_logprobs" },
       h("dt", {}, "might have said instead"),
       h(
         "dd",

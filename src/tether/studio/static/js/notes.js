@@ -45,7 +45,7 @@ export function askNotes(run, groups, changed) {
     return true;
   };
   ask(
-    { title: `Notes on ${run.name}`, verb: "Save", send, first: note },
+    { title: `Notes on ${run.name}`, action: "Save", send, first: note },
     field("Note", note),
     field("Tags", tags, "With spaces between."),
     field("Group", group, "Runs of one group stand together in the list of runs."),

@@ -16,8 +16,8 @@ export function runActions(run) {
   return box;
 }
 
-async function act(run, verb, words) {
-  if (await tried(() => post(`runs/${run.id}/${verb}`))) notice(words);
+async function act(run, action, words) {
+  if (await tried(() => post(`runs/${run.id}/${action}`))) notice(words);
 }
 
 function askFork(run) {
@@ -33,7 +33,7 @@ function askFork(run) {
     return true;
   };
   ask(
-    { title: `Fork ${run.name}`, verb: "Fork", send, first: step },
+    { title: `Fork ${run.name}`, action: "Fork", send, first: step },
     field("From step", step),
     field("Settings to change", settings, "One per line, as in a recipe: key: value"),
   );

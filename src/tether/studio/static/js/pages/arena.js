@@ -169,7 +169,7 @@ function askMatch(page) {
     return true;
   };
   ask(
-    { title: "New match", verb: "Start the match", send, first },
+    { title: "New match", action: "Start the match", send, first },
     field("This run", first),
     field("Against", second),
     field("Prompts", prompts),

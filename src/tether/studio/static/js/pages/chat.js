@@ -262,5 +262,5 @@ function sendToQueue(page, turn) {
     if (made) notice("Sent to the queue.");
     return made;
   };
-  ask({ title: "Send to a label queue", verb: "Send", send, first: where }, field("Queue", where));
+  ask({ title: "Send to a label queue", action: "Send", send, first: where }, field("Queue", where));
 }

@@ -181,7 +181,7 @@ function askTrain(page, queue) {
     return made;
   };
   ask(
-    { title: `Train from the votes of ${queue.name}`, verb: "Train", send },
+    { title: `Train from the votes of ${queue.name}`, action: "Train", send },
     h(
       "p",
       {},
