@@ -2,6 +2,8 @@
 
 import ast
 import re
+import subprocess
+import sys
 import tomllib
 from collections.abc import Iterator
 from functools import cache
@@ -80,6 +82,11 @@ def test_a_package_imports_only_packages_above_it(file: Path):
     allowed = ABOVE[package] | FOR_ALL | {package}
     wrong = [f"line {line} imports tether.{name}" for line, name in imported_packages(file) if name not in allowed]
     assert not wrong, f"{file.relative_to(ROOT)}: {'; '.join(wrong)}. {package} may import only {sorted(allowed)}"
+
+
+def test_no_files_import_each_other_in_a_circle():
+    done = subprocess.run([sys.executable, str(ROOT / "tools" / "import_graph.py"), "--check"], capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 @pytest.mark.parametrize("file", each_file())

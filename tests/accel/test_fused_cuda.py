@@ -17,7 +17,7 @@ if not torch.cuda.is_available():
 from tether.accel.fused_pass import short_sequence_attention
 from tether.accel.fused_pass.embedding import embedded
 from tether.accel.fused_pass.flash import Attention
-from tether.accel.fused_pass.lora_linear import Adapter
+from tether.accel.fused_pass.lora_linear import LoraAdapter
 from tether.accel.fused_pass.lora_swiglu import GateAdapters
 from tether.accel.fused_pass.packed import packed_states
 from tether.device_transfer import brought, sent
@@ -125,7 +125,7 @@ def test_the_adapted_gate_is_that_of_float32_rounded_and_the_same_every_time(ran
     thin, narrow_down = (torch.randn(count, n * rank, device="cuda").bfloat16() for n in (2, 1))
     up = [(torch.randn(width, rank, device="cuda") / rank).bfloat16() for _ in range(2)]
     down = (torch.randn(rank, width, device="cuda") / rank).bfloat16()
-    adapters = GateAdapters(*(Adapter(down, each, 1.5) for each in up), Adapter(down, up[0], 1.5))
+    adapters = GateAdapters(*(LoraAdapter(down, each, 1.5) for each in up), LoraAdapter(down, up[0], 1.5))
     base = [x.float().requires_grad_() for x in half[:2]]
     opened, raised = (
         x + 1.5 * part.float() @ each.float().t() for x, part, each in zip(base, thin.split(rank, 1), up, strict=True)

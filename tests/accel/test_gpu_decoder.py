@@ -20,7 +20,7 @@ from tether.accel.decode_gpu.gpu_batch import LOOK, GpuBatch, bucket
 from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
 from tether.accel.decode_gpu.prefill import PREFILL_TOKENS
 from tether.accel.decode_gpu.slot_state import slot_bytes
-from tether.accel.decode_gpu.step_layers import Backbone
+from tether.accel.decode_gpu.step_layers import StepBackbone
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel, describe
 from tether.models.lora import inject_lora, lora_config
@@ -124,7 +124,7 @@ def test_memory_that_cannot_be_handed_back_goes_with_the_decoder(exact: LoadedMo
 
 def test_a_cache_that_finds_too_little_memory_has_fewer_slots(monkeypatch: pytest.MonkeyPatch):
     def scarce(size: int, device: torch.device) -> Lasting:
-        if size > 3 * slot_bytes(Backbone(model, 1), 128):
+        if size > 3 * slot_bytes(StepBackbone(model, 1), 128):
             raise torch.cuda.OutOfMemoryError("none is free")
         return Returned(size, device)
 
@@ -136,7 +136,7 @@ def test_a_cache_that_finds_too_little_memory_has_fewer_slots(monkeypatch: pytes
     assert keeper.ready(model, 16, 20, 4) is decoder, "asking again finds no more"
     keeper.release()
     monkeypatch.setattr(
-        "tether.accel.decode_gpu.decoder_cache.free_memory", lambda _: slot_bytes(Backbone(model, 1), 128)
+        "tether.accel.decode_gpu.decoder_cache.free_memory", lambda _: slot_bytes(StepBackbone(model, 1), 128)
     )
     assert keeper.ready(model, 16, 20, 4).slots == 1, "what is free now does not hold two"
 
@@ -289,7 +289,7 @@ def test_an_idle_slot_keeps_what_it_had():
 
 
 def test_slots_are_as_many_as_the_free_memory_holds():
-    each = slot_bytes(Backbone(build("Llama"), 1), 10)
+    each = slot_bytes(StepBackbone(build("Llama"), 1), 10)
     assert each == 5120, "2 layers x 2 heads x 8 wide x (key, value) x 8 bytes = 512 bytes a token"
     assert slots_that_fit(100, each, free=5120 * 10) == 8, "four fifths of the free memory"
     assert slots_that_fit(5, each, free=5120 * 10) == 5

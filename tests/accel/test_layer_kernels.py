@@ -18,7 +18,7 @@ interpret()
 from tether.accel import fused_logprobs
 from tether.accel.fused_pass import fused_layer, fused_ops, fused_pass, lora_swiglu, plain_ops
 from tether.accel.fused_pass.embedding import embedded
-from tether.accel.fused_pass.lora_linear import Adapter, Linear
+from tether.accel.fused_pass.lora_linear import AdaptedLinear, LoraAdapter
 from tether.accel.fused_pass.lora_swiglu import GateAdapters
 from tether.accel.fused_pass.packed import packed_states
 from tether.models.lora import inject_lora, lora_config
@@ -166,7 +166,7 @@ def test_layers_that_are_run_again_leave_one_tensor_each():
     cos, sin = model.rotary_emb(hidden, packing.positions[None])
     layers = fused_pass.Layers.of(model)
     assert layers is not None
-    inputs = fused_pass.Inputs(hidden, cos[0].contiguous(), sin[0].contiguous(), packing, None)
+    inputs = fused_pass.PassInputs(hidden, cos[0].contiguous(), sin[0].contiguous(), packing, None)
     with torch.no_grad():
         _, trace = fused_pass.forward(layers, inputs, keep=True, recompute=True)
     assert [tuple(kept.shape) for kept in trace.inputs] == [tuple(hidden.shape)] * 2 and trace.kept == []
@@ -176,12 +176,12 @@ def test_layers_that_are_run_again_leave_one_tensor_each():
 def gate_adapters(ranks: tuple[int, int, int | None], width: int, hidden: int = 12) -> GateAdapters:
     """Adapters of gate, up and down; scalings that are no powers of two."""
     gate, up, down = (
-        None if rank is None else Adapter(torch.randn(rank, into), torch.randn(out, rank) / rank, scaling)
+        None if rank is None else LoraAdapter(torch.randn(rank, into), torch.randn(out, rank) / rank, scaling)
         for rank, into, out, scaling in zip(
             ranks, (hidden, hidden, width), (width, width, hidden), (0.7, 1.3, 0.9), strict=True
         )
     )
-    linear = [Linear(torch.empty(0), None, adapter) for adapter in (gate, up, down)]
+    linear = [AdaptedLinear(torch.empty(0), None, adapter) for adapter in (gate, up, down)]
     found = GateAdapters.of(linear[0], linear[1], linear[2])
     assert found is not None
     return found

@@ -14,7 +14,7 @@ interpret()
 from tether.accel.fused_pass import short_sequence_attention
 from tether.accel.fused_pass.flash import Attention
 from tether.accel.fused_pass.packed import packed_states
-from tether.accel.fused_pass.short_sequence_attention import TILES, Tile, Tiles
+from tether.accel.fused_pass.short_sequence_attention import TILES, AttentionTiles, Tile
 from tether.ops.packing import Packing, Rows
 from tether.types import Sequences
 
@@ -102,7 +102,7 @@ def every_tile() -> list[Tile]:
 
 @pytest.mark.parametrize("tile", every_tile(), ids=str)
 def test_whatever_the_tile_rows_attend_as_softmax_does(tile: Tile, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(short_sequence_attention, "TILES", {64: Tiles(tile, tile, tile)})
+    monkeypatch.setattr(short_sequence_attention, "TILES", {64: AttentionTiles(tile, tile, tile)})
     assert_near(Case((3, 150, 129), 3, 1, 16, asks=(3, 101, 129)))
 
 

@@ -29,7 +29,7 @@ from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.lora import inject_lora, load_lora
 from tether.models.tokenizer import read_tokenizer
 from tether.rewards.math_answer import math_correct
-from tether.store.database.records import Record
+from tether.store.database.records import StoreRecord
 from tether.studio.import_export import imported, read_lines
 from tether.time_limit import TimeLimitError, time_limit
 from tether.types import Prompt
@@ -123,7 +123,7 @@ def read_journal(path: Path) -> None:
     content = path.read_bytes()
     for whole in (content, content[:-32] + hashlib.sha256(content[:-32]).digest()):  # also one whose sum is right
         with contextlib.suppress(ValueError):
-            Record.from_bytes(whole)
+            StoreRecord.from_bytes(whole)
 
 
 # (how it is read, what it may raise, changed files a case)

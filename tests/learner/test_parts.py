@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tether.learner.batch_parts import Part, Parts
+from tether.learner.batch_parts import BatchPart, Parts
 from tether.types import Sequences
 
 LENGTHS = [3, 9, 5, 12, 7, 4]
@@ -18,7 +18,7 @@ def batch() -> Sequences:
     return Sequences(tokens=torch.arange(72).view(6, 12), attention_mask=mask, response_mask=mask)
 
 
-def seen(parts: list[Part]) -> list[tuple[list[int], list[list[int]], int]]:
+def seen(parts: list[BatchPart]) -> list[tuple[list[int], list[list[int]], int]]:
     return [(part.rows.tolist(), part.micro.tokens.tolist(), part.first) for part in parts]
 
 

@@ -11,7 +11,7 @@ import pytest
 from recording import Recording, synthetic
 
 from tether.cli import main
-from tether.store.database.records import Source
+from tether.store.database.records import RecordSource
 
 
 @pytest.fixture
@@ -20,7 +20,7 @@ def workspace(tmp_path: Path, monkeypatch) -> Path:
     monkeypatch.delenv("TETHER_STORE", raising=False)
     monkeypatch.setenv("COLUMNS", "160")
     monkeypatch.chdir(tmp_path)
-    recording = Recording(tmp_path, name="demo/ppo", steps=6, sources=[Source("model", "tiny-bytes")])
+    recording = Recording(tmp_path, name="demo/ppo", steps=6, sources=[RecordSource("model", "tiny-bytes")])
     recording.recorder.event("started", "from \x1b[31mthe beginning")
     for step in range(6):
         rows = [synthetic(step, row, completion=f"answer {step} \x1b[2J\nnext") for row in range(2)]

@@ -177,10 +177,10 @@ def test_the_log_drops_a_torn_line_and_passes_over_damaged_ones(tmp_path: Path):
     path.write_bytes(whole[:-20])
     torn = read_log(recording.folder)
     assert torn is not None and torn.damaged == [] and not torn.events
-    from tether.store.database.records import Record
+    from tether.store.database.records import StoreRecord
 
     log = RunLog(recording.folder)
-    log.append(Record("rewind", {"step": 2}))
+    log.append(StoreRecord("rewind", {"step": 2}))
     log.close()
     again = read_log(recording.folder)
     assert again is not None and sorted(again.steps) == [0, 1] and again.damaged == []

@@ -17,7 +17,7 @@ from recording import Recording, experience, rollouts_of, same, synthetic
 
 import tether.store.database.journal as journal_module
 import tether.store.recorder as writer_module
-from tether.store.database.records import Record
+from tether.store.database.records import StoreRecord
 from tether.store.database.spool import Spool, is_being_recorded
 from tether.store.read import find_run, list_runs, open_workspace, read_run
 from tether.store.tokens import StepRollouts
@@ -301,20 +301,20 @@ def test_what_waits_is_listed_in_the_order_of_its_numbers_and_numbered_on(tmp_pa
         (tmp_path / "spool" / f"{number:010d}.record").write_bytes(b"")
     (tmp_path / "spool" / "notes.record").write_bytes(b"")
     spool = Spool(tmp_path)
-    spool.add(Record("rewind", {"step": 0}))
+    spool.add(StoreRecord("rewind", {"step": 0}))
     assert [int(path.stem) for path in spool.files()] == [3, 4, 5, 11, 100, 101]
 
 
 def test_a_record_in_a_file_is_whole_or_refused():
-    record = Record("step", {"step": 1, "value": 0.1, "bad": float("nan")}, (b"one", b"", b"three"))
+    record = StoreRecord("step", {"step": 1, "value": 0.1, "bad": float("nan")}, (b"one", b"", b"three"))
     content = record.to_bytes()
-    back = Record.from_bytes(content)
-    assert back == Record("step", {"step": 1, "value": 0.1, "bad": None}, (b"one", b"", b"three"))
+    back = StoreRecord.from_bytes(content)
+    assert back == StoreRecord("step", {"step": 1, "value": 0.1, "bad": None}, (b"one", b"", b"three"))
     for place in range(len(content)):
         with pytest.raises(ValueError):
-            Record.from_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
+            StoreRecord.from_bytes(content[:place] + bytes([content[place] ^ 4]) + content[place + 1 :])
         with pytest.raises(ValueError):
-            Record.from_bytes(content[:place])
+            StoreRecord.from_bytes(content[:place])
 
 
 # -- what goes wrong on our side of the store

@@ -11,7 +11,7 @@ from recording import CONFIG, Recording, same, synthetic
 
 from tether.errors import ConfigError, StorageError
 from tether.store.database.open import workspace_at
-from tether.store.database.records import Source
+from tether.store.database.records import RecordSource
 from tether.store.environment import describe_environment, git_state
 from tether.store.lineage import sources_of
 from tether.store.read import find_run, list_runs, open_workspace, read_run, workspace_of
@@ -164,7 +164,7 @@ def test_no_rollouts_are_kept_where_none_are_wanted(tmp_path: Path):
 
 def test_a_list_of_runs_says_where_each_came_from_and_how_it_does(tmp_path: Path, store_url):
     Recording(tmp_path, store_url, name="sft").recorder.close("done")
-    sources = [Source("model", "runs/sft/model", run="sft"), Source("data", "x.jsonl", sha256="ab" * 32)]
+    sources = [RecordSource("model", "runs/sft/model", run="sft"), RecordSource("data", "x.jsonl", sha256="ab" * 32)]
     second = Recording(tmp_path, store_url, name="ppo", sources=sources)
     second.recorder.record(0, {"score": 0.5, "kl_ref_k3": math.inf})
     second.recorder.flush()
@@ -217,7 +217,7 @@ def test_lineage_is_read_off_the_recipe(tmp_path: Path):
     }
     assert found["data"].sha256 == "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"  # FIPS 180-2
     assert found["prompts"].sha256 is None and "held_out" not in found
-    assert sources_of({"model": {"path": "smollm2-135m"}}, workspace) == [Source("model", "smollm2-135m")]
+    assert sources_of({"model": {"path": "smollm2-135m"}}, workspace) == [RecordSource("model", "smollm2-135m")]
 
 
 def test_the_environment_is_json_and_knows_the_commit(tmp_path: Path):

@@ -18,7 +18,7 @@ from typing import Any
 from studio_browser import Served, Visitor, a_browser, record_steps, serving, start_run
 
 from tether.store.database.open import workspace_at
-from tether.store.database.records import Source
+from tether.store.database.records import RecordSource
 
 WIDE = {"viewport": {"width": 1280, "height": 800}}
 PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobile": True, "device_scale_factor": 1}
@@ -78,7 +78,7 @@ def copied(workspace: Path) -> Iterator[Served]:
 @contextmanager
 def more_runs(served: Served) -> Iterator[None]:
     """Runs that are under way, failed and just begun, with notes; two of them in the group of a run that is there."""
-    sources = [Source("model", "runs/sft/model", run="sft")]
+    sources = [RecordSource("model", "runs/sft/model", run="sft")]
     like = next(run for run in served.api("GET", "runs")["runs"] if run["method"] == "ppo")
     config = served.api("GET", f"runs/{like['id']}")["config"]
     other = config | {"kl": config["kl"] | {"coef": 0.2}, "run": config["run"] | {"seed": 1}}

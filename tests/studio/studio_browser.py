@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 
 from tether.store.database.open import Workspace, workspace_at
-from tether.store.database.records import Source
+from tether.store.database.records import RecordSource
 from tether.store.recorded import StoredRollout, TopLogprobs
 from tether.store.recorder import RunRecorder, RunStart
 
@@ -78,7 +78,7 @@ def start_run(
     name: str,
     *,
     steps: int,
-    sources: Sequence[Source] = (),
+    sources: Sequence[RecordSource] = (),
     method: str = "ppo",
     config: dict[str, Any] | None = None,
 ) -> RunRecorder:
@@ -108,12 +108,12 @@ def record_steps(recorder: RunRecorder, steps: Sequence[int], *, score: float = 
 def small_workspace(root: Path) -> Workspace:
     """A supervised run, and two policies that were made from it."""
     workspace = workspace_at(root / "runs", None)
-    sft = start_run(workspace, "sft", steps=5, sources=[Source("model", "tiny-bytes")], method="sft")
+    sft = start_run(workspace, "sft", steps=5, sources=[RecordSource("model", "tiny-bytes")], method="sft")
     for step in range(5):
         sft.record(step, {"loss": 3.0 - 0.5 * step})
     sft.close("done")
     for name, score in (("first", 0.01), ("second", 0.02)):
-        recorder = start_run(workspace, name, steps=30, sources=[Source("model", "runs/sft/model", run="sft")])
+        recorder = start_run(workspace, name, steps=30, sources=[RecordSource("model", "runs/sft/model", run="sft")])
         record_steps(recorder, range(30), score=score)
         recorder.event("checkpoint", "step 29 is kept", step=29)
         recorder.close("done")

@@ -116,14 +116,14 @@ def test_a_row_that_names_a_folder_outside_is_no_run(plain: Clients, started, tm
 def test_a_record_beside_a_run_names_no_other_run(tmp_path: Path):
     from recording import Recording
 
-    from tether.store.database.records import Record
+    from tether.store.database.records import StoreRecord
     from tether.store.database.spool import Spool
 
     recording = Recording(tmp_path, None, name="demo/ppo", steps=1, method="ppo")
     recording.recorder.close("done")
     start = {"name": "../x", "uid": "other", "method": "ppo", "steps": 1, "config": {}, "environment": {}}
     start |= {"resumes": False, "sources": [], "time": 0.0}
-    Spool(tmp_path / "runs" / "demo" / "ppo").add(Record("start", start))
+    Spool(tmp_path / "runs" / "demo" / "ppo").add(StoreRecord("start", start))
     from tether.store.read import open_workspace
 
     with open_workspace(tmp_path / "runs") as opened, opened.reading() as connection:

@@ -254,10 +254,10 @@ def test_a_queue_is_filled_from_what_a_run_kept(clients: Clients):
 
 
 def test_the_pairs_that_the_reward_is_least_sure_of_come_first(plain: Clients, tmp_path):
-    from tether.studio.queue_items import Answer, pair_items
+    from tether.studio.queue_items import QueueAnswer, pair_items
 
     asked = ({"role": "user", "content": "q"},)
-    answers = [Answer("p", asked, f"t{n}", score, "r", n, 0) for n, score in enumerate([0.0, 5.0, 5.1, 9.0])]
+    answers = [QueueAnswer("p", asked, f"t{n}", score, "r", n, 0) for n, score in enumerate([0.0, 5.0, 5.1, 9.0])]
     [item, *_] = pair_items(answers, 3, uncertain=True)
     assert [answer["text"] for answer in item.answers] == ["t1", "t2"]
 

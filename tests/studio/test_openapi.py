@@ -7,7 +7,7 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from studio_clients import ADDRESS, TOKEN, Clients
 
-from tether.studio.launcher import Job, Launcher
+from tether.studio.launcher import Launcher, RunProcess
 
 schemathesis = pytest.importorskip("schemathesis", reason="the API is not tried with made-up requests: no schemathesis")
 
@@ -29,8 +29,8 @@ class Ended:
         return 0
 
 
-def starts_nothing(launcher: Launcher, name: str, kind: str, words: list[str]) -> Job:
-    return Job("0", name, kind, 0.0, Path("no-log"), Ended())  # pyright: ignore[reportArgumentType]
+def starts_nothing(launcher: Launcher, name: str, kind: str, words: list[str]) -> RunProcess:
+    return RunProcess("0", name, kind, 0.0, Path("no-log"), Ended())  # pyright: ignore[reportArgumentType]
 
 
 def test_no_made_up_request_is_an_error_of_the_server(clients: Clients, monkeypatch):

@@ -126,7 +126,8 @@ def test_people_enter_vote_and_listen_through_a_proxy(tmp_path: Path, kind: str,
             _listens(browser, recording)
             body = {"from": "file", "records": [{"prompt": "p" * 5000, "chosen": "a", "rejected": "b"}] * 1000}
             queue = browser.post("/api/label/queues", json={"name": "q"}).json()["id"]
-            assert browser.post(f"/api/label/queues/{queue}/fill", json=body).status_code == 200, "5 MB pass"
+            taken = browser.post(f"/api/label/queues/{queue}/fill", json=body).status_code
+            assert taken in (200, 202), "5 MB pass: taken in at once, or in the background on a slow machine"
             _has_a_bucket_of_their_own(url, folder / "studio.crt", browser)
     recording.recorder.close("done")
 

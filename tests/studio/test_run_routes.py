@@ -13,7 +13,7 @@ from tether.config import RECIPES
 from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
 from tether.studio.downsample import shown_series
-from tether.studio.metric_cache import MetricCache, Series
+from tether.studio.metric_cache import MetricCache, MetricSeries
 
 HOSTILE = [
     "<script>alert(1)</script>",
@@ -71,10 +71,10 @@ def test_curves_are_exact_where_they_are_short_and_null_where_not_finite(clients
 def test_long_curves_keep_every_spike():
     values = np.zeros(10)
     values[7], values[2] = 100.0, np.nan
-    shown = shown_series(Series(np.arange(10) * 3, values), 5)
+    shown = shown_series(MetricSeries(np.arange(10) * 3, values), 5)
     assert shown["steps"] == [3, 9, 15, 21, 27], "the last step of each bucket of two"
     assert shown["high"] == [0, 0, 0, 100, 0] and shown["low"] == [0, 0, 0, 0, 0] and shown["values"][3] == 50.0
-    nothing = shown_series(Series(np.arange(4), np.full(4, np.nan)), 2)
+    nothing = shown_series(MetricSeries(np.arange(4), np.full(4, np.nan)), 2)
     assert nothing["values"] == [None, None] and nothing["low"] == [None, None]
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tether.config.load import load_recipe
 from tether.errors import StorageError
-from tether.learner.nonfinite import Fault, Finding
+from tether.learner.nonfinite import Fault, NonfiniteTensor
 from tether.train import failure_record
 from tether.train.build import build_rl, load_policy
 from tether.train.failure_record import FaultRecorder, read_fault, recorded_faults, write_fault
@@ -47,7 +47,7 @@ def experience() -> Experience:
 
 
 def a_fault(*batches: Sequences) -> Fault:
-    finding = Finding("advantages", 2, "nan", ((0, 2), (1, 2)))
+    finding = NonfiniteTensor("advantages", 2, "nan", ((0, 2), (1, 2)))
     return Fault("not finite: advantages", (finding,), batches, {"policy": math.inf, "critic": 0.5}, 64)
 
 

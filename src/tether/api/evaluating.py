@@ -14,7 +14,7 @@ from tether.config.recipes import RLRecipe
 from tether.errors import ConfigError
 from tether.evaluation.judges import ScoreJudge
 from tether.evaluation.measure import NamedJudge, Question, fitting, for_all, measure
-from tether.evaluation.table import Report
+from tether.evaluation.table import EvaluationReport
 from tether.models.load import load_causal_lm
 from tether.ops.sampling import check_sampling
 from tether.progress import working
@@ -38,7 +38,7 @@ def evaluate(
     dtype: str = "auto",
     device: str = "auto",
     progress: bool = True,
-) -> Report:
+) -> EvaluationReport:
     """Measure a model's answers to prompts: `report.metrics["score"]` has a mean and its 95 % interval.
 
     `prompts` and `reward` are as for `ppo`. With `against`, a second model answers the same prompts with the same

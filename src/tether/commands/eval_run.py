@@ -24,7 +24,7 @@ from tether.errors import ConfigError, DataError, StorageError, UsageError
 from tether.evaluation.evaluate import Evaluation
 from tether.evaluation.judges import RemoteJudge, ScoreJudge
 from tether.evaluation.measure import NamedJudge, Question, fitting, for_all, measure
-from tether.evaluation.table import Report, as_json, print_report
+from tether.evaluation.table import EvaluationReport, as_json, print_report
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.models.precision import AUTO
 from tether.progress import working
@@ -52,7 +52,7 @@ def evaluate_and_print(options: argparse.Namespace) -> int:
     return 0
 
 
-def evaluate(options: argparse.Namespace, console: Console) -> Report:
+def evaluate(options: argparse.Namespace, console: Console) -> EvaluationReport:
     """Load, sample, score, compare."""
     options.model = find_run_or_model(options.model)
     options.against = find_run_or_model(options.against) if options.against else None
@@ -203,7 +203,7 @@ def _reward_model(folder: str, dtype: Any, models: Sequence[LoadedModel]) -> Rew
     return for_all(RewardModelReward.load(part, models[0]), models)
 
 
-def write_answers(path: str, report: Report) -> None:
+def write_answers(path: str, report: EvaluationReport) -> None:
     """One line for each answer of each model; scores are the prompt's mean."""
     try:
         with Path(path).open("w", encoding="utf-8") as file:

@@ -32,7 +32,7 @@ STORED = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """A run's model as it was saved, and the step whose metrics are its own (None: the last)."""
 
     folder: Path
@@ -119,19 +119,24 @@ def _targets(options: argparse.Namespace, summary: RunSummary) -> tuple[Path | N
 
 
 @contextmanager
-def _saved(options: argparse.Namespace, summary: RunSummary, run: RecordedRun) -> Iterator[Source]:
+def _saved(options: argparse.Namespace, summary: RunSummary, run: RecordedRun) -> Iterator[ExportSource]:
     """The folder of the model that is meant: the last, the best, or a checkpoint's, which is written out for it."""
     if options.checkpoint is None:
-        yield Source(model_folder(summary, best=options.best), best_step(run) if options.best else None)
+        yield ExportSource(model_folder(summary, best=options.best), best_step(run) if options.best else None)
         return
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch) / "model"
         step = checkpoint_model(summary.folder, options.checkpoint, folder)
-        yield Source(folder, step - 1)
+        yield ExportSource(folder, step - 1)
 
 
 def _write_folder(
-    merged: Merged, folder: Path, options: argparse.Namespace, summary: RunSummary, run: RecordedRun, source: Source
+    merged: Merged,
+    folder: Path,
+    options: argparse.Namespace,
+    summary: RunSummary,
+    run: RecordedRun,
+    source: ExportSource,
 ) -> dict[str, Any]:
     dtype = options.dtype or str(summary.config.get("model", {}).get("dtype", "float32"))
     if dtype not in STORED:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 if TYPE_CHECKING:
-    from tether.conformance.runner import NotClaimed, Report
+    from tether.conformance.runner import ConformanceReport, NotClaimed
 
 SHOWN_FAILURES = 40
 
@@ -28,7 +28,7 @@ def _json_safe(value: Any) -> Any:
     return value if isinstance(value, (bool, int, float, str, type(None))) else repr(value)
 
 
-def report_json(report: Report) -> dict[str, Any]:
+def report_json(report: ConformanceReport) -> dict[str, Any]:
     """The report as plain data. `failed` counts cases; `failures` has one entry for each case and dtype."""
     return {
         "target": report.target,
@@ -48,7 +48,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def _family_table(report: Report) -> Table:
+def _family_table(report: ConformanceReport) -> Table:
     table = Table(title=f"Conformance of {report.target or 'the adapter'} in {' and '.join(report.dtypes)}")
     table.add_column("family", no_wrap=True)
     for heading in ("cases", "passed", "failed", "not claimed"):
@@ -60,7 +60,7 @@ def _family_table(report: Report) -> Table:
     return table
 
 
-def _failure_table(report: Report) -> Table:
+def _failure_table(report: ConformanceReport) -> Table:
     table = Table(title="Failures: the first place of each result that differs")
     for heading in ("family", "case", "method", "dtype", "place", "expected", "actual", "tolerance"):
         table.add_column(heading)
@@ -81,7 +81,7 @@ def _print_not_claimed(console: Console, heading: str, items: list[NotClaimed]) 
         console.print(Text(f"  {method} ({count}): {reason}"))
 
 
-def render(report: Report, console: Console) -> None:
+def render(report: ConformanceReport, console: Console) -> None:
     """Print the families, the failures, and what was not claimed."""
     console.print(_family_table(report))
     if report.failed:

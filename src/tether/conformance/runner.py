@@ -19,9 +19,9 @@ from tether.rewards.user_modules import import_module_from
 
 __all__ = [
     "DEFAULT_TARGET",
+    "ConformanceReport",
     "Failure",
     "NotClaimed",
-    "Report",
     "load_families",
     "load_target",
     "main",
@@ -73,7 +73,7 @@ class FamilyResult:
 
 
 @dataclass
-class Report:
+class ConformanceReport:
     """What a run found. `failed` has an entry for each case and dtype; `partly_claimed` cases passed in part."""
 
     target: str
@@ -183,9 +183,9 @@ def run(
     dtypes: Sequence[str] = DTYPES,
     families: Sequence[str] | None = None,
     target: str = "",
-) -> Report:
+) -> ConformanceReport:
     """Every case of the chosen families, in each dtype."""
-    report = Report(target, tuple(dtypes))
+    report = ConformanceReport(target, tuple(dtypes))
     adapters = {dtype: _made(adapter_factory, dtype) for dtype in dtypes}
     for trace in load_families(families):
         counts = report.families[trace["family"]] = FamilyResult(trace["about"])
@@ -195,7 +195,7 @@ def run(
     return report
 
 
-def _file(report: Report, counts: FamilyResult, about: NotClaimed, verdicts: list[_Verdict]) -> None:
+def _file(report: ConformanceReport, counts: FamilyResult, about: NotClaimed, verdicts: list[_Verdict]) -> None:
     """Enter one case: failed if any dtype failed, else not claimed if any was refused, else passed."""
     counts.cases += 1
     failures = [failure for verdict in verdicts for failure in verdict.failures]

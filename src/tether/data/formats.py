@@ -32,14 +32,14 @@ _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:')
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
-class Row(NamedTuple):
+class FileRow(NamedTuple):
     """One record's fields, and where it stands: `file.csv, line 3`."""
 
     fields: dict[str, Any]
     place: str
 
 
-def read_rows(path: str) -> Iterator[Row]:
+def read_rows(path: str) -> Iterator[FileRow]:
     """The rows of a file, by its ending."""
     reader = READERS.get(ending_of(path))
     if reader is None:
@@ -71,7 +71,7 @@ def ending_of(path: str) -> str:
 # -- JSON ---------------------------------------------------------------------------------------------------------
 
 
-def _read_jsonl(path: str) -> Iterator[Row]:
+def _read_jsonl(path: str) -> Iterator[FileRow]:
     """One object a line; blank lines are passed over."""
     for number, line in enumerate(_text(path).split("\n"), start=1):  # not splitlines: U+2028 may stand in a text
         if line.strip():
@@ -80,10 +80,10 @@ def _read_jsonl(path: str) -> Iterator[Row]:
             value, end = _decode(line, _skip_blank(line, 0), path, number)
             if line[end:].strip():
                 raise DataError(f"{place}: more than one value, from column {end + 1} on: one record a line")
-            yield Row(_object(value, place), place)
+            yield FileRow(_object(value, place), place)
 
 
-def _read_json(path: str) -> Iterator[Row]:
+def _read_json(path: str) -> Iterator[FileRow]:
     """A list of objects; a record's line is the one on which it opens."""
     text = _text(path)
     place = _skip_blank(text, 0)
@@ -98,7 +98,7 @@ def _read_json(path: str) -> Iterator[Row]:
         value, end = _decode(text, place, path, line)
         where = f"{path}, line {line}"
         _check_length(end - place, where)
-        yield Row(_object(value, where), where)
+        yield FileRow(_object(value, where), where)
         place = _skip_blank(text, end)
         if text[place : place + 1] == ",":
             place = _skip_blank(text, place + 1)
@@ -154,7 +154,7 @@ def _object(value: Any, place: str) -> dict[str, Any]:
 # -- CSV ----------------------------------------------------------------------------------------------------------
 
 
-def _read_csv(path: str) -> Iterator[Row]:
+def _read_csv(path: str) -> Iterator[FileRow]:
     """A header row, then a record a row. Lines are those of the file, also where a quoted cell holds newlines.
 
     An empty cell is an absent value. Fields that are not texts are given as JSON in their cell.
@@ -172,7 +172,7 @@ def _read_csv(path: str) -> Iterator[Row]:
                 f"{header[-1]!r}: put quotes round a cell that holds a comma"
             )
         fields = {name: cell or None for name, cell in zip(header, cells, strict=False)}
-        yield Row({name: _nested(name, cell, place) for name, cell in fields.items()}, place)
+        yield FileRow({name: _nested(name, cell, place) for name, cell in fields.items()}, place)
 
 
 def _csv_rows(path: str, text: str) -> list[tuple[int, list[str]]]:
@@ -236,7 +236,7 @@ def _nested(name: str, cell: str | None, place: str) -> Any:
 # -- Parquet ------------------------------------------------------------------------------------------------------
 
 
-def _read_parquet(path: str) -> Iterator[Row]:
+def _read_parquet(path: str) -> Iterator[FileRow]:
     """A record a row; rows are counted from 1, and stand for lines."""
     try:
         import pyarrow as arrow
@@ -253,7 +253,7 @@ def _read_parquet(path: str) -> Iterator[Row]:
                 for row in range(batch.num_rows):
                     number += 1
                     place = f"{path}, row {number}"
-                    yield Row({name: _cell(batch[name][row], name, place) for name in batch.schema.names}, place)
+                    yield FileRow({name: _cell(batch[name][row], name, place) for name in batch.schema.names}, place)
     except (arrow.ArrowException, OSError) as error:
         if isinstance(error, (FileNotFoundError, IsADirectoryError)):
             raise
@@ -336,7 +336,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-READERS: dict[str, Callable[[str], Iterator[Row]]] = {
+READERS: dict[str, Callable[[str], Iterator[FileRow]]] = {
     ".jsonl": _read_jsonl,
     ".json": _read_json,
     ".csv": _read_csv,

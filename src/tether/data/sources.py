@@ -17,7 +17,7 @@ from typing import Any, Literal
 from urllib.parse import urlsplit
 
 from tether.config.reading import Paths
-from tether.data.formats import READERS, Row, ending_of, read_rows
+from tether.data.formats import READERS, FileRow, ending_of, read_rows
 from tether.errors import DataError
 from tether.plain_file import require_plain
 
@@ -29,7 +29,7 @@ _MAGIC = re.compile(r"[*?\[]")
 
 
 @dataclass(frozen=True)
-class Place:
+class SourcePlace:
     """One place that records are read from."""
 
     kind: Literal["file", "folder", "id"]
@@ -41,7 +41,7 @@ class Place:
         return self.kind == "id" or (Path(self.path) / SPLITS).is_file()
 
 
-def places_of(paths: Paths) -> list[Place]:
+def places_of(paths: Paths) -> list[SourcePlace]:
     """The places that are meant, globs written out in the order of their names."""
     named = [paths] if isinstance(paths, str) else list(paths)
     if not named:
@@ -49,7 +49,7 @@ def places_of(paths: Paths) -> list[Place]:
     return [place for path in named for place in _places(path)]
 
 
-def read_source(paths: Paths, split: str = "train", config: str | None = None) -> Iterator[Row]:
+def read_source(paths: Paths, split: str = "train", config: str | None = None) -> Iterator[FileRow]:
     """The rows of all the places, one after another."""
     for place in places_of(paths):
         if place.kind == "file":
@@ -75,7 +75,7 @@ def shown_source(paths: Paths) -> str:
     return paths if isinstance(paths, str) else ", ".join(paths)
 
 
-def _places(path: str) -> list[Place]:
+def _places(path: str) -> list[SourcePlace]:
     try:
         expanded = Path(path).expanduser()
         expanded.exists()
@@ -86,24 +86,24 @@ def _places(path: str) -> list[Place]:
     if expanded.is_dir():
         if not any((expanded / name).is_file() for name in (SAVED, SPLITS)):
             raise DataError(f"{path}: this is a folder; name its files, such as '{path.rstrip('/')}/*.jsonl'")
-        return [Place("folder", str(expanded))]
+        return [SourcePlace("folder", str(expanded))]
     if expanded.exists():
-        return [Place("file", str(expanded))]
+        return [SourcePlace("file", str(expanded))]
     if _MAGIC.search(path):
         matching = glob.glob(str(expanded), recursive=True)  # noqa: PTH207 (a pattern may begin anywhere)
         found = sorted(file for file in matching if Path(file).is_file())
         if not found:
             raise DataError(f"{path}: no file has a name like this")
-        return [Place("file", file) for file in found]
+        return [SourcePlace("file", file) for file in found]
     ending = Path(path).suffix
     is_file = ending_of(path) in READERS or (ending[1:].isalpha() and len(ending) < 7) or ending == ".gz"
-    return [Place("file" if is_file or not _ID.fullmatch(path) else "id", path)]
+    return [SourcePlace("file" if is_file or not _ID.fullmatch(path) else "id", path)]
 
 
 # -- a folder that `datasets` saved -------------------------------------------------------------------------------
 
 
-def _saved_rows(folder: Path, split: str) -> Iterator[Row]:
+def _saved_rows(folder: Path, split: str) -> Iterator[FileRow]:
     """A record a row, read from the folder's Arrow files; no code of a dataset is run."""
     arrow = _arrow(str(folder))
     number = 0
@@ -113,7 +113,7 @@ def _saved_rows(folder: Path, split: str) -> Iterator[Row]:
                 for batch in reader:
                     for fields in batch.to_pylist():
                         number += 1
-                        yield Row(fields, f"{folder}, row {number}")
+                        yield FileRow(fields, f"{folder}, row {number}")
         except (arrow.ArrowException, OSError) as error:
             reason = str(error).partition("\n")[0]
             raise DataError(f"{file}, after row {number}: not an Arrow file that can be read ({reason})") from None
@@ -151,9 +151,9 @@ def _arrow(path: str) -> Any:
 # -- a dataset by its id ------------------------------------------------------------------------------------------
 
 
-def _id_rows(name: str, config: str | None, split: str) -> Iterator[Row]:
+def _id_rows(name: str, config: str | None, split: str) -> Iterator[FileRow]:
     for number, fields in enumerate(_load_id(name, config, split), start=1):
-        yield Row(dict(fields), f"{name} ({split}), row {number}")
+        yield FileRow(dict(fields), f"{name} ({split}), row {number}")
 
 
 def _load_id(name: str, config: str | None, split: str) -> Any:
@@ -216,7 +216,7 @@ def _hub(datasets: Any, *, online: bool) -> Iterator[None]:
 # -- digests ------------------------------------------------------------------------------------------------------
 
 
-def _files(place: Place, split: str, config: str | None) -> Sequence[Path]:
+def _files(place: SourcePlace, split: str, config: str | None) -> Sequence[Path]:
     """The files whose bytes are a place's records."""
     if place.kind == "file":
         return [Path(place.path)]

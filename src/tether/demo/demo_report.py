@@ -16,7 +16,7 @@ from tether.demo.rule import PARTS, rule_score
 from tether.demo.stages import Judged
 from tether.reports.charts import Chart, ChartGroup, Series, group_charts
 from tether.reports.overoptimisation import judge_overoptimisation
-from tether.reports.report import Figure, Finding, NextStep, ReportContent, Sample, ScorePart, write_report
+from tether.reports.report import Figure, NextStep, ReportContent, ReportFinding, Sample, ScorePart, write_report
 
 if TYPE_CHECKING:
     from tether.demo.pipeline import DemoRun
@@ -92,17 +92,17 @@ def headline(run: DemoRun, judged: Judged, summary: dict[str, Any]) -> tuple[Fig
     )
 
 
-def findings(run: DemoRun, judged: Judged, steps: list[dict[str, Any]]) -> tuple[Finding, ...]:
+def findings(run: DemoRun, judged: Judged, steps: list[dict[str, Any]]) -> tuple[ReportFinding, ...]:
     """What happened, in words: over-optimisation first."""
     found = [judge_overoptimisation(points(steps, "reward/proxy"), points(steps, "reward/true"))]
     for name in PARTS:
         before, after = (side.metrics[f"true/{name}"].value for side in (judged.before, judged.after))
         level = "good" if after > before + 0.02 else "warning" if after < before - 0.1 else "note"
         word = name.replace("_", " ")
-        found.append(Finding(level, f"{word.capitalize()}: {before:.0%} → {after:.0%}, a mean over the answers."))
+        found.append(ReportFinding(level, f"{word.capitalize()}: {before:.0%} → {after:.0%}, a mean over the answers."))
     agreement = run.preferences["agrees_with_rule"]
     found.append(
-        Finding(
+        ReportFinding(
             "note",
             f"The rater makes mistakes: {1 - agreement:.0%} of its choices went against its own rule. The reward "
             "model learned from them as they were.",

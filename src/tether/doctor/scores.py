@@ -10,7 +10,7 @@ import numpy as np
 from tether.doctor.curves import Curve, curve, percent, rows_per_step, solved
 from tether.doctor.findings import Finding, Healthy, TooLittle, Verdict
 from tether.reports.chart_scale import short
-from tether.reports.overoptimisation import MIN_ITERATIONS, judge_overoptimisation
+from tether.reports.overoptimisation import MIN_POINTS, judge_overoptimisation
 from tether.store.recorded import RecordedRun
 
 MIN_STEPS = 10  # iterations before a score that moves is more than luck
@@ -66,7 +66,7 @@ def over_optimisation(run: RecordedRun) -> Verdict:
     score, judged = _points(curve(run, "score")), list[str]()
     for name in true_scores(run.config):
         true = curve(run, name)
-        if min(len(score), len(true)) < MIN_ITERATIONS:
+        if min(len(score), len(true)) < MIN_POINTS:
             continue
         said = judge_overoptimisation(score, _points(true))
         if said.level == "warning" and not said.text.startswith("Both scores fell"):  # score_collapse tells that
@@ -90,7 +90,7 @@ def over_optimisation(run: RecordedRun) -> Verdict:
         judged.append(name)
     if judged:
         return Healthy(f"{', '.join(judged)} against score: no sign of it")
-    return TooLittle(f"{MIN_ITERATIONS} steps with a reward part of weight 0, which is measured and not trained on")
+    return TooLittle(f"{MIN_POINTS} steps with a reward part of weight 0, which is measured and not trained on")
 
 
 def true_scores(config: Mapping[str, Any]) -> Iterator[str]:
@@ -104,8 +104,8 @@ def true_scores(config: Mapping[str, Any]) -> Iterator[str]:
 def held_out(run: RecordedRun) -> Verdict:
     """Do held-out prompts get better answers too?"""
     score, other = curve(run, "score"), curve(run, "held_out/score")
-    if min(len(score), len(other)) < MIN_ITERATIONS:
-        return TooLittle(f"{MIN_ITERATIONS} evaluations on held-out prompts (evaluation.every)")
+    if min(len(score), len(other)) < MIN_POINTS:
+        return TooLittle(f"{MIN_POINTS} evaluations on held-out prompts (evaluation.every)")
     said = judge_overoptimisation(_points(score), _points(other))
     if said.level != "warning" or said.text.startswith("Both scores fell"):
         return Healthy(f"held-out score from {short(other.start)} to {short(other.end)}")

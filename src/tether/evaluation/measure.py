@@ -12,7 +12,7 @@ from tether.errors import ConfigError
 from tether.evaluation.evaluate import Evaluation, WinRate, compare, differences, evaluate_model, with_kl
 from tether.evaluation.intervals import Estimate
 from tether.evaluation.judges import Judge
-from tether.evaluation.table import Report
+from tether.evaluation.table import EvaluationReport
 from tether.models.load import LoadedModel
 from tether.models.precision import dtype_name
 from tether.models.tokenizers import tokenizer_difference
@@ -52,7 +52,7 @@ def measure(
     seed: int,
     max_num_seqs: int | Literal["auto"] = "auto",
     quiet: bool,
-) -> Report:
+) -> EvaluationReport:
     """Sample and score the answers of one model, or of two, which are then compared."""
     rewards = {SCORE: question.reward} if question.reward else {}
     rewards |= {judge.name: judge.reward for judge in judges if judge.reward and judge.name != "task"}
@@ -92,7 +92,7 @@ def measure(
         "seed": seed,
         "dtype": dtype_name(models[0].model.dtype),
     }
-    return Report(tuple(evaluations), apart, wins, settings, tuple(dict.fromkeys(notices)))
+    return EvaluationReport(tuple(evaluations), apart, wins, settings, tuple(dict.fromkeys(notices)))
 
 
 def fitting(

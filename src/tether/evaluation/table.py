@@ -18,7 +18,7 @@ from tether.evaluation.intervals import LEVEL, Estimate
 from tether.reports.safe_text import visible
 from tether.types import Rollout
 
-__all__ = ["MEANINGS", "Report", "as_json", "cell", "print_report", "visible"]
+__all__ = ["MEANINGS", "EvaluationReport", "as_json", "cell", "print_report", "visible"]
 
 MEANINGS = {
     "score": "task score",
@@ -36,7 +36,7 @@ MEANINGS = {
 
 
 @dataclass(frozen=True)
-class Report:
+class EvaluationReport:
     """All that `tether eval` found."""
 
     evaluations: tuple[Evaluation, ...]
@@ -51,7 +51,7 @@ class Report:
         return self.evaluations[0].metrics
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: EvaluationReport) -> dict[str, Any]:
     """One object: settings, models with their metrics, differences, win rates, notices."""
     return {
         **report.settings,
@@ -66,7 +66,7 @@ def as_json(report: Report) -> dict[str, Any]:
     }
 
 
-def print_report(report: Report) -> None:
+def print_report(report: EvaluationReport) -> None:
     """A table, the win rates in words, and two answers to look at."""
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120, highlight=False)
     with console.capture() as captured:  # rich would exit by itself on a closed pipe
@@ -91,7 +91,7 @@ def cell(estimate: Estimate) -> str:
     return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
 
 
-def _table(report: Report) -> Table:
+def _table(report: EvaluationReport) -> Table:
     settings = report.settings
     sampled = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
     title = f"{settings['prompts']} prompts x {settings['samples']}, {sampled}, seed {settings['seed']}"

@@ -33,7 +33,7 @@ class Encoding(NamedTuple):
 TYPES = {"f32": Encoding(F32, 0), "f16": Encoding(F16, 1), "q8_0": Encoding(Q8_0, 7)}
 
 
-class Entry(NamedTuple):
+class WrittenTensor(NamedTuple):
     """A tensor to be written; `load` is called when its turn comes."""
 
     name: str
@@ -54,7 +54,7 @@ def kind_for(shape: tuple[int, ...], encoding: Encoding) -> int:
     return encoding.matrices if shape[-1] % KINDS[encoding.matrices].values == 0 else F16
 
 
-def write_gguf(path: Path, metadata: Mapping[str, Any], entries: Iterable[Entry]) -> None:
+def write_gguf(path: Path, metadata: Mapping[str, Any], entries: Iterable[WrittenTensor]) -> None:
     """Write the file, whole or not at all."""
     rows = list(entries)
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")

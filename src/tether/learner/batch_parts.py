@@ -16,7 +16,7 @@ from tether.types import Sequences
 
 
 @dataclass(frozen=True)
-class Part:
+class BatchPart:
     """A micro-batch, and where it stands in its batch."""
 
     micro: Any  # a Sequences, of whatever stage
@@ -33,7 +33,7 @@ class Parts:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._begun: tuple[Sequences, int, Iterator[Part]] | None = None
+        self._begun: tuple[Sequences, int, Iterator[BatchPart]] | None = None
 
     def begin(self, batch: Sequences, max_tokens: int) -> None:
         """Make the first part of a batch that will be asked for."""
@@ -42,14 +42,14 @@ class Parts:
         first = list(islice(parts, 1))
         self._begun = batch, max_tokens, chain(first, parts)
 
-    def of(self, batch: Sequences, max_tokens: int) -> Iterator[Part]:
+    def of(self, batch: Sequences, max_tokens: int) -> Iterator[BatchPart]:
         """The batch's parts of at most so many tokens."""
         if self._begun is None or self._begun[0] is not batch:
             return self._cut(batch, max_tokens)
         (_, cut_for, parts), self._begun = self._begun, None
         return parts if cut_for == max_tokens else self._cut(batch, max_tokens)
 
-    def _cut(self, batch: Sequences, max_tokens: int) -> Iterator[Part]:
+    def _cut(self, batch: Sequences, max_tokens: int) -> Iterator[BatchPart]:
         for rows in micro_batches(batch, max_tokens):
             selected = batch.select(rows)
-            yield Part(onto(selected.trimmed(), self.device), rows, selected.span()[0])
+            yield BatchPart(onto(selected.trimmed(), self.device), rows, selected.span()[0])

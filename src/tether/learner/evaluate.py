@@ -10,10 +10,10 @@ from torch import Tensor
 from tether.device_transfer import brought
 from tether.learner.batching import micro_batches, minibatches
 from tether.learner.out_of_memory import within_memory
-from tether.models.roles import Evaluation, Roles, onto
+from tether.models.roles import Roles, TokenEvaluation, onto
 from tether.types import EvaluatedBatch, Sequences, TokenBatch, extend
 
-Halve = Callable[[Sequence[Sequences]], int]
+ShrinkMicroBatch = Callable[[Sequence[Sequences]], int]
 """Makes the micro-batches of the given batches smaller, and says how many tokens they may have now."""
 
 
@@ -24,7 +24,7 @@ def evaluate_tokens(
     minibatch_size: int,
     micro_batch_tokens: int,
     device: torch.device | str,
-    shrink_micro_batch: Halve | None = None,
+    shrink_micro_batch: ShrinkMicroBatch | None = None,
     top_tokens: int = 0,
 ) -> EvaluatedBatch:
     """Old and reference log-probs and values, in the very micro-batches that the first epoch will train on.
@@ -34,7 +34,7 @@ def evaluate_tokens(
     The same rows in the same shapes go through the same kernels, so that on the first step old and new log-probs are
     equal to the bit and every ratio is exactly 1.
 
-    When memory runs out, `halve` (a learner's) gives a smaller `micro_batch_tokens` and all is evaluated again. Should
+    When memory runs out, `shrink_micro_batch` gives a smaller `micro_batch_tokens` and all is run again. Should
     memory run out later, in the update, its micro-batches are no longer those of this evaluation, and for that one
     iteration the first ratios are 1 only up to rounding.
     """
@@ -60,7 +60,7 @@ def _evaluate(
     batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: torch.device | str, top_tokens: int
 ) -> EvaluatedBatch:
     """Each part's rows evaluated by themselves, and put together as columns of the batch once all are under way."""
-    found: list[tuple[Tensor, slice, Evaluation]] = []
+    found: list[tuple[Tensor, slice, TokenEvaluation]] = []
     with roles.present():
         for places in parts:
             micro = batch.select(places)
@@ -68,7 +68,7 @@ def _evaluate(
             found.append((places, slice(*micro.span()), evaluation))
     columns = {
         name: _column(batch, [(places, span, getattr(evaluation, name)) for places, span, evaluation in found])
-        for name in Evaluation.__dataclass_fields__
+        for name in TokenEvaluation.__dataclass_fields__
     }
     return extend(batch, EvaluatedBatch, **columns)
 

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from tether.errors import Diverged
-from tether.learner.batch_parts import Part, Parts
+from tether.learner.batch_parts import BatchPart, Parts
 from tether.learner.gradients import clip, read_norms, total_norm
 from tether.learner.learner_state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
-from tether.learner.nonfinite import Fault, Finding, Unread, find_all, in_columns, read_all
+from tether.learner.nonfinite import Fault, NonfiniteTensor, Unread, find_all, in_columns, read_all
 from tether.learner.out_of_memory import free_cache, is_out_of_memory, smaller_budget, step_within_memory, within_memory
 from tether.learner.overflow import cannot_overflow
 from tether.learner.schedule import rate_factor
@@ -63,7 +63,7 @@ class Learner:
         self._out_of_memory = 0  # times since they were last reported
         self._gathered: list[tuple[Sequences, Objective[Any, Any]]] = []  # since the last step
         self._added = 0  # of these, how many are in the gradient
-        self._findings: list[Finding] = []
+        self._findings: list[NonfiniteTensor] = []
         self._unread: list[Unread] = []  # micro-batches of which it is not known yet whether they are finite
 
     @contextmanager
@@ -150,7 +150,7 @@ class Learner:
         return self.micro_batch_tokens
 
     def _sum(
-        self, batch: Sequences, objective: Objective[Any, Any], visit: Callable[[Tensor, Any, Part], None]
+        self, batch: Sequences, objective: Objective[Any, Any], visit: Callable[[Tensor, Any, BatchPart], None]
     ) -> Metrics:
         size = objective.size(batch)
         if not size > 0:
@@ -166,7 +166,7 @@ class Learner:
         metrics.add("loss", total, size)
         return metrics
 
-    def _add_gradient(self, loss: Tensor, outputs: Any, part: Part) -> None:
+    def _add_gradient(self, loss: Tensor, outputs: Any, part: BatchPart) -> None:
         """Add the gradient now and ask later whether it was one: a device is not waited for in the middle of a step."""
         self._unread.append(Unread.of(loss, outputs, part, self._added))
         loss.backward()

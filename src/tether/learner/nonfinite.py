@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from tether.learner.batch_parts import Part
+from tether.learner.batch_parts import BatchPart
 from tether.types import ScoreOutputs, Sequences, TokenOutputs, columns_of
 
 PLACES_KEPT = 8
@@ -17,7 +17,7 @@ NOT_LEARNED_FROM = {"behavior_logprobs", "untruncated_logprobs", "final_values"}
 
 
 @dataclass(frozen=True)
-class Finding:
+class NonfiniteTensor:
     """Numbers of one tensor that are not finite."""
 
     tensor: str  # such as advantages, logprobs, "gradient of policy/policy.lm_head.weight"
@@ -32,13 +32,13 @@ class Fault:
     """An update that was skipped: why, where, and what it would have learned from."""
 
     reason: str
-    findings: tuple[Finding, ...]
+    findings: tuple[NonfiniteTensor, ...]
     batches: tuple[Sequences, ...]  # what its gradient was gathered over, in order
     norms: Mapping[str, float]  # of the gradient, by group; empty where it was not gathered to the end
     micro_batch_tokens: int
 
 
-def find(name: str, tensor: Tensor, mask: Tensor | None = None) -> Finding | None:
+def find(name: str, tensor: Tensor, mask: Tensor | None = None) -> NonfiniteTensor | None:
     """Where `tensor` is not finite, among the True places of `mask` if there is one."""
     bad = ~torch.isfinite(tensor.detach())
     if mask is not None:
@@ -47,18 +47,18 @@ def find(name: str, tensor: Tensor, mask: Tensor | None = None) -> Finding | Non
     if count == 0:
         return None
     places = tuple(tuple(int(index) for index in place) for place in bad.nonzero()[:PLACES_KEPT])
-    return Finding(name, count, str(float(tensor.detach()[places[0]])), places)
+    return NonfiniteTensor(name, count, str(float(tensor.detach()[places[0]])), places)
 
 
-def find_all(tensors: Mapping[str, Tensor]) -> list[Finding]:
+def find_all(tensors: Mapping[str, Tensor]) -> list[NonfiniteTensor]:
     """Where each of the tensors is not finite."""
     found = (find(name, tensor) for name, tensor in tensors.items())
     return [finding for finding in found if finding is not None]
 
 
-def in_columns(batch: Sequences) -> list[Finding]:
+def in_columns(batch: Sequences) -> list[NonfiniteTensor]:
     """What is not finite in the columns that are learned from, on trained tokens."""
-    found: list[Finding | None] = []
+    found: list[NonfiniteTensor | None] = []
     for name, column in columns_of(batch).items():
         if isinstance(column, Tensor) and column.is_floating_point() and name not in NOT_LEARNED_FROM:
             found.append(find(name, column, batch.response_mask if column.dim() == 2 else None))
@@ -80,11 +80,11 @@ class Unread:
     sound: Tensor  # scalar bool
     loss: Tensor
     outputs: Mapping[str, tuple[Tensor, Tensor | None]]
-    part: Part
+    part: BatchPart
     batch: int  # which of the step's batches it is of
 
     @classmethod
-    def of(cls, loss: Tensor, outputs: object, part: Part, batch: int) -> Unread:
+    def of(cls, loss: Tensor, outputs: object, part: BatchPart, batch: int) -> Unread:
         """Of a micro-batch's loss and outputs; nothing is waited for."""
         kept = {name: (x.detach(), mask) for name, (x, mask) in outputs_to_check(outputs, part.micro).items()}
         return cls(sound(loss, kept.values()), loss.detach(), kept, part, batch)
@@ -99,7 +99,7 @@ def sound(loss: Tensor, outputs: Iterable[tuple[Tensor, Tensor | None]]) -> Tens
     return result
 
 
-def read_all(unread: Sequence[Unread]) -> list[Finding]:
+def read_all(unread: Sequence[Unread]) -> list[NonfiniteTensor]:
     """What is not finite in any of these micro-batches; the device is waited for once."""
     if not unread or bool(torch.stack([each.sound for each in unread]).all()):
         return []
@@ -110,15 +110,17 @@ def read_all(unread: Sequence[Unread]) -> list[Finding]:
     ]
 
 
-def in_micro_batch(loss: Tensor, outputs: Mapping[str, tuple[Tensor, Tensor | None]], part: Part) -> list[Finding]:
+def in_micro_batch(
+    loss: Tensor, outputs: Mapping[str, tuple[Tensor, Tensor | None]], part: BatchPart
+) -> list[NonfiniteTensor]:
     """What is not finite in a micro-batch's outputs and loss, with rows and tokens as they stand in the batch."""
-    found: list[Finding] = []
+    found: list[NonfiniteTensor] = []
     for name, (tensor, mask) in outputs.items():
         finding = find(name, tensor, mask)
         if finding is not None:
             places = tuple(
                 (int(part.rows[row]), *(column + part.first for column in columns)) for row, *columns in finding.places
             )
-            found.append(Finding(name, finding.count, finding.value, places))
+            found.append(NonfiniteTensor(name, finding.count, finding.value, places))
     finding = find("loss", loss)
     return found if finding is None else [*found, finding]

@@ -14,7 +14,7 @@ from tether.errors import DataError
 from tether.hub.gguf import open_gguf
 from tether.hub.gguf_convert import BLOCK_WEIGHTS, WEIGHTS, read_weights, transformers_name
 from tether.hub.gguf_tokenizer import tokenizer_metadata
-from tether.hub.gguf_write import TYPES, Entry, kind_for, write_gguf
+from tether.hub.gguf_write import TYPES, WrittenTensor, kind_for, write_gguf
 from tether.models.load import LoadedModel, embedding_count
 
 # model_type of transformers -> llama.cpp's architecture; it runs Mistral's as llama.
@@ -49,7 +49,9 @@ def write_model(loaded: LoadedModel, path: Path, type_: str, name: str) -> Writt
     weights = dict(_weights(loaded, architecture))
     metadata = _metadata(loaded, architecture, name, TYPES[type_].file_type)
     entries = [
-        Entry(key, tuple(weight.shape), kind_for(tuple(weight.shape), TYPES[type_]), lambda weight=weight: weight)
+        WrittenTensor(
+            key, tuple(weight.shape), kind_for(tuple(weight.shape), TYPES[type_]), lambda weight=weight: weight
+        )
         for key, weight in weights.items()
     ]
     write_gguf(path, metadata, entries)

@@ -32,7 +32,7 @@ from tether.types import BatchT, Sequences, TokenOutputs
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class TokenEvaluation:
     """What the roles say of a micro-batch, without gradients."""
 
     old_logprobs: Tensor  # (B, T)
@@ -136,7 +136,7 @@ class ActorCritic(nn.Module):
             return ahead.outputs
         return self._pass(batch)[1]
 
-    def evaluate(self, batch: Sequences, *, ahead: bool = False, top_tokens: int = 0) -> Evaluation:
+    def evaluate(self, batch: Sequences, *, ahead: bool = False, top_tokens: int = 0) -> TokenEvaluation:
         """What `forward` gives, the value after the last token, and at each place the `top_tokens` tokens, so many.
 
         With `ahead` the pass is kept with its graph, for a `forward` on the same batch while no parameter has changed:
@@ -147,7 +147,7 @@ class ActorCritic(nn.Module):
         if ahead:
             self._ahead = Ahead(batch, _versions(self), self.policy_learns, outputs)
         seen = self._top_tokens(hidden, batch, outputs.logprobs, top_tokens) if top_tokens else (None, None)
-        return Evaluation(
+        return TokenEvaluation(
             old_logprobs=outputs.logprobs.detach(),
             ref_logprobs=None,
             values=None if outputs.values is None else outputs.values.detach(),
@@ -264,7 +264,7 @@ class Roles:
         return nullcontext() if self.reference is None else self.reference.present()
 
     @torch.no_grad()
-    def evaluate(self, batch: Sequences, *, ahead: bool = False, top_tokens: int = 0) -> Evaluation:
+    def evaluate(self, batch: Sequences, *, ahead: bool = False, top_tokens: int = 0) -> TokenEvaluation:
         """What each role says of a micro-batch; `ahead` and `top_tokens` as for the actor."""
         found = self.actor.evaluate(batch, ahead=ahead, top_tokens=top_tokens)
         reference = self.reference.logprobs(batch) if self.reference is not None else None

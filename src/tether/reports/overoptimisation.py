@@ -13,9 +13,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from tether.reports.chart_scale import drawable, short
-from tether.reports.report_content import Finding
+from tether.reports.report_content import ReportFinding
 
-MIN_COUNT = 6  # points of either curve below which nothing is said
+MIN_POINTS = 6  # points of either curve below which nothing is said
 ERRORS = 4.0  # a change counts when it is this many standard errors of the difference of two smoothed points
 PART = 0.10  # and at least this part of the range that the smoothed curve covers
 LEVEL_PART = 0.25  # a level this part of the run long is a level
@@ -47,18 +47,18 @@ class _Smooth:
         return 0 if abs(difference) <= self.margin else (1 if difference > 0.0 else -1)
 
 
-def judge_overoptimisation(proxy: Curve, true: Curve) -> Finding:
+def judge_overoptimisation(proxy: Curve, true: Curve) -> ReportFinding:
     """What two curves of (step, score) say about over-optimisation; the numbers in the words are smoothed ones."""
     proxy, true = _known(proxy), _known(true)
-    if min(len(proxy), len(true)) < MIN_COUNT:
-        return Finding(
+    if min(len(proxy), len(true)) < MIN_POINTS:
+        return ReportFinding(
             "note",
-            f"Too little data to judge over-optimisation. It takes at least {MIN_COUNT} measurements of both scores, "
+            f"Too little data to judge over-optimisation. It takes at least {MIN_POINTS} measurements of both scores, "
             f"and there are {len(proxy)} of the proxy and {len(true)} of the true score.",
         )
     start, end = max(proxy[0][0], true[0][0]), min(proxy[-1][0], true[-1][0])
     if start >= end:
-        return Finding(
+        return ReportFinding(
             "note",
             "Too little data to judge over-optimisation. The two scores were not measured over the same steps.",
         )
@@ -69,19 +69,19 @@ def judge_overoptimisation(proxy: Curve, true: Curve) -> Finding:
     if near.rose and not far.rose:
         return _did_not_follow(near, far, start)
     if near.rose and (levelled := _levelled_at(near, far)) is not None:
-        return Finding(
+        return ReportFinding(
             "note",
             f"The true score began to fall behind the proxy: it levelled off at about {short(far.values[-1])} from "
             f"step {_step(levelled)}. Since then the proxy has still risen from {_span(near, levelled)}, so more steps "
             f"buy proxy and nothing else. The true score has not fallen ({_margin(far)}).",
         )
     if far.rose:
-        return Finding(
+        return ReportFinding(
             "good",
             f"The true score kept pace with the proxy. The true score rose from {_span(far, start)}; the proxy went "
             f"from {_span(near, start)}. The true score ends near its peak ({_margin(far)}).",
         )
-    return Finding(
+    return ReportFinding(
         "note",
         f"Neither score moved by more than its noise, so over-optimisation cannot be judged. The proxy went from "
         f"{_span(near, start)} ({_margin(near)}), the true score from {_span(far, start)} "
@@ -89,7 +89,7 @@ def judge_overoptimisation(proxy: Curve, true: Curve) -> Finding:
     )
 
 
-def _fell(near: _Smooth, far: _Smooth, peak: int) -> Finding:
+def _fell(near: _Smooth, far: _Smooth, peak: int) -> ReportFinding:
     """The words where the true score ends well below its peak."""
     step, top, last = far.steps[peak], far.values[peak], far.values[-1]
     fall = (
@@ -98,13 +98,13 @@ def _fell(near: _Smooth, far: _Smooth, peak: int) -> Finding:
     )
     direction = near.change(step)
     if direction < 0:
-        return Finding(
+        return ReportFinding(
             "warning",
             f"Both scores fell, so this is not over-optimisation but training that came apart. The true score {fall}; "
             f"the proxy fell over the same steps from {_span(near, step)}. Look at KL, entropy and the learning rate.",
         )
     went = "kept rising" if direction > 0 else "held"
-    return Finding(
+    return ReportFinding(
         "warning",
         f"The true score fell behind the proxy: the policy is over-optimised. The true score {fall}, while the proxy "
         f"{went}, from {_span(near, step)}. The best model is near step {_step(step)}: stop there, "
@@ -112,16 +112,16 @@ def _fell(near: _Smooth, far: _Smooth, peak: int) -> Finding:
     )
 
 
-def _did_not_follow(near: _Smooth, far: _Smooth, start: float) -> Finding:
+def _did_not_follow(near: _Smooth, far: _Smooth, start: float) -> ReportFinding:
     """The words where only the proxy rose for certain."""
     rose = f"The proxy rose from {_span(near, start)}, the true score went from {_span(far, start)}"
     if far.values[-1] - far.at(start) > far.margin / 2.0:
-        return Finding(
+        return ReportFinding(
             "note",
             f"The true score seems to follow the proxy, but too little to be told from noise. {rose} "
             f"({_margin(far)}). More held-out prompts or more evaluations would tell.",
         )
-    return Finding(
+    return ReportFinding(
         "warning",
         f"The true score fell behind the proxy: it never followed. {rose} ({_margin(far)}). "
         "What the policy learned is not what the true rule rewards.",

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tether.errors import StorageError
 from tether.reports.charts import Chart, ChartGroup, Mark, Series, calibration_chart, group_charts, margin_histogram
-from tether.reports.report_content import Figure, Finding, NextStep, ReportContent, Sample, ScorePart
+from tether.reports.report_content import Figure, NextStep, ReportContent, ReportFinding, Sample, ScorePart
 from tether.reports.report_html import render_html
 from tether.reports.report_markdown import MarkdownReport, render_markdown
 
@@ -15,11 +15,11 @@ __all__ = [
     "Chart",
     "ChartGroup",
     "Figure",
-    "Finding",
     "Mark",
     "MarkdownReport",
     "NextStep",
     "ReportContent",
+    "ReportFinding",
     "Sample",
     "ScorePart",
     "Series",

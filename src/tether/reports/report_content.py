@@ -21,7 +21,7 @@ class Figure:
 
 
 @dataclass(frozen=True)
-class Finding:
+class ReportFinding:
     """Something the run showed, in words. The first sentence stands out."""
 
     level: Level
@@ -65,7 +65,7 @@ class ReportContent:
     title: str
     subtitle: str = ""
     headline: tuple[Figure, ...] = ()
-    findings: tuple[Finding, ...] = ()
+    findings: tuple[ReportFinding, ...] = ()
     charts: tuple[ChartGroup, ...] = ()
     samples: tuple[Sample, ...] = ()
     stages: tuple[tuple[str, float], ...] = ()

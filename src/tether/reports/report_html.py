@@ -11,7 +11,7 @@ from importlib.resources import files
 
 from tether.reports.chart_svg import chart_css, render_svg
 from tether.reports.charts import Chart, ChartGroup
-from tether.reports.report_content import Finding, ReportContent, Sample
+from tether.reports.report_content import ReportContent, ReportFinding, Sample
 from tether.reports.report_markdown import part_sign
 from tether.reports.safe_text import duration, escape
 
@@ -89,7 +89,7 @@ def _headline(content: ReportContent) -> str:
     return f'<dl class="headline">{figures}</dl>'
 
 
-def _findings(findings: tuple[Finding, ...]) -> str:
+def _findings(findings: tuple[ReportFinding, ...]) -> str:
     if not findings:
         return ""
     items: list[str] = []

@@ -13,7 +13,7 @@ import yaml
 from tether.reports.chart_scale import short
 from tether.reports.charts import Chart, ChartGroup, Series, group_charts
 from tether.reports.overoptimisation import judge_overoptimisation
-from tether.reports.report import Figure, Finding, NextStep, ReportContent, Sample, ScorePart, write_report
+from tether.reports.report import Figure, NextStep, ReportContent, ReportFinding, Sample, ScorePart, write_report
 from tether.reports.run_options import open_for
 from tether.reports.runs_table import origin
 from tether.store.read import RunSummary, find_run, read_run
@@ -99,21 +99,23 @@ def headline(run: RecordedRun) -> tuple[Figure, ...]:
     return tuple(figures[:4])
 
 
-def findings(summary: RunSummary, run: RecordedRun) -> tuple[Finding, ...]:
+def findings(summary: RunSummary, run: RecordedRun) -> tuple[ReportFinding, ...]:
     """What the run showed, in words."""
-    found: list[Finding] = []
+    found: list[ReportFinding] = []
     proxy, truth = points(run, "score"), points(run, "held_out/score") or points(run, "reward/true")
     if len(truth) > 2 and proxy:
         found.append(judge_overoptimisation(points(run, "reward/proxy") or proxy, truth))
     if summary.steps_done < summary.steps_target:
         text = f"The run is not finished. It has {summary.steps_done} of {summary.steps_target} steps."
-        found.append(Finding("note", text))
+        found.append(ReportFinding("note", text))
     for kind, words in (("failed", "The run ended with an error"), ("reward", "The reward could not score an answer")):
         told = [event for event in run.events if event.kind == kind]
-        found += [Finding("warning", f"{words} at step {event.step}. {event.text}") for event in told[-MAX_ERRORS:]]
+        found += [
+            ReportFinding("warning", f"{words} at step {event.step}. {event.text}") for event in told[-MAX_ERRORS:]
+        ]
     broken = sorted({name for row in run.metrics for name, value in row.items() if not math.isfinite(value)})
     if broken:
-        found.append(Finding("warning", f"Some values were not finite. They are of {', '.join(broken[:8])}."))
+        found.append(ReportFinding("warning", f"Some values were not finite. They are of {', '.join(broken[:8])}."))
     return tuple(found)
 
 

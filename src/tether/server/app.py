@@ -20,7 +20,7 @@ from tether.rollout.token_stream import Token
 from tether.server.api_errors import ApiError
 from tether.server.auth import TokenGate
 from tether.server.generate import Job, ServedModel, Turnstile
-from tether.server.openai_replies import Answer, event
+from tether.server.openai_replies import OpenAIAnswer, event
 from tether.server.schema import ChatRequest, CompletionRequest, GenerationRequest
 from tether.studio.big_json import read_json
 from tether.studio.replies import Reply
@@ -53,14 +53,14 @@ def create_app(served: ServedModel, settings: StudioSettings, turnstile: Turnsti
     async def chat(request: Request) -> Response:
         asked = await read(request, ChatRequest)
         job = await run_in_threadpool(served.chat_job, asked)
-        answer = Answer(served, job, chat=True, logprobs=bool(asked.logprobs))
+        answer = OpenAIAnswer(served, job, chat=True, logprobs=bool(asked.logprobs))
         return await respond(request, served, turnstile, asked, job, answer)
 
     @app.post("/v1/completions")
     async def completions(request: Request) -> Response:
         asked = await read(request, CompletionRequest)
         job = await run_in_threadpool(served.completion_job, asked)
-        answer = Answer(served, job, chat=False, logprobs=asked.logprobs is not None)
+        answer = OpenAIAnswer(served, job, chat=False, logprobs=asked.logprobs is not None)
         return await respond(request, served, turnstile, asked, job, answer)
 
     _add_errors(app)
@@ -87,7 +87,12 @@ async def read(request: Request, kind: type[AnyRequest]) -> AnyRequest:
 
 
 async def respond(
-    request: Request, served: ServedModel, turnstile: Turnstile, asked: GenerationRequest, job: Job, answer: Answer
+    request: Request,
+    served: ServedModel,
+    turnstile: Turnstile,
+    asked: GenerationRequest,
+    job: Job,
+    answer: OpenAIAnswer,
 ) -> Response:
     """Wait for a place, then answer as a stream or whole. A client that leaves ends the work."""
     await turnstile.enter()
@@ -126,7 +131,7 @@ class Streamed(StreamingResponse):
             self._leave()
 
 
-async def _events(tokens: Tokens, answer: Answer, include_usage: bool) -> AsyncIterator[str]:
+async def _events(tokens: Tokens, answer: OpenAIAnswer, include_usage: bool) -> AsyncIterator[str]:
     for opening in answer.opening():
         yield opening
     try:

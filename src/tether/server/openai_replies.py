@@ -21,7 +21,7 @@ class Choice:
     tokens: list[Token] = field(default_factory=list)  # for log-probs
 
 
-class Answer:
+class OpenAIAnswer:
     """The answer to one request: collects its tokens, and writes each kind of object."""
 
     def __init__(self, served: ServedModel, job: Job, *, chat: bool, logprobs: bool) -> None:

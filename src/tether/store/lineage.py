@@ -12,18 +12,18 @@ from tether.data.sources import shown_source, source_digest
 from tether.errors import ConfigError
 from tether.plain_file import require_plain
 from tether.store.database.open import Workspace
-from tether.store.database.records import Source
+from tether.store.database.records import RecordSource
 from tether.store.folder import is_run
 
 
-def sources_of(config: Mapping[str, Any], workspace: Workspace) -> list[Source]:
+def sources_of(config: Mapping[str, Any], workspace: Workspace) -> list[RecordSource]:
     """The models and files that a recipe names; a model that a run of this workspace trained leads to that run."""
     models = [
-        Source(role, path, run=_run_at(Path(path), workspace), sha256=_weights(Path(path), role))
+        RecordSource(role, path, run=_run_at(Path(path), workspace), sha256=_weights(Path(path), role))
         for role, path in models_of(config)
     ]
     files = [
-        Source(role, shown_source(paths), sha256=source_digest(paths, split, subset))
+        RecordSource(role, shown_source(paths), sha256=source_digest(paths, split, subset))
         for role, paths, split, subset in _files(config)
     ]
     return models + files

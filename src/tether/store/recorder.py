@@ -22,7 +22,7 @@ from tether.errors import StorageError
 from tether.redact import redact
 from tether.store.database.journal import Journal
 from tether.store.database.open import Workspace
-from tether.store.database.records import Record, Source, plain
+from tether.store.database.records import RecordSource, StoreRecord, plain
 from tether.store.database.run_log import RunLog
 from tether.store.database.spool import Spool, recording_lock
 from tether.store.recorded import StoredRollout
@@ -57,7 +57,7 @@ class RunStart:
     steps: int
     config: Mapping[str, Any]
     environment: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    sources: Sequence[Source] = ()
+    sources: Sequence[RecordSource] = ()
 
 
 @dataclass
@@ -106,7 +106,7 @@ class RunRecorder:
         begun = _start_record(self.name, start, resumes, uid or secrets.token_hex(8), moved or {})
         self._log = RunLog(folder)
         self._journal = Journal(workspace, self.name, begun, self._notify, wait=wait)
-        self._waiting: deque[Record | _Step | _Flush] = deque()
+        self._waiting: deque[StoreRecord | _Step | _Flush] = deque()
         self._changed = threading.Condition()
         self._closing = False
         self._behind = False
@@ -129,11 +129,11 @@ class RunRecorder:
         """Keep something that happened."""
         content = {"uid": secrets.token_hex(8), "time": time.time(), "kind": plain(kind), "step": step}
         content["text"] = redact(text)
-        self._put(Record("event", content | {"data": dict(data or {})}))
+        self._put(StoreRecord("event", content | {"data": dict(data or {})}))
 
     def rewind(self, step: int) -> None:
         """Forget this step and all after it, events included: the run goes on from there and does them again."""
-        self._put(Record("rewind", {"step": step}))
+        self._put(StoreRecord("rewind", {"step": step}))
 
     def flush(self, timeout: float = 60.0) -> bool:
         """Wait until all that was recorded is on disk, in the store or beside it; whether it is."""
@@ -149,7 +149,7 @@ class RunRecorder:
         """Write the run's last state and let go; whether everything is on disk. Closing twice does nothing."""
         if self._closing:
             return False
-        self._put(Record("state", {"state": state, "time": time.time()}))
+        self._put(StoreRecord("state", {"state": state, "time": time.time()}))
         durable = self.flush(timeout)
         with self._changed:
             self._closing = True
@@ -170,7 +170,7 @@ class RunRecorder:
 
     # -- the queue ----------------------------------------------------------------------------------------------
 
-    def _put(self, item: Record | _Step | _Flush) -> None:
+    def _put(self, item: StoreRecord | _Step | _Flush) -> None:
         with self._changed:
             self._waiting.append(item)
             self._changed.notify_all()
@@ -186,7 +186,7 @@ class RunRecorder:
             self._behind = not found
             return found
 
-    def _take(self) -> Record | _Step | _Flush | None:
+    def _take(self) -> StoreRecord | _Step | _Flush | None:
         """The next thing to do; None to try the database again. Raises StopIteration at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing, self._journal.seconds_to_retry())
@@ -242,7 +242,7 @@ class RunRecorder:
         except MemoryError:
             return
 
-    def _logged(self, record: Record | None) -> None:
+    def _logged(self, record: StoreRecord | None) -> None:
         """Put a record into the run's own log; None: have the log on disk. The store has it all where that fails."""
         try:
             if record is None:
@@ -257,7 +257,7 @@ class RunRecorder:
                 "alone until the run is resumed.",
             )
 
-    def _step_record(self, item: _Step) -> Record:
+    def _step_record(self, item: _Step) -> StoreRecord:
         rows, blobs = self._encoded(item)
         finite = {name: float(value) for name, value in item.metrics.items()}
         content = {
@@ -267,7 +267,7 @@ class RunRecorder:
             "rollouts": rows,
             "most": self._keep.most,
         }
-        return Record("step", content, blobs)
+        return StoreRecord("step", content, blobs)
 
     def _encoded(self, item: _Step) -> tuple[list[dict[str, Any]], list[bytes]]:
         """The rollouts as rows of the database and their contents; none where they cannot be encoded."""
@@ -306,7 +306,7 @@ class RunRecorder:
             self._notify(text)
 
 
-def _start_record(name: str, start: RunStart, resumes: bool, uid: str, moved: Mapping[str, str]) -> Record:
+def _start_record(name: str, start: RunStart, resumes: bool, uid: str, moved: Mapping[str, str]) -> StoreRecord:
     content = {
         "name": name,
         "uid": uid,
@@ -319,7 +319,7 @@ def _start_record(name: str, start: RunStart, resumes: bool, uid: str, moved: Ma
         "sources": [asdict(source) for source in start.sources],
         "resumes": resumes,
     }
-    return Record("start", content)
+    return StoreRecord("start", content)
 
 
 def _row(rollout: StoredRollout) -> dict[str, Any]:

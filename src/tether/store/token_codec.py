@@ -128,10 +128,10 @@ def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column], TopLogpr
     place, columns = 4 + size, {}
     for name in header["columns"]:
         columns[name], place = _unpacked(body, place, header["length"], TOKEN_COLUMNS[name])
-    return header, columns, _alternatives(body, place, header)
+    return header, columns, _top_logprobs(body, place, header)
 
 
-def _alternatives(body: bytes, place: int, header: dict[str, Any]) -> TopLogprobs | None:
+def _top_logprobs(body: bytes, place: int, header: dict[str, Any]) -> TopLogprobs | None:
     texts = header.get("top_logprobs")
     if texts is None:
         return None

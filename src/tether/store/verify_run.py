@@ -14,7 +14,7 @@ from tether.plain_file import read_plain, read_plain_json
 from tether.seal import files_damage, recover
 from tether.store.database.apply import apply_record
 from tether.store.database.open import Workspace, open_engine
-from tether.store.database.records import Record
+from tether.store.database.records import StoreRecord
 from tether.store.database.run_log import read_log
 from tether.store.database.spool import Spool, is_being_recorded
 from tether.store.database.verify_rows import duplicate_ids, file_faults, reason, vote_faults
@@ -178,7 +178,7 @@ def _check_pending(folder: Path, found: Verified) -> None:
     for path in Spool(folder).files():
         found.checked.append(path.name)
         try:
-            Record.from_bytes(read_plain(path))
+            StoreRecord.from_bytes(read_plain(path))
         except (OSError, ValueError) as error:
             found.faults.append(f"{path} waits for the store and is damaged ({error}): it will be set aside")
 
@@ -210,11 +210,11 @@ def _enter(workspace: Workspace, folder: Path, header: RunHeader | None) -> None
     if log is None or log.last_start is None:
         return
     name, state = workspace.name_of(folder), "done" if RunFolder(folder).is_finished else "stopped"
-    start = Record("start", {**log.last_start, "name": name, "resumes": True})
+    start = StoreRecord("start", {**log.last_start, "name": name, "resumes": True})
     try:
         engine = open_engine(workspace)
         with engine.begin() as connection:
-            for record in (start, Record("state", {"state": state, "time": log.last_start["time"]})):
+            for record in (start, StoreRecord("state", {"state": state, "time": log.last_start["time"]})):
                 apply_record(connection, workspace.key, name, record)
         engine.dispose()
     except (SQLAlchemyError, OSError, TetherError, LookupError):

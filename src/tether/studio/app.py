@@ -70,7 +70,7 @@ def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:
     for router in ROUTERS:
         app.include_router(router)
     app.include_router(static_files.router)  # last: it takes every address that is left
-    app.add_middleware(Gate, settings=settings, doorkeeper=studio.door)
+    app.add_middleware(Gate, settings=settings, auth=studio.door)
     return app
 
 

@@ -79,8 +79,8 @@ IN_ADDRESS = (
 class Gate:
     """The middleware. It puts the `Person` who asks, and how they came in, into the request's state."""
 
-    def __init__(self, app: ASGIApp, settings: StudioSettings, doorkeeper: Auth) -> None:
-        self._app, self._settings, self._doorkeeper = app, settings, doorkeeper
+    def __init__(self, app: ASGIApp, settings: StudioSettings, auth: Auth) -> None:
+        self._app, self._settings, self._auth = app, settings, auth
         self._people = RateLimit(settings.session_rate)
         # Two buckets by address, so that whoever asks without a token keeps no one out who has one.
         self._strangers, self._guesses = RateLimit(settings.stranger_rate), RateLimit(settings.stranger_rate)
@@ -135,7 +135,7 @@ class Gate:
         authorization = asked.headers.get("authorization")
         if authorization is None:
             session = cookie(asked.headers, self._cookie(asked))
-            found = self._doorkeeper.by_session(session) if session else None
+            found = self._auth.by_session(session) if session else None
             return found if found is not None else _too_many(self._strangers, asked)
         if (refusal := _too_many(self._guesses, asked)) is not None:
             return refusal
@@ -143,7 +143,7 @@ class Gate:
         if kind.lower() != "bearer":
             return None
         try:
-            entry = await self._doorkeeper.by_token(token.strip())
+            entry = await self._auth.by_token(token.strip())
         except CannotTellError:
             return _later()
         if entry is not None:
@@ -182,11 +182,11 @@ class Gate:
         if (refusal := _too_many(self._guesses, asked)) is not None:
             return refusal
         secret = cookie(asked.headers, self._cookie(asked))
-        entry = self._doorkeeper.by_session(secret) if secret and not instead else None
+        entry = self._auth.by_session(secret) if secret and not instead else None
         still = None if entry is None else entry.person
         agent = asked.headers.get("user-agent", "")
         try:
-            session = await self._doorkeeper.log_in(token, asked.address, agent, still=still)
+            session = await self._auth.log_in(token, asked.address, agent, still=still)
         except CannotTellError:
             return _later()
         except OtherPersonError:

@@ -47,7 +47,7 @@ class Turn(Body):
     content: str = Field(max_length=100_000)
 
 
-class Question(Body):
+class ChatMessageRequest(Body):
     """A conversation so far, and whom to ask."""
 
     run: Place
@@ -58,7 +58,7 @@ class Question(Body):
     stream: bool = False
 
 
-class Asked(Body):
+class AskedModel(Body):
     """A prompt of an arena, a text or a conversation, and what kind of prompt it is."""
 
     prompt: Annotated[str, Field(min_length=1, max_length=100_000)] | Annotated[list[Turn], Field(min_length=1)]
@@ -77,7 +77,7 @@ class NewArena(Body):
 
     run_a: Place
     run_b: Place
-    prompts: list[str | Asked] = Field(default_factory=list, max_length=500)
+    prompts: list[str | AskedModel] = Field(default_factory=list, max_length=500)
     count: Annotated[int, Field(ge=1, le=500)] = 20
     name: str | None = Field(default=None, min_length=1, max_length=200)
     max_new_tokens: Length | None = None
@@ -85,14 +85,14 @@ class NewArena(Body):
     seed: Seed = 0
 
 
-class Judge(Body):
+class JudgeRequest(Body):
     """The reward model that is to vote."""
 
     reward_run: Place
 
 
 @router.post("/chat")
-async def chat(request: Request, asked: Question) -> Any:
+async def chat(request: Request, asked: ChatMessageRequest) -> Any:
     """What a run's model says next; with `stream` as server-sent events, `token` after `token` and then `done`.
 
     Whoever has heard enough closes the connection, and the model stops.
@@ -100,7 +100,7 @@ async def chat(request: Request, asked: Question) -> Any:
     return await in_model_thread(_chat, request, asked)
 
 
-def _chat(request: Request, asked: Question) -> Any:
+def _chat(request: Request, asked: ChatMessageRequest) -> Any:
     studio = studio_of(request)
     run = run_with_id(studio.opened, asked.run)
     turns = [turn.model_dump() for turn in asked.messages]
@@ -142,7 +142,7 @@ async def new_arena(request: Request, wanted: NewArena) -> Any:
 def _new_arena(request: Request, wanted: NewArena) -> Any:
     studio, person = studio_of(request), person_of(request)
     sides = [run_with_id(studio.opened, run) for run in (wanted.run_a, wanted.run_b)]
-    prompts = [one if isinstance(one, Asked) else Asked(prompt=one) for one in wanted.prompts if one]
+    prompts = [one if isinstance(one, AskedModel) else AskedModel(prompt=one) for one in wanted.prompts if one]
     prompts = (prompts or _kept_prompts(studio, sides[0]))[: wanted.count if not wanted.prompts else None]
     if not prompts:
         raise Refused(422, f"prompts: {sides[0].name} kept none, so say what to ask")
@@ -155,7 +155,7 @@ def _new_arena(request: Request, wanted: NewArena) -> Any:
     return Reply({"queue_id": queue, "items": len(new)})
 
 
-def _arena_item(asked: Asked, said: Sequence[Said], sides: Sequence[RunSummary]) -> NewItem:
+def _arena_item(asked: AskedModel, said: Sequence[Said], sides: Sequence[RunSummary]) -> NewItem:
     """What both said, with their tokens where both had the same tokenizer."""
     meta: dict[str, Any] = {"category": asked.category} if asked.category else {}
     has_ids = len({(one.tokenizer, one.prompt_ids) for one in said}) == 1 and all(one.ids for one in said)
@@ -169,7 +169,7 @@ def _arena_item(asked: Asked, said: Sequence[Said], sides: Sequence[RunSummary])
     return NewItem(asked.messages, answers, meta)
 
 
-def _answers(studio: Studio, run: RunSummary, prompts: Sequence[Asked], wanted: NewArena, seed: int) -> list[Said]:
+def _answers(studio: Studio, run: RunSummary, prompts: Sequence[AskedModel], wanted: NewArena, seed: int) -> list[Said]:
     """One answer to each prompt, sampled as the run sampled unless told otherwise."""
     own = run.config.get("rollout", {})
     length = wanted.max_new_tokens or own.get("max_new_tokens", 128)
@@ -183,12 +183,12 @@ def _answers(studio: Studio, run: RunSummary, prompts: Sequence[Asked], wanted: 
     )
 
 
-def _kept_prompts(studio: Studio, run: RunSummary) -> list[Asked]:
+def _kept_prompts(studio: Studio, run: RunSummary) -> list[AskedModel]:
     """The different prompts of a run's newest kept step."""
     steps = kept_steps(studio.opened, run.id)[-1:]
     found = [messages_of(rollout) for step in steps for rollout in read_rollouts(studio.opened, run.id, step)]
     prompts = {json.dumps(turns): turns for turns in found if any(turn["content"] for turn in turns)}
-    return [Asked.model_construct(prompt=_as_asked(turns), category="") for turns in prompts.values()]
+    return [AskedModel.model_construct(prompt=_as_asked(turns), category="") for turns in prompts.values()]
 
 
 def _as_asked(turns: Sequence[Mapping[str, Any]]) -> str | list[Turn]:
@@ -244,12 +244,12 @@ def win_rate(said: Counter[str]) -> dict[str, Any]:
 
 
 @router.post("/arena/{queue}/judge")
-async def judge(request: Request, queue: Id, wanted: Judge) -> Any:
+async def judge(request: Request, queue: Id, wanted: JudgeRequest) -> Any:
     """Let a reward model vote on every item that it has not voted on."""
     return await in_model_thread(_judge, request, queue, wanted)
 
 
-def _judge(request: Request, queue: int, wanted: Judge) -> Any:
+def _judge(request: Request, queue: int, wanted: JudgeRequest) -> Any:
     studio, person = studio_of(request), person_of(request)
     _arena_queue(studio, queue)
     run = run_with_id(studio.opened, wanted.reward_run)

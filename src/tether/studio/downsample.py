@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from tether.studio.metric_cache import Series
+from tether.studio.metric_cache import MetricSeries
 
 
-def shown_series(series: Series, points: int) -> dict[str, Any]:
+def shown_series(series: MetricSeries, points: int) -> dict[str, Any]:
     """`{steps, values}`, and where it is longer than `points`, one entry a bucket with `low` and `high` as well."""
     if len(series.steps) <= points:
         return {"steps": series.steps.tolist(), "values": _plain(series.values)}

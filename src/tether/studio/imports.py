@@ -13,7 +13,7 @@ from typing import Any, Literal
 from tether.errors import TetherError
 from tether.redact import redact
 from tether.studio import label_staging
-from tether.studio.label_staging import Cancelled, ItemWithVotes, Taken
+from tether.studio.label_staging import Cancelled, ItemWithVotes, StagedItems
 from tether.studio.label_store import Labels
 from tether.studio.people import Person
 from tether.studio.replies import Refused
@@ -33,10 +33,10 @@ class BackgroundImport:
     records: int
     done: int = 0
     state: State = "waiting"
-    taken: Taken | None = None
+    taken: StagedItems | None = None
     error: str | None = None
     stop: threading.Event = field(default_factory=threading.Event)
-    future: Future[Taken] | None = None
+    future: Future[StagedItems] | None = None
 
     @property
     def is_over(self) -> bool:
@@ -87,7 +87,7 @@ class Imports:
         given: Sequence[ItemWithVotes],
         action: str,
         origin: dict[str, Any] | None,
-    ) -> Taken:
+    ) -> StagedItems:
         def tell(done: int) -> None:
             one.done = done
 

@@ -58,7 +58,7 @@ class ItemWithVotes:
 
 
 @dataclass(frozen=True)
-class Taken:
+class StagedItems:
     """What came in."""
 
     items: int
@@ -82,14 +82,14 @@ class Staging(Items, ABC):
         origin: dict[str, Any] | None = None,
         tell: Callable[[int], None] = lambda done: None,  # noqa: ARG005
         cancelled: Callable[[], bool] = lambda: False,
-    ) -> Taken:
+    ) -> StagedItems:
         """Items with the votes of their records, all or none. `tell` hears how many are written."""
         queue = self.queue(queue_id)
         if len(given) <= TOGETHER:
             with self._writing() as connection:
                 _, count = self._write_some(connection, queue, queue_id, given, [], {})
-                self._audit_import(connection, by, action, queue_id, Taken(len(given), count), origin)
-            return Taken(len(given), count)
+                self._audit_import(connection, by, action, queue_id, StagedItems(len(given), count), origin)
+            return StagedItems(len(given), count)
         stage = self._open_stage(queue)
         try:
             taken = self._fill_stage(queue, stage, given, tell, cancelled)
@@ -113,7 +113,7 @@ class Staging(Items, ABC):
         given: Sequence[ItemWithVotes],
         tell: Callable[[int], None],
         cancelled: Callable[[], bool],
-    ) -> Taken:
+    ) -> StagedItems:
         ids: list[int] = []
         raters: dict[str, int] = {}
         count = 0
@@ -129,7 +129,7 @@ class Staging(Items, ABC):
             _let_others_in(began)
         if cancelled():
             raise Cancelled
-        return Taken(len(ids), count)
+        return StagedItems(len(ids), count)
 
     def _write_some(
         self,
@@ -191,7 +191,7 @@ class Staging(Items, ABC):
         by: Person,
         action: str,
         queue_id: int,
-        taken: Taken,
+        taken: StagedItems,
         origin: dict[str, Any] | None,
     ) -> None:
         more = {"votes": taken.votes} if origin is None else {"origin": origin}

@@ -17,7 +17,7 @@ from tether.errors import ConfigError
 from tether.store.folder import is_run
 from tether.store.read import RunSummary, list_runs
 from tether.studio.context import Studio, studio_of
-from tether.studio.launcher import Job
+from tether.studio.launcher import RunProcess
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.run_queries import run_with_id, seconds_left
 
@@ -104,7 +104,7 @@ def jobs(request: Request) -> Any:
     return Reply({"jobs": [job.as_json() | {"stages": stages_of(studio, job, runs)} for job in started]})
 
 
-def stages_of(studio: Studio, job: Job, runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
+def stages_of(studio: Studio, job: RunProcess, runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
     """The runs that a process makes, one after the other; `run` is null for one that has not begun.
 
     A process with a plan (vote_training.py) makes one run a command, below a folder of its own name.

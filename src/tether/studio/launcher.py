@@ -29,7 +29,7 @@ MAX_RUNNING = 8
 
 
 @dataclass(frozen=True)
-class Job:
+class RunProcess:
     """A process that this server started; `name` is the run that it makes or goes on with."""
 
     id: str
@@ -57,14 +57,14 @@ class Launcher:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._jobs: dict[str, Job] = {}
+        self._jobs: dict[str, RunProcess] = {}
         self._lock = threading.Lock()
 
-    def tether(self, name: str, kind: str, words: Sequence[str]) -> Job:
+    def tether(self, name: str, kind: str, words: Sequence[str]) -> RunProcess:
         """Start `tether WORDS`, which may run what this server was told to allow."""
         return self.python(name, kind, ["-m", "tether", *words, *allowed_words()])
 
-    def python(self, name: str, kind: str, words: Sequence[str]) -> Job:
+    def python(self, name: str, kind: str, words: Sequence[str]) -> RunProcess:
         """Start this Python with the words given."""
         with self._lock:
             self._check_room(name)
@@ -82,11 +82,11 @@ class Launcher:
                     )
             except OSError as error:
                 raise StorageError(f"a process could not be started ({error})") from error
-            job = Job(job_id, name, kind, time.time(), log, process)
+            job = RunProcess(job_id, name, kind, time.time(), log, process)
             self._jobs[job_id] = job
             return job
 
-    def stop(self, name: str) -> Job:
+    def stop(self, name: str) -> RunProcess:
         """Ask the process that makes this run to end: it keeps a checkpoint first."""
         for job in self._jobs.values():
             if job.is_running and (job.name == name or name.startswith(f"{job.name}/")):
@@ -94,7 +94,7 @@ class Launcher:
                 return job
         raise Refused(409, f"{name} is not running, or was not started from this page: stop it where it was started")
 
-    def jobs(self) -> list[Job]:
+    def jobs(self) -> list[RunProcess]:
         """What was started, the newest first."""
         return list(self._jobs.values())[::-1]
 

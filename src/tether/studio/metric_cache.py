@@ -28,7 +28,7 @@ ROWS_AT_A_TIME = 2_000  # so few that they stay in the processor's cache: with t
 
 
 @dataclass(frozen=True)
-class Series:
+class MetricSeries:
     """One metric: where it was measured, and what it was; not finite is NaN."""
 
     steps: NDArray[np.int64]
@@ -43,9 +43,9 @@ class _Column:
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
-    def series(self) -> Series:
+    def series(self) -> MetricSeries:
         """A copy: the arrays go on growing."""
-        return Series(np.array(self.steps, dtype=np.int64), np.array(self.values, dtype=np.float64))
+        return MetricSeries(np.array(self.steps, dtype=np.int64), np.array(self.values, dtype=np.float64))
 
     def extend(self, steps: NDArray[np.int64], values: NDArray[np.float64]) -> None:
         """Take in what comes after."""
@@ -78,7 +78,7 @@ class MetricCache:
             _find_names(connection, run_id, run)
             return sorted(run.columns)
 
-    def series(self, run_id: int, names: Collection[str] | None = None) -> Mapping[str, Series]:
+    def series(self, run_id: int, names: Collection[str] | None = None) -> Mapping[str, MetricSeries]:
         """The metrics of a run, all or those named, as the database has them now."""
         with self._looking_at(run_id) as (connection, run):
             columns = _up_to_date(connection, run_id, run, names)
@@ -104,7 +104,7 @@ class MetricCache:
                 self._runs.popitem(last=False)
 
 
-def _as_rows(taken: Sequence[int], series: Mapping[str, Series]) -> list[dict[str, float]]:
+def _as_rows(taken: Sequence[int], series: Mapping[str, MetricSeries]) -> list[dict[str, float]]:
     """The mapping of each step that was taken. What was measured at all of them, as most is, goes in at once."""
     whole = {name: one.values.tolist() for name, one in series.items() if len(one.steps) == len(taken)}
     names = ("step", *whole)

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from tether.errors import StorageError
-from tether.studio.sessions import Session, Sessions
+from tether.studio.sessions import LoginSession, Sessions
 
 Role = Literal["owner", "annotator"]
 ROLES: tuple[Role, ...] = ("owner", "annotator")
@@ -207,7 +207,7 @@ class Auth:
                 del self._known[hashed]
         return self.sessions.end_person(person)
 
-    def _check_token(self, session: Session) -> None:
+    def _check_token(self, session: LoginSession) -> None:
         if session.hashed is None:
             return
         known = self._known.setdefault(session.hashed, _Known(session.person, time.monotonic()))

@@ -22,7 +22,7 @@ RANKED = 4  # answers of a ranking, unless told otherwise
 
 
 @dataclass(frozen=True)
-class Answer:
+class QueueAnswer:
     """An answer that a run gave, as it was sampled."""
 
     prompt_id: str
@@ -44,7 +44,7 @@ class Answer:
         return {"run": self.run, "step": self.step, "row": self.row, "score": self.score}
 
 
-def answers_of(opened: OpenWorkspace, run: RunSummary, step: int | None = None) -> list[Answer]:
+def answers_of(opened: OpenWorkspace, run: RunSummary, step: int | None = None) -> list[QueueAnswer]:
     """Answers of a run: those of one step, or of a few from its first kept step to its last."""
     kept = kept_steps(opened, run.id)
     if step is not None and step not in kept:
@@ -53,9 +53,9 @@ def answers_of(opened: OpenWorkspace, run: RunSummary, step: int | None = None) 
     return [_answer(run, rollout) for at in steps for rollout in read_rollouts(opened, run.id, at)]
 
 
-def _answer(run: RunSummary, rollout: StoredRollout) -> Answer:
+def _answer(run: RunSummary, rollout: StoredRollout) -> QueueAnswer:
     prompt_ids, ids = _sampled_ids(rollout)
-    return Answer(
+    return QueueAnswer(
         prompt_id=rollout.prompt_id,
         messages=messages_of(rollout),
         text=rollout.completion,
@@ -85,7 +85,7 @@ def _sampled_ids(rollout: StoredRollout) -> tuple[tuple[int, ...], tuple[int, ..
     return tuple(tokens[:start]), tuple(tokens[start:])
 
 
-def pair_items(answers: Sequence[Answer], count: int, *, uncertain: bool = False) -> list[NewItem]:
+def pair_items(answers: Sequence[QueueAnswer], count: int, *, uncertain: bool = False) -> list[NewItem]:
     """Pairs of different answers to the same prompt.
 
     In turn over the prompts, answers of two runs or two steps that are far apart first. With `uncertain`, the pairs
@@ -99,19 +99,19 @@ def pair_items(answers: Sequence[Answer], count: int, *, uncertain: bool = False
     return [_item([one, other]) for one, other in chosen[:count]]
 
 
-def _by_prompt(answers: Sequence[Answer]) -> dict[str, list[Answer]]:
+def _by_prompt(answers: Sequence[QueueAnswer]) -> dict[str, list[QueueAnswer]]:
     """The answers to each prompt, each text once."""
-    found: dict[str, dict[str, Answer]] = defaultdict(dict)
+    found: dict[str, dict[str, QueueAnswer]] = defaultdict(dict)
     for answer in answers:
         if answer.text.strip() and answer.score == answer.score:  # nothing can be said of an empty one
             found[json.dumps(answer.messages)].setdefault(answer.text, answer)
     return {prompt: list(texts.values()) for prompt, texts in found.items()}
 
 
-def _ranked_pairs(answers: Sequence[Answer]) -> list[tuple[int, Answer, Answer]]:
+def _ranked_pairs(answers: Sequence[QueueAnswer]) -> list[tuple[int, QueueAnswer, QueueAnswer]]:
     """Every pair with its turn: 0 for the most telling of a prompt, and so on."""
 
-    def telling(pair: tuple[Answer, Answer]) -> tuple[bool, int]:
+    def telling(pair: tuple[QueueAnswer, QueueAnswer]) -> tuple[bool, int]:
         one, other = pair
         return one.run == other.run, -abs(one.step - other.step)
 
@@ -119,13 +119,13 @@ def _ranked_pairs(answers: Sequence[Answer]) -> list[tuple[int, Answer, Answer]]
     return [(turn, one, other) for turn, (one, other) in enumerate(pairs)]
 
 
-def ranking_items(answers: Sequence[Answer], count: int, size: int = RANKED) -> list[NewItem]:
+def ranking_items(answers: Sequence[QueueAnswer], count: int, size: int = RANKED) -> list[NewItem]:
     """Up to `size` different answers to each prompt, to be put in order."""
     groups = [several[:size] for several in _by_prompt(answers).values() if len(several) >= MIN_RANKED]
     return [_item(group) for group in groups[:count]]
 
 
-def demonstration_items(answers: Sequence[Answer], count: int) -> list[NewItem]:
+def demonstration_items(answers: Sequence[QueueAnswer], count: int) -> list[NewItem]:
     """The prompts alone."""
     prompts = {json.dumps(answer.messages): answer for answer in answers}
     return [
@@ -134,7 +134,7 @@ def demonstration_items(answers: Sequence[Answer], count: int) -> list[NewItem]:
     ]
 
 
-def _item(answers: Sequence[Answer]) -> NewItem:
+def _item(answers: Sequence[QueueAnswer]) -> NewItem:
     """The token ids are kept where all answers were sampled after the same tokens, by the same tokenizer."""
     first, meta = answers[0], _meta(answers[0])
     same = all((one.tokenizer, one.prompt_ids) == (first.tokenizer, first.prompt_ids) and one.ids for one in answers)
@@ -148,12 +148,12 @@ def _item(answers: Sequence[Answer]) -> NewItem:
     return NewItem(_messages(first), texts, meta)
 
 
-def _meta(answer: Answer) -> dict[str, Any]:
+def _meta(answer: QueueAnswer) -> dict[str, Any]:
     tools = {"tools": [dict(tool) for tool in answer.tools]} if answer.tools else {}
     return {"prompt_id": answer.prompt_id} | tools
 
 
-def _messages(answer: Answer) -> list[dict[str, Any]]:
+def _messages(answer: QueueAnswer) -> list[dict[str, Any]]:
     return [dict(message) for message in answer.messages]
 
 

@@ -19,7 +19,7 @@ MAX_AGENT = 200  # characters of the browser's name
 
 
 @dataclass
-class Session:
+class LoginSession:
     """A browser that someone entered with. Its times are the monotonic clock's: the wall clock may be moved."""
 
     key: str  # the hash of what the cookie holds
@@ -41,7 +41,7 @@ class Sessions:
     """In memory. One more than `MAX_PER_PERSON` ends the same person's session that was used longest ago."""
 
     def __init__(self) -> None:
-        self._sessions: OrderedDict[str, Session] = OrderedDict()
+        self._sessions: OrderedDict[str, LoginSession] = OrderedDict()
         self._lock = threading.Lock()
 
     def begin(self, person: Person, address: str, agent: str, hashed: str | None = None) -> str:
@@ -55,17 +55,17 @@ class Sessions:
             surplus = sorted(mine, key=lambda one: one.seen)[: max(0, len(mine) + 1 - MAX_PER_PERSON)]
             for one in (*ended, *surplus):
                 self._sessions.pop(one.key, None)
-            self._sessions[key] = Session(key, secrets.token_hex(8), person, now, now, address, agent, hashed)
+            self._sessions[key] = LoginSession(key, secrets.token_hex(8), person, now, now, address, agent, hashed)
         return secret
 
-    def find(self, secret: str) -> Session | None:
+    def find(self, secret: str) -> LoginSession | None:
         """The session of a cookie, which is used now."""
         found = self.with_key(_key(secret))
         if found is not None:
             found.seen = time.monotonic()
         return found
 
-    def with_key(self, key: str) -> Session | None:
+    def with_key(self, key: str) -> LoginSession | None:
         """A session that has not ended."""
         found = self._sessions.get(key)
         return found if found is not None and found.ends > time.monotonic() else None
@@ -91,7 +91,7 @@ class Sessions:
             for one in there
         ]
 
-    def end(self, session: str) -> Session | None:
+    def end(self, session: str) -> LoginSession | None:
         """End the session that is listed under an id."""
         with self._lock:
             found = next((one for one in self._sessions.values() if one.id == session), None)

@@ -20,13 +20,13 @@ class Streams:
     def __init__(self, most: int) -> None:
         self._most, self._open, self._lock = most, Counter[int](), Lock()
 
-    def enter(self, person: int) -> Place:
+    def enter(self, person: int) -> StreamPlace:
         """Take a place, which has to be left."""
         with self._lock:
             if self._open[person] >= self._most:
                 raise Refused(429, f"at most {self._most} live streams at a time: close a page")
             self._open[person] += 1
-        return Place(self, person)
+        return StreamPlace(self, person)
 
     def leave(self, person: int) -> None:
         """Let another have a place."""
@@ -36,7 +36,7 @@ class Streams:
                 del self._open[person]
 
 
-class Place:
+class StreamPlace:
     """One of a person's streams. It can be left more than once, and counts once."""
 
     def __init__(self, streams: Streams, person: int) -> None:
@@ -52,7 +52,7 @@ class Place:
 class EventStream(StreamingResponse):
     """Server-sent events; its place is left when it is over, however it ends, also before its first event."""
 
-    def __init__(self, body: AsyncIterator[str], place: Place) -> None:
+    def __init__(self, body: AsyncIterator[str], place: StreamPlace) -> None:
         super().__init__(body, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
         self._body, self._place = body, place
 

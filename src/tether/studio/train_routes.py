@@ -38,14 +38,14 @@ DEFAULT_MODEL = "tiny-bytes"  # of answers that came from nowhere
 Steps = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
-class Settings(Body):
+class TrainSettings(Body):
     """Settings of the two runs that are not their defaults, by dotted keys."""
 
     reward: dict[str, Any] = Field(default_factory=dict, max_length=200)
     ppo: dict[str, Any] = Field(default_factory=dict, max_length=200)
 
 
-class Training(Body):
+class TrainRequest(Body):
     """Which votes to learn from, and what the policy starts from."""
 
     queue_id: Place
@@ -55,7 +55,7 @@ class Training(Body):
     reward_steps: Steps = 60
     ppo_steps: Steps = 40
     held_out: Annotated[float, Field(ge=0, le=0.5)] = 0.2
-    settings: Settings = Settings()
+    settings: TrainSettings = TrainSettings()
 
 
 class DemonstrationTraining(Body):
@@ -71,7 +71,7 @@ class DemonstrationTraining(Body):
 
 
 @router.post("/train")
-def train(request: Request, wanted: Training) -> Any:
+def train(request: Request, wanted: TrainRequest) -> Any:
     """Train a reward model on a queue's votes, and then a policy against it."""
     studio = studio_of(request)
     studio.labels.queue(wanted.queue_id)

@@ -11,7 +11,7 @@ from tether.store.read import RunSummary, list_runs
 from tether.studio.context import Studio
 from tether.studio.model_host import Scored, answers_of_item
 from tether.studio.people import Person
-from tether.studio.queue_items import Answer
+from tether.studio.queue_items import QueueAnswer
 from tether.studio.replies import Refused
 from tether.studio.run_queries import run_with_id
 
@@ -36,7 +36,7 @@ def _has_model(run: RunSummary) -> bool:
         return False
 
 
-def scored_by(studio: Studio, model: RunSummary, answers: Sequence[Answer]) -> list[Answer]:
+def scored_by(studio: Studio, model: RunSummary, answers: Sequence[QueueAnswer]) -> list[QueueAnswer]:
     """The answers with this reward model's scores in place of those that they were given when they were sampled."""
     few = answers[:MAX_SCORED]
     asked = [Scored(one.messages, one.text, one.ended, one.ids, one.prompt_ids, one.tokenizer) for one in few]

@@ -191,9 +191,9 @@ def mixed_in(recipe: PPORecipe, policy: LoadedModel) -> Callable[[int], ExtraGra
         def add(learner: Learner) -> Metrics:
             batch = order.take(next(taken) * settings.batch_size, settings.batch_size)
             seen = learner.backward(collate_rows(batch, policy.pad_id), objective)
-            measures = Metrics()
-            measures.add("ptx_loss", seen.mean("loss"))
-            return measures
+            metrics = Metrics()
+            metrics.add("ptx_loss", seen.mean("loss"))
+            return metrics
 
         return add
 

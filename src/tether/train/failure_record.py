@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tether.errors import StorageError
-from tether.learner.nonfinite import Fault, Finding
+from tether.learner.nonfinite import Fault, NonfiniteTensor
 from tether.plain_file import read_plain_json
 from tether.types import (
     EvaluatedBatch,
@@ -124,7 +124,7 @@ def read_fault(place: Path) -> RecordedFault:
             for index, entry in enumerate(content["batches"])
         )
         findings = tuple(
-            Finding(**{**entry, "places": tuple(tuple(spot) for spot in entry["places"])})
+            NonfiniteTensor(**{**entry, "places": tuple(tuple(spot) for spot in entry["places"])})
             for entry in content["findings"]
         )
         norms = {name: float(norm) for name, norm in content["norms"].items()}

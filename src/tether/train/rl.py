@@ -169,12 +169,12 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
             top_tokens=parts.top_tokens_at(step),
         )
         begin("update")
-        experience, measures = algorithm.advantages(evaluated, coefficients.reference)
+        experience, sums = algorithm.advantages(evaluated, coefficients.reference)
         look = TokenStats(experience)
         objective = algorithm.objective_at(step, coefficients)
-        measures.merge(update(parts, step, look, objective))
+        sums.merge(update(parts, step, look, objective))
 
-    metrics = measures.values() | made.dropped | part_metrics(scores)
+    metrics = sums.values() | made.dropped | part_metrics(scores)
     metrics |= {"kl_coef": coefficients.reference} if algorithm.needs_reference else {}
     metrics |= {"penalty_coef": coefficients.old} if coefficients.old else {}
     counted = {"learned": made.batch.attention_mask, "sampled": made.batch.response_mask}

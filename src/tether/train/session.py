@@ -23,7 +23,7 @@ from tether.seal import files_damage, recover
 from tether.store.checkpoint_writer import CheckpointWriter
 from tether.store.checkpoints import Checkpoint, listed, read_newest
 from tether.store.database.open import workspace_at
-from tether.store.database.records import Source
+from tether.store.database.records import RecordSource
 from tether.store.environment import describe_environment
 from tether.store.folder import RunFolder, recipe_record
 from tether.store.header import RunHeader, origin_trouble, read_header
@@ -398,7 +398,11 @@ def step_rollouts(result: StepResult) -> StepRollouts:
     return StepRollouts(result.experience, result.rollouts, result.ratios, result.clipped, parts)
 
 
-def origin_of(folder: RunFolder) -> list[Source]:
+def origin_of(folder: RunFolder) -> list[RecordSource]:
     """The run that this one branched off from, where it did."""
     origin = folder.origin
-    return [] if origin is None else [Source("fork", f"{origin['folder']}, step {origin['step']}", run=origin["run"])]
+    return (
+        []
+        if origin is None
+        else [RecordSource("fork", f"{origin['folder']}, step {origin['step']}", run=origin["run"])]
+    )

@@ -57,9 +57,9 @@ def train_supervised(
         phases = Timers(parts.learner.device)
         phases.begin("update")
         batch = parts.collate(parts.examples.take(step * parts.batch_size, _batch_at(parts, step)))
-        measures = parts.learner.backward(batch, parts.objective)
-        measures.merge(parts.learner.step())
-        metrics = measures.values() | {"tokens/learned": float(batch.attention_mask.sum())} | phases.metrics()
+        sums = parts.learner.backward(batch, parts.objective)
+        sums.merge(parts.learner.step())
+        metrics = sums.values() | {"tokens/learned": float(batch.attention_mask.sum())} | phases.metrics()
         metrics |= {"epoch": _seen(parts, step + 1) / len(parts.examples.items)}
         metrics |= {f"start/{name}": value for name, value in before.items()}
         if _evaluates(parts, step):
@@ -90,12 +90,12 @@ def _held_out_metrics(parts: SupervisedParts[Any]) -> dict[str, float]:
 
 
 def evaluate_held_out(parts: SupervisedParts[Any]) -> dict[str, float]:
-    """The objective and its measures over the held-out records, without learning from them.
+    """The objective and its metrics over the held-out records, without learning from them.
 
     Each is a mean over what the objective counts (tokens, or pairs), so that neither batches nor micro-batches matter.
     """
-    measures = Metrics()
+    sums = Metrics()
     for start in range(0, len(parts.held_out), parts.batch_size):
         batch = parts.collate(parts.held_out[start : start + parts.batch_size])
-        measures.merge(parts.learner.measure(batch, parts.objective))
-    return measures.values()
+        sums.merge(parts.learner.measure(batch, parts.objective))
+    return sums.values()

@@ -100,7 +100,7 @@ class Projection:
             total.add_(self.bias)
 
 
-class Norm:
+class CpuNorm:
     """RMS norm over the second to last dimension."""
 
     def __init__(self, facts: families.Norm) -> None:
@@ -114,26 +114,26 @@ class Norm:
         return (x * scale).mul_(self.weight)
 
 
-class Layer:
+class CpuLayer:
     """One block's modules."""
 
     def __init__(self, block: Any, facts: families.LayerFacts) -> None:
         attention, mlp = block.self_attn, block.mlp
         self.facts = facts
         first, after_attention, second, after_mlp = families.block_norms(block)
-        self.before_attention, self.before_mlp = Norm(first), Norm(second)
-        self.after_attention = Norm(after_attention) if after_attention else None
-        self.after_mlp = Norm(after_mlp) if after_mlp else None
+        self.before_attention, self.before_mlp = CpuNorm(first), CpuNorm(second)
+        self.after_attention = CpuNorm(after_attention) if after_attention else None
+        self.after_mlp = CpuNorm(after_mlp) if after_mlp else None
         self.query, self.key = Projection(attention.q_proj), Projection(attention.k_proj)
         self.value, self.output = Projection(attention.v_proj), Projection(attention.o_proj)
         norms = families.head_norms(attention)
-        self.query_norm, self.key_norm = (None, None) if norms is None else map(Norm, norms)
+        self.query_norm, self.key_norm = (None, None) if norms is None else map(CpuNorm, norms)
         self.gate, self.up = Projection(mlp.gate_proj), Projection(mlp.up_proj)
         self.down, self.activation = Projection(mlp.down_proj), mlp.act_fn
         self.is_silu = isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
 
 
-def add_output(hidden: Tensor, projection: Projection, x: Tensor, norm: Norm | None) -> None:
+def add_output(hidden: Tensor, projection: Projection, x: Tensor, norm: CpuNorm | None) -> None:
     """hidden (H, N) += the projection of x (in, N), normed first where the family does so."""
     if norm is None:
         projection.added_to(hidden, x)
@@ -157,8 +157,8 @@ class LlamaDecoder:
         self.embedding: nn.Module = backbone.embed_tokens
         self.embedding_scale = families.embedding_scale(backbone)
         facts = families.layer_facts(backbone)
-        self.layers = [Layer(block, own) for block, own in zip(backbone.layers, facts, strict=True)]
-        self.norm, self.head = Norm(families.Norm.of(backbone.norm)), Projection(model.lm_head)
+        self.layers = [CpuLayer(block, own) for block, own in zip(backbone.layers, facts, strict=True)]
+        self.norm, self.head = CpuNorm(families.Norm.of(backbone.norm)), Projection(model.lm_head)
         self.logit_cap: float | None = getattr(config, "final_logit_softcapping", None)
         self.vocabulary: int = model.lm_head.weight.shape[0]
         self.device: torch.device = model.lm_head.weight.device
@@ -225,7 +225,9 @@ class LlamaDecoder:
             add_output(hidden, layer.down, gate.mul_(up), layer.after_mlp)
         return hidden
 
-    def _project(self, layer: Layer, x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(
+        self, layer: CpuLayer, x: Tensor, qkv: Tensor, cos: Tensor, sin: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
         """Rotated queries (N, heads, D) and keys (N, K, D), and values (N, K, D), as views; `qkv` is work space."""
         first, second = self.heads * self.head_dim, (self.heads + self.kv_heads) * self.head_dim
         layer.query.into(qkv[:first], x)

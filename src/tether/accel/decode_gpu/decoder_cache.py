@@ -9,7 +9,7 @@ import torch
 from tether.accel.decode_gpu.cache_memory import FREE_SHARE, free_memory, slots_that_fit
 from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
 from tether.accel.decode_gpu.slot_state import slot_bytes
-from tether.accel.decode_gpu.step_layers import Backbone
+from tether.accel.decode_gpu.step_layers import StepBackbone
 
 MAX_SLOTS = 1024  # that are taken unasked: a step over more is no cheaper by the token
 LENGTH_UNIT = 128  # a cache's length is a multiple of this, so that calls of like length share one
@@ -38,7 +38,7 @@ class DecoderCache:
         self.drop()
         length = -(-length // LENGTH_UNIT) * LENGTH_UNIT
         self.most = slots
-        each = slot_bytes(Backbone(model, 1), length)
+        each = slot_bytes(StepBackbone(model, 1), length)
         fit = slots_that_fit(slots, each, free_memory(model.lm_head.weight.device))
         while True:
             try:

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from tether.accel.decode_gpu import reference_step
 from tether.accel.decode_gpu.reference_step import Angles
 from tether.accel.decode_gpu.slot_state import Cache
-from tether.accel.decode_gpu.step_layers import Backbone, Layer, Linear
+from tether.accel.decode_gpu.step_layers import StepBackbone, StepLayer, StepLinear
 from tether.accel.families import Norm
 from tether.accel.fused_pass import fused_ops
 from tether.accel.fused_pass.lora_swiglu import GateAdapters
@@ -25,7 +25,7 @@ from tether.accel.kernels.tiles import power_of_two
 STORED = 4096  # numbers that one program writes into the cache, of keys and of values
 
 
-def angles_pass(backbone: Backbone, prompts: int, longest: int) -> Angles:
+def angles_pass(backbone: StepBackbone, prompts: int, longest: int) -> Angles:
     """Positions 0 to longest - 1 of each prompt, a row for each token: (P * L, D), the second half like the first."""
     return {
         kind: (cos[:longest].repeat(prompts, 2), sin[:longest].repeat(prompts, 2))
@@ -48,7 +48,7 @@ def _add_norm(x: Tensor, change: Tensor | None, norm: Norm) -> tuple[Tensor, Ten
     return added.view(x.shape), normed.view(x.shape)
 
 
-def linear_pass(part: Linear, x: Tensor) -> Tensor:
+def linear_pass(part: StepLinear, x: Tensor) -> Tensor:
     """(P, L, out) of x (P, L, in)."""
     if not part.known:
         return reference_step.linear_pass(part, x).contiguous()
@@ -60,7 +60,7 @@ def linear_pass(part: Linear, x: Tensor) -> Tensor:
     return y.unflatten(0, x.shape[:2])
 
 
-def heads_pass(part: Linear, norm: Norm | None, x: Tensor, width: int, angles: tuple[Tensor, Tensor]) -> Tensor:
+def heads_pass(part: StepLinear, norm: Norm | None, x: Tensor, width: int, angles: tuple[Tensor, Tensor]) -> Tensor:
     """(P, L, heads, width) queries or keys of x (P, L, H): normed by head where there is a norm, then turned."""
     heads = linear_pass(part, x).unflatten(-1, (-1, width))
     if norm is not None:
@@ -70,7 +70,7 @@ def heads_pass(part: Linear, norm: Norm | None, x: Tensor, width: int, angles: t
     return heads
 
 
-def gated_pass(layer: Layer, x: Tensor) -> Tensor:
+def gated_pass(layer: StepLayer, x: Tensor) -> Tensor:
     """(P, L, I) act(gate · x) * (up · x); adapters of small rank are added as the gated product is made."""
     gate, raised = layer.gate, layer.up
     if layer.is_silu and gate.fused and raised.fused and gate.adapter and raised.adapter:

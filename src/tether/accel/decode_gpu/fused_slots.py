@@ -6,7 +6,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tether.accel.decode_gpu.slot_state import BLOCK, Cache, SlotState, Workspace
+from tether.accel.decode_gpu.slot_state import BLOCK, Cache, SlotState, StepWorkspace
 from tether.accel.kernels import draw as draw_kernels
 from tether.accel.kernels import slots as slots_kernels
 from tether.accel.kernels.tiles import launch, power_of_two
@@ -16,7 +16,7 @@ SUMMED = 4  # blocks of ids that one program sums
 COPIED = 4096  # numbers of a slot that one program copies
 
 
-def draw(work: Workspace, n: int, state: SlotState, sampling: Sampling) -> None:
+def draw(work: StepWorkspace, n: int, state: SlotState, sampling: Sampling) -> None:
     """One token for each slot, by the uniform that is due, and the slots' next state.
 
     Temperature, top-k and top-p are read from the state, so that one captured step serves all their values.

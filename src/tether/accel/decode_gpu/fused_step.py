@@ -23,8 +23,8 @@ from tether.accel.decode_gpu.fused_prefill import (
     store_pass,
 )
 from tether.accel.decode_gpu.fused_slots import copy_slots, draw
-from tether.accel.decode_gpu.slot_state import PARTS, PROCESSORS, SPLITS, Cache, SlotState, Workspace
-from tether.accel.decode_gpu.step_layers import MAX_RANK, Backbone, Layer, Linear
+from tether.accel.decode_gpu.slot_state import PARTS, PROCESSORS, SPLITS, Cache, SlotState, StepWorkspace
+from tether.accel.decode_gpu.step_layers import MAX_RANK, StepBackbone, StepLayer, StepLinear
 from tether.accel.families import Norm
 from tether.accel.kernels import decode as decode_kernels
 from tether.accel.kernels import slots as slots_kernels
@@ -46,7 +46,7 @@ __all__ = ["add_norm", "attend", "copy_slots", "draw", "embed", "gated", "linear
 __all__ += ["add_norm_pass", "angles_pass", "gated_pass", "heads_pass", "linear_pass", "store_pass"]
 
 
-def embed(work: Workspace, n: int, backbone: Backbone, state: SlotState, norm: Norm) -> None:
+def embed(work: StepWorkspace, n: int, backbone: StepBackbone, state: SlotState, norm: Norm) -> None:
     """hidden = the embeddings of the slots' next inputs; normed = their norm."""
     table: Any = backbone.embedding
     scale = getattr(table, "scalar_embed_scale", None)  # a Gemma module's own
@@ -59,7 +59,7 @@ def embed(work: Workspace, n: int, backbone: Backbone, state: SlotState, norm: N
     return None
 
 
-def add_norm(work: Workspace, n: int, parts: Tensor, after: Norm | None, norm: Norm) -> None:
+def add_norm(work: StepWorkspace, n: int, parts: Tensor, after: Norm | None, norm: Norm) -> None:
     """hidden += the sum of `parts`, normed first where `after` is a norm; normed = hidden's norm."""
     if parts.data_ptr() != work.parts.data_ptr():  # a plain twin's
         return reference_step.add_norm(work, n, parts, after, norm)
@@ -68,7 +68,7 @@ def add_norm(work: Workspace, n: int, parts: Tensor, after: Norm | None, norm: N
 
 
 def _normed(
-    work: Workspace,
+    work: StepWorkspace,
     n: int,
     after: Norm | None,
     norm: Norm,
@@ -86,7 +86,7 @@ def _normed(
     )  # fmt: skip
 
 
-def thin(work: Workspace, n: int, modules: tuple[Linear, ...], x: Tensor) -> dict[str, Any]:
+def thin(work: StepWorkspace, n: int, modules: tuple[StepLinear, ...], x: Tensor) -> dict[str, Any]:
     """The adapters' inner states for x (rows, in), and what the kernels that add them are told."""
     adapters = [part.adapter for part in modules]
     some = next((adapter for adapter in adapters if adapter is not None), None)
@@ -107,14 +107,14 @@ def thin(work: Workspace, n: int, modules: tuple[Linear, ...], x: Tensor) -> dic
     return {"RANK": rank, "PADDED": padded, "MAX_RANK": MAX_RANK, "THIN": split}
 
 
-def ups(work: Workspace, *parts: Linear) -> list[Tensor]:
+def ups(work: StepWorkspace, *parts: StepLinear) -> list[Tensor]:
     """The adapters' outer weights; where a part has none, another's, which is then not read."""
     some = next((part.adapter.up for part in parts if part.adapter), work.normed)
     return [part.adapter.up if part.adapter else some for part in parts]
 
 
 def project(
-    work: Workspace, n: int, layer: Layer, backbone: Backbone, state: SlotState, cache: Cache, index: int
+    work: StepWorkspace, n: int, layer: StepLayer, backbone: StepBackbone, state: SlotState, cache: Cache, index: int
 ) -> None:
     """Queries of the normed states, turned to their positions; keys and values go into the cache."""
     width = layer.head_dim
@@ -142,7 +142,7 @@ def project(
 
 
 def attend(
-    work: Workspace, n: int, layer: Layer, backbone: Backbone, state: SlotState, cache: Cache, index: int
+    work: StepWorkspace, n: int, layer: StepLayer, backbone: StepBackbone, state: SlotState, cache: Cache, index: int
 ) -> None:
     """mixed = attention of each slot's query to the columns of its own slot that it sees; of no meaning where idle."""
     width, kv, length = backbone.head_dim, backbone.kv_heads, cache.keys.shape[3]
@@ -171,7 +171,7 @@ def attend(
     return None
 
 
-def gated(work: Workspace, n: int, layer: Layer) -> None:
+def gated(work: StepWorkspace, n: int, layer: StepLayer) -> None:
     """inner = act(gate · normed) * (up · normed)."""
     width = work.normed.shape[1]
     if not layer.fused_gates or width % 64:
@@ -194,7 +194,7 @@ def gated(work: Workspace, n: int, layer: Layer) -> None:
     return None
 
 
-def linear(work: Workspace, n: int, module: Linear, x: Tensor) -> Tensor:
+def linear(work: StepWorkspace, n: int, module: StepLinear, x: Tensor) -> Tensor:
     """(P, n, H) whose sum over P is the module's output for x (rows, in)."""
     width = x.shape[1]
     if not module.fused or width % 64:
@@ -218,7 +218,7 @@ def linear(work: Workspace, n: int, module: Linear, x: Tensor) -> Tensor:
     return out[: split * n].view(split, n, size)
 
 
-def logits(work: Workspace, n: int, backbone: Backbone) -> None:
+def logits(work: StepWorkspace, n: int, backbone: StepBackbone) -> None:
     """Logits of the normed states."""
     if type(backbone.head) is not nn.Linear or backbone.head.bias is not None:
         return reference_step.logits(work, n, backbone)

@@ -14,8 +14,8 @@ import torch
 
 from tether.accel.backend import kernel_kind
 from tether.accel.decode_gpu.prefill import read_prompts
-from tether.accel.decode_gpu.slot_state import Cache, SlotState, Workspace, on_device
-from tether.accel.decode_gpu.step_layers import Backbone, fingerprint
+from tether.accel.decode_gpu.slot_state import Cache, SlotState, StepWorkspace, on_device
+from tether.accel.decode_gpu.step_layers import StepBackbone, fingerprint
 from tether.accel.fused_pass.side_stream import capture_streams
 from tether.protocols import Sampling
 
@@ -30,12 +30,12 @@ class GpuDecoder:
         """Room for `slots` sequences of `length` tokens, of which at most `room` are drawn."""
         self.model = model
         self.slots, self.length, self.room = slots, length, room
-        self.backbone = Backbone(model, length)
+        self.backbone = StepBackbone(model, length)
         self.device = self.backbone.device
         self.kernels = kernels or importlib.import_module(KERNELS[kernel_kind(self.device, self.backbone.dtype)])
         self.cache = Cache(self.backbone, slots, length)
         self.state = SlotState(slots, room, self.backbone.vocabulary, self.device)
-        self.work = Workspace(self.backbone, slots)
+        self.work = StepWorkspace(self.backbone, slots)
         self.made_for = fingerprint(model)
         self.graphs: dict[tuple[int, str], torch.cuda.CUDAGraph] = {}
         self.capture_seconds = 0.0

@@ -9,12 +9,14 @@ from typing import Any
 
 from tether.accel.decode_cpu.cached_attention import causal_attention
 from tether.accel.decode_gpu.slot_state import Cache, on_device
-from tether.accel.decode_gpu.step_layers import Backbone
+from tether.accel.decode_gpu.step_layers import StepBackbone
 
 PREFILL_TOKENS = 16384  # read in one pass, padding counted, unless a single prompt is longer
 
 
-def read_prompts(kernels: Any, backbone: Backbone, cache: Cache, prompts: list[list[int]], slots: list[int]) -> None:
+def read_prompts(
+    kernels: Any, backbone: StepBackbone, cache: Cache, prompts: list[list[int]], slots: list[int]
+) -> None:
     """Put keys and values of `prompts[i]` into slot `slots[i]`, in passes of bounded size, like lengths together."""
     order = sorted(range(len(prompts)), key=lambda place: -len(prompts[place]))
     while order:
@@ -23,7 +25,7 @@ def read_prompts(kernels: Any, backbone: Backbone, cache: Cache, prompts: list[l
         _read(kernels, backbone, cache, [prompts[place] for place in batch], [slots[place] for place in batch])
 
 
-def _read(kernels: Any, backbone: Backbone, cache: Cache, prompts: list[list[int]], slots: list[int]) -> None:
+def _read(kernels: Any, backbone: StepBackbone, cache: Cache, prompts: list[list[int]], slots: list[int]) -> None:
     """One pass. It ends at the last layer's keys and values; no logits are made.
 
     What lies past a shorter prompt's end is overwritten before it is read, and causality hides it until then. What a

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tether.accel.decode_cpu.cached_attention import capped, out_of_window
-from tether.accel.decode_gpu.slot_state import Cache, SlotState, Workspace
-from tether.accel.decode_gpu.step_layers import Backbone, Layer, Linear
+from tether.accel.decode_gpu.slot_state import Cache, SlotState, StepWorkspace
+from tether.accel.decode_gpu.step_layers import StepBackbone, StepLayer, StepLinear
 from tether.accel.families import Norm
 from tether.ops.sampling import Draw, draw_columns
 from tether.protocols import Sampling
@@ -29,13 +29,13 @@ def rms_norm(x: Tensor, norm: Norm) -> Tensor:
     return (wide * scale * (norm.weight.to(wide.dtype) + norm.offset)).to(x.dtype)
 
 
-def embed(work: Workspace, n: int, backbone: Backbone, state: SlotState, norm: Norm) -> None:
+def embed(work: StepWorkspace, n: int, backbone: StepBackbone, state: SlotState, norm: Norm) -> None:
     """hidden = the embeddings of the slots' next inputs; normed = their norm."""
     work.hidden[:n].copy_(backbone.embed(state.tokens[:n]))
     work.normed[:n].copy_(rms_norm(work.hidden[:n], norm))
 
 
-def add_norm(work: Workspace, n: int, parts: Tensor, after: Norm | None, norm: Norm) -> None:
+def add_norm(work: StepWorkspace, n: int, parts: Tensor, after: Norm | None, norm: Norm) -> None:
     """hidden += the sum of `parts` (P, n, H), normed first where `after` is a norm; normed = hidden's norm."""
     added = parts.sum(dim=0)
     if after is not None:
@@ -45,7 +45,7 @@ def add_norm(work: Workspace, n: int, parts: Tensor, after: Norm | None, norm: N
 
 
 def project(
-    work: Workspace, n: int, layer: Layer, backbone: Backbone, state: SlotState, cache: Cache, index: int
+    work: StepWorkspace, n: int, layer: StepLayer, backbone: StepBackbone, state: SlotState, cache: Cache, index: int
 ) -> None:
     """Queries of the normed states, turned to their positions; keys and values go into the cache."""
     normed, columns = work.normed[:n], state.columns[:n]
@@ -59,7 +59,7 @@ def project(
     cache.values[index].transpose(1, 2).index_put_((slots, columns), value)
 
 
-def normed_heads(layer: Layer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
+def normed_heads(layer: StepLayer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
     """Queries and keys (..., heads, D) after the norms that some models have for them."""
     if layer.head_norms is None:
         return query, key
@@ -73,7 +73,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(
-    work: Workspace, n: int, layer: Layer, backbone: Backbone, state: SlotState, cache: Cache, index: int
+    work: StepWorkspace, n: int, layer: StepLayer, backbone: StepBackbone, state: SlotState, cache: Cache, index: int
 ) -> None:
     """mixed = attention of each slot's query to the columns of its own slot that it sees; of no meaning where idle."""
     keys, values = cache.keys[index, :n], cache.values[index, :n]  # (n, K, T, D)
@@ -85,25 +85,25 @@ def attend(
     work.mixed[:n].copy_((weights.to(values.dtype) @ values).reshape(n, -1))
 
 
-def gated(work: Workspace, n: int, layer: Layer) -> None:
+def gated(work: StepWorkspace, n: int, layer: StepLayer) -> None:
     """inner = act(gate · normed) * (up · normed)."""
     normed = work.normed[:n]
     work.inner[:n].copy_(layer.activation(layer.gate(normed)) * layer.up(normed))
 
 
-def linear(work: Workspace, n: int, module: Linear, x: Tensor) -> Tensor:  # noqa: ARG001
+def linear(work: StepWorkspace, n: int, module: StepLinear, x: Tensor) -> Tensor:  # noqa: ARG001
     """(P, n, H) whose sum over P is the module's output for x (rows, in)."""
     return module(x[:n]).unsqueeze(0)
 
 
-def logits(work: Workspace, n: int, backbone: Backbone) -> None:
+def logits(work: StepWorkspace, n: int, backbone: StepBackbone) -> None:
     """Logits of the normed states."""
     work.logits[:n].copy_(backbone.head(work.normed[:n]))
     if backbone.logit_cap is not None:
         capped(work.logits[:n], backbone.logit_cap)
 
 
-def draw(work: Workspace, n: int, state: SlotState, sampling: Sampling) -> None:
+def draw(work: StepWorkspace, n: int, state: SlotState, sampling: Sampling) -> None:
     """One token for each slot, by the uniform that is due, and the slots' next state."""
     place = state.drawn[:n].clamp(max=state.uniforms.shape[1] - 1).unsqueeze(-1)
     uniforms = state.uniforms[:n].gather(1, place).squeeze(-1)
@@ -135,7 +135,7 @@ def copy_slots(cache: Cache, sources: Tensor, targets: Tensor, lengths: Tensor, 
         table[:, targets, :, :longest] = table[:, sources, :, :longest]
 
 
-def angles_pass(backbone: Backbone, prompts: int, longest: int) -> Angles:  # noqa: ARG001
+def angles_pass(backbone: StepBackbone, prompts: int, longest: int) -> Angles:  # noqa: ARG001
     """Positions 0 to longest - 1 of each prompt, (L, 1, D / 2) for all."""
     return {kind: (cos[:longest, None], sin[:longest, None]) for kind, (cos, sin) in backbone.angles.items()}
 
@@ -155,17 +155,17 @@ def norm_pass(x: Tensor, norm: Norm | None) -> Tensor:
     return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.epsilon) if plain else rms_norm(x, norm)
 
 
-def linear_pass(part: Linear, x: Tensor) -> Tensor:
+def linear_pass(part: StepLinear, x: Tensor) -> Tensor:
     """(P, L, out) of x (P, L, in)."""
     return part(x)
 
 
-def heads_pass(part: Linear, norm: Norm | None, x: Tensor, width: int, angles: tuple[Tensor, Tensor]) -> Tensor:
+def heads_pass(part: StepLinear, norm: Norm | None, x: Tensor, width: int, angles: tuple[Tensor, Tensor]) -> Tensor:
     """(P, L, heads, width) queries or keys of x (P, L, H): normed by head where there is a norm, then turned."""
     return rotate(norm_pass(part(x).unflatten(-1, (-1, width)), norm), *angles)
 
 
-def gated_pass(layer: Layer, x: Tensor) -> Tensor:
+def gated_pass(layer: StepLayer, x: Tensor) -> Tensor:
     """(P, L, I) act(gate · x) * (up · x)."""
     return layer.activation(layer.gate(x)) * layer.up(x)
 

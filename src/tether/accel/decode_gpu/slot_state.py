@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from tether.accel.decode_gpu.cache_memory import cache_memory
-from tether.accel.decode_gpu.step_layers import MAX_RANK, Backbone
+from tether.accel.decode_gpu.step_layers import MAX_RANK, StepBackbone
 from tether.device_transfer import sent
 
 PROCESSORS = 132  # of the device that tiles were chosen on
@@ -29,7 +29,7 @@ class Cache:
     slot read in a straight line is what the attention kernel is fastest at.
     """
 
-    def __init__(self, backbone: Backbone, slots: int, length: int) -> None:
+    def __init__(self, backbone: StepBackbone, slots: int, length: int) -> None:
         shape = (2, len(backbone.layers), slots, backbone.kv_heads, length, backbone.head_dim)
         size = slots * slot_bytes(backbone, length)
         self.memory = cache_memory(size, backbone.device)
@@ -43,7 +43,7 @@ class Cache:
         self.values.zero_()
 
 
-def slot_bytes(backbone: Backbone, length: int) -> int:
+def slot_bytes(backbone: StepBackbone, length: int) -> int:
     """What the cache of one slot takes."""
     return 2 * len(backbone.layers) * backbone.kv_heads * length * backbone.head_dim * backbone.dtype.itemsize
 
@@ -79,10 +79,10 @@ class SlotState:
         self.live[source] = False
 
 
-class Workspace:
+class StepWorkspace:
     """Room for one step's activations, token-major: (rows, features)."""
 
-    def __init__(self, backbone: Backbone, slots: int) -> None:
+    def __init__(self, backbone: StepBackbone, slots: int) -> None:
         rows = -(-slots // ROWS) * ROWS
         features = backbone.heads * backbone.head_dim
 

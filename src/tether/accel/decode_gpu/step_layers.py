@@ -19,12 +19,12 @@ from tether.accel.families import (
     layer_facts,
     rotary_tables,
 )
-from tether.accel.fused_pass.lora_linear import Adapter
+from tether.accel.fused_pass.lora_linear import LoraAdapter
 
 MAX_RANK = 64  # of an adapter that the kernels compute
 
 
-class Linear:
+class StepLinear:
     """A linear layer: its module, and where no more than this is in it, what it computes with.
 
     That is a weight, a bias and at most one adapter, which a decode step's kernels compute where its rank is small. Any
@@ -33,7 +33,7 @@ class Linear:
 
     def __init__(self, module: Any) -> None:
         self.module = module
-        self.adapter: Adapter | None = None
+        self.adapter: LoraAdapter | None = None
         base: Any = module
         self.known = True
         if type(module) is LoraLinear:
@@ -54,7 +54,7 @@ class Linear:
         return self.module(x)
 
 
-def plain_adapter(module: Any, names: list[str]) -> Adapter | None:
+def plain_adapter(module: Any, names: list[str]) -> LoraAdapter | None:
     """The module's adapter, where it is one and of the plain kind."""
     if len(names) > 1 or names[0] in module.lora_variant or module.lora_bias.get(names[0]):
         return None
@@ -64,15 +64,15 @@ def plain_adapter(module: Any, names: list[str]) -> Adapter | None:
         return None
     if not (down.is_contiguous() and up.is_contiguous()):
         return None
-    return Adapter(down, up, module.scaling[names[0]])
+    return LoraAdapter(down, up, module.scaling[names[0]])
 
 
-def one_rank(*parts: Linear) -> bool:
+def one_rank(*parts: StepLinear) -> bool:
     """Whether the adapters among some linear layers can be computed together: of one rank and one type."""
     return len({(len(part.adapter.down), part.adapter.up.dtype) for part in parts if part.adapter}) <= 1
 
 
-class Layer:
+class StepLayer:
     """One block's modules and norms, and which of its parts the fused kernels may compute."""
 
     def __init__(self, block: Any, facts: LayerFacts) -> None:
@@ -80,12 +80,12 @@ class Layer:
         self.facts = facts
         self.before_attention, self.after_attention, self.before_mlp, self.after_mlp = block_norms(block)
         self.query, self.key, self.value = (
-            Linear(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+            StepLinear(part) for part in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        self.output = Linear(attention.o_proj)
+        self.output = StepLinear(attention.o_proj)
         self.head_norms = head_norms(attention)
         self.head_dim: int = attention.head_dim
-        self.gate, self.up, self.down = Linear(mlp.gate_proj), Linear(mlp.up_proj), Linear(mlp.down_proj)
+        self.gate, self.up, self.down = StepLinear(mlp.gate_proj), StepLinear(mlp.up_proj), StepLinear(mlp.down_proj)
         self.activation: Any = mlp.act_fn
         self.is_silu = isinstance(mlp.act_fn, nn.SiLU | SiLUActivation)
         self.is_gelu = isinstance(mlp.act_fn, GELUTanh)
@@ -97,14 +97,14 @@ class Layer:
         self.fused_gates = self.fused_gates and all(part.fused and part.bias is None for part in gates)
 
 
-class Backbone:
+class StepBackbone:
     """A model's layers, embedding, last norm and output layer, and its tables of rotary positions."""
 
     def __init__(self, model: Any, length: int) -> None:
         """`length` is how many positions the tables have."""
         backbone, config = model.model, model.config
         facts = layer_facts(backbone)
-        self.layers = [Layer(block, own) for block, own in zip(backbone.layers, facts, strict=True)]
+        self.layers = [StepLayer(block, own) for block, own in zip(backbone.layers, facts, strict=True)]
         self.embedding: nn.Module = backbone.embed_tokens
         self.embedding_scale = embedding_scale(backbone)
         self.norm = Norm.of(backbone.norm)

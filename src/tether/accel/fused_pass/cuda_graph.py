@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from tether.accel.fused_pass import fused_pass
-from tether.accel.fused_pass.fused_pass import Inputs, Layers, Trace
+from tether.accel.fused_pass.fused_pass import Layers, PassInputs, Trace
 from tether.accel.fused_pass.packed import MAX_WORK
 from tether.accel.fused_pass.side_stream import Aside, capture_streams
 from tether.accel.gradient_accumulation import Gradients, watched
@@ -33,7 +33,7 @@ class CudaGraphs:
         self._next: tuple[Any, int] = (None, 0)  # another shape that was asked for, and how often in a row
         self._held: _Held | None = None
 
-    def ready(self, layers: Layers, inputs: Inputs, trained: Sequence[Tensor]) -> bool:
+    def ready(self, layers: Layers, inputs: PassInputs, trained: Sequence[Tensor]) -> bool:
         """Whether this pass can be replayed; a shape that keeps coming is captured on the way."""
         weights = layers.layers[0]
         size = sum(part.weight.numel() for part in (weights.query, weights.output, weights.gate, weights.up)) * 2
@@ -58,7 +58,7 @@ class CudaGraphs:
         """Let the graphs and all they hold go."""
         self._held, self._key = None, None
 
-    def forward(self, inputs: Inputs) -> Tensor:
+    def forward(self, inputs: PassInputs) -> Tensor:
         """(n, H) states, in memory that the next pass overwrites."""
         assert self._held is not None
         self.turn += 1
@@ -73,7 +73,7 @@ class CudaGraphs:
 class _Held:
     """Graphs, and the memory they work on."""
 
-    def __init__(self, layers: Layers, inputs: Inputs, trained: Sequence[Tensor]) -> None:
+    def __init__(self, layers: Layers, inputs: PassInputs, trained: Sequence[Tensor]) -> None:
         self.layers, self.trained = layers, list(trained)
         self.inputs = _map(inputs, torch.clone)
         self.pool = torch.cuda.graph_pool_handle()
@@ -86,7 +86,7 @@ class _Held:
         self.back: torch.cuda.CUDAGraph | None = None
         self.with_input = False
 
-    def forward(self, inputs: Inputs) -> Tensor:
+    def forward(self, inputs: PassInputs) -> Tensor:
         for ours, theirs in zip(_columns(self.inputs), _columns(inputs), strict=True):
             ours.copy_(theirs.detach())
         self.there.replay()
@@ -135,12 +135,12 @@ class _Held:
         self.back, self.with_input = back, wants_input  # now that all of it is captured
 
 
-def _keeps(inputs: Inputs, trained: Sequence[Tensor]) -> bool:
+def _keeps(inputs: PassInputs, trained: Sequence[Tensor]) -> bool:
     """Whether a graph leaves what its way back needs; one that does serves passes without a gradient too."""
     return bool(trained) or inputs.hidden.requires_grad
 
 
-def _shape(inputs: Inputs) -> tuple[Any, ...]:
+def _shape(inputs: PassInputs) -> tuple[Any, ...]:
     """All of a batch that a captured kernel was launched with."""
     packing, rows = inputs.packing, inputs.rows
     asked = None if rows is None else (len(rows.tokens), rows.most, rows.starts is None)
@@ -161,14 +161,14 @@ def _norms(layer: Any) -> tuple[Any, ...]:
     return layer.before_attention, layer.before_mlp, layer.query_norm, layer.key_norm
 
 
-def _columns(inputs: Inputs) -> list[Tensor]:
+def _columns(inputs: PassInputs) -> list[Tensor]:
     """The tensors of a pass's inputs that its kernels read."""
     rows = inputs.rows
     asked = [] if rows is None else [rows.tokens, *([] if rows.starts is None else [rows.starts])]
     return [inputs.hidden, inputs.cos, inputs.sin, inputs.packing.starts, *asked]
 
 
-def _map(inputs: Inputs, change: Any) -> Inputs:
+def _map(inputs: PassInputs, change: Any) -> PassInputs:
     """Inputs whose columns are changed."""
     rows = inputs.rows
     if rows is not None:
@@ -176,4 +176,4 @@ def _map(inputs: Inputs, change: Any) -> Inputs:
         rows = dataclasses.replace(rows, tokens=change(rows.tokens), starts=starts)
     packing = dataclasses.replace(inputs.packing, starts=change(inputs.packing.starts))
     hidden = change(inputs.hidden.detach())
-    return Inputs(hidden, change(inputs.cos), change(inputs.sin), packing, rows)
+    return PassInputs(hidden, change(inputs.cos), change(inputs.sin), packing, rows)

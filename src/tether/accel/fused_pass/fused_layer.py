@@ -20,7 +20,7 @@ from transformers.activations import SiLUActivation
 
 from tether.accel.fused_pass.flash import Attention
 from tether.accel.fused_pass.fused_ops import add_norm, add_norm_backward, column_sums, gate, gate_backward, rotate
-from tether.accel.fused_pass.lora_linear import Linear, Readers
+from tether.accel.fused_pass.lora_linear import AdaptedLinear, Readers
 from tether.accel.fused_pass.lora_swiglu import GateAdapters
 from tether.accel.fused_pass.side_stream import Aside
 from tether.accel.gradient_accumulation import Gradients
@@ -28,38 +28,38 @@ from tether.ops.packing import Packing, Rows
 
 
 @dataclass(frozen=True)
-class Norm:
+class FusedNorm:
     """An RMS norm: w x / sqrt(mean(x²) + ε)."""
 
     weight: Tensor
     epsilon: float
 
     @classmethod
-    def of(cls, module: Any) -> Norm | None:
+    def of(cls, module: Any) -> FusedNorm | None:
         """None where there is no norm."""
         return None if module is None else cls(module.weight, module.variance_epsilon)
 
 
 @dataclass(frozen=True)
-class Layer:
+class FusedLayer:
     """What a decoder layer computes with; its tensors are the model's own."""
 
-    before_attention: Norm
-    before_mlp: Norm
-    query: Linear
-    key: Linear
-    value: Linear
-    output: Linear
-    gate: Linear
-    up: Linear
-    down: Linear
-    query_norm: Norm | None
-    key_norm: Norm | None
+    before_attention: FusedNorm
+    before_mlp: FusedNorm
+    query: AdaptedLinear
+    key: AdaptedLinear
+    value: AdaptedLinear
+    output: AdaptedLinear
+    gate: AdaptedLinear
+    up: AdaptedLinear
+    down: AdaptedLinear
+    query_norm: FusedNorm | None
+    key_norm: FusedNorm | None
     width: int  # of a head
     scaling: float
 
     @classmethod
-    def of(cls, layer: Any) -> Layer | None:
+    def of(cls, layer: Any) -> FusedLayer | None:
         """None where one of its modules may do more than is known here."""
         attention, mlp = layer.self_attn, layer.mlp
         modules = {
@@ -71,12 +71,12 @@ class Layer:
             "up": mlp.up_proj,
             "down": mlp.down_proj,
         }
-        found = {name: Linear.of(module) for name, module in modules.items()}
+        found = {name: AdaptedLinear.of(module) for name, module in modules.items()}
         if any(part is None for part in found.values()) or not isinstance(mlp.act_fn, nn.SiLU | SiLUActivation):
             return None
         norms = {"before_attention": layer.input_layernorm, "before_mlp": layer.post_attention_layernorm}
         norms |= {"query_norm": getattr(attention, "q_norm", None), "key_norm": getattr(attention, "k_norm", None)}
-        parts: dict[str, Any] = found | {name: Norm.of(module) for name, module in norms.items()}
+        parts: dict[str, Any] = found | {name: FusedNorm.of(module) for name, module in norms.items()}
         return cls(**parts, width=attention.head_dim, scaling=attention.scaling)
 
     def readers(self, rows: Rows | None) -> tuple[Readers, Readers | None]:
@@ -98,7 +98,7 @@ class Layer:
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerPlace:
     """Where the tokens of a pass stand, and how much of it is kept."""
 
     packing: Packing
@@ -143,7 +143,7 @@ class BackwardContext(NamedTuple):
     aside: Aside
 
 
-def layer_forward(layer: Layer, place: Place, hidden: Tensor, change: Tensor | None) -> tuple[Tensor, Kept]:
+def layer_forward(layer: FusedLayer, place: LayerPlace, hidden: Tensor, change: Tensor | None) -> tuple[Tensor, Kept]:
     """`(what the block adds to kept.again, what its backward pass reads)` of hidden + change (N, H).
 
     What a block adds is handed on apart, for the next norm to add it in the same pass.
@@ -173,7 +173,7 @@ def layer_forward(layer: Layer, place: Place, hidden: Tensor, change: Tensor | N
     return result, kept
 
 
-def _gated(layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def _gated(layer: FusedLayer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """`(gate, up, gated product, thin)`; gate and up lack what adapters add where the product's kernel adds it."""
     readers, adapters = Readers((layer.gate, layer.up)), layer.gate_adapters()
     if adapters is None:
@@ -185,7 +185,7 @@ def _gated(layer: Layer, normed: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor
     return opened, up, adapters.product(opened, up, thin), thin
 
 
-def _normed_heads(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
+def _normed_heads(x: Tensor, norm: FusedNorm | None) -> tuple[Tensor, Tensor | None]:
     """`(x normed by head, x)`, or `(x, None)` where the model does not do so; x is (N, heads, D)."""
     if norm is None:
         return x, None
@@ -193,8 +193,8 @@ def _normed_heads(x: Tensor, norm: Norm | None) -> tuple[Tensor, Tensor | None]:
 
 
 def layer_backward(
-    layer: Layer,
-    place: Place,
+    layer: FusedLayer,
+    place: LayerPlace,
     kept: Kept,
     grad_hidden: Tensor,
     grad_change: Tensor,
@@ -207,7 +207,9 @@ def layer_backward(
     return _attention_backward(layer, place, kept, grad_again, way, wants_input)
 
 
-def _mlp_backward(layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, way: BackwardContext) -> Tensor:
+def _mlp_backward(
+    layer: FusedLayer, kept: Kept, grad_hidden: Tensor, grad_change: Tensor, way: BackwardContext
+) -> Tensor:
     """(n, H) the gradient of what entered the second norm."""
     grad_change = grad_change.contiguous()
     reader, readers, norm = Readers((layer.down,)), Readers((layer.gate, layer.up)), layer.before_mlp
@@ -227,7 +229,7 @@ def _mlp_backward(layer: Layer, kept: Kept, grad_hidden: Tensor, grad_change: Te
 
 
 def _gated_backward(
-    layer: Layer, kept: Kept, grad_change: Tensor, narrow_down: Tensor | None, product: Tensor | None
+    layer: FusedLayer, kept: Kept, grad_change: Tensor, narrow_down: Tensor | None, product: Tensor | None
 ) -> tuple[tuple[Tensor, Tensor], Tensor | None]:
     """`((d gate, d up), their narrow products)`; `product`, where there is one, is filled with the gated product."""
     reader, adapters = Readers((layer.down,)), layer.gate_adapters()
@@ -243,7 +245,7 @@ def _gated_backward(
 
 
 def _attention_backward(
-    layer: Layer, place: Place, kept: Kept, grad_again: Tensor, way: BackwardContext, wants_input: bool
+    layer: FusedLayer, place: LayerPlace, kept: Kept, grad_again: Tensor, way: BackwardContext, wants_input: bool
 ) -> Tensor | None:
     """(N, H) the gradient of what entered the first norm; None where nobody wants it."""
     rows, norm, reader = place.rows, layer.before_attention, Readers((layer.output,))
@@ -290,7 +292,7 @@ def _read_backward(
 
 
 def norm_backward(
-    norm: Norm, grad_normed: Tensor, past: Tensor | None, added: Tensor, inverse: Tensor, way: BackwardContext
+    norm: FusedNorm, grad_normed: Tensor, past: Tensor | None, added: Tensor, inverse: Tensor, way: BackwardContext
 ) -> Tensor:
     """The gradient of what entered a norm, `past` being what comes by the way past it."""
     grad, partial = add_norm_backward(grad_normed, past, added, norm.weight, inverse, norm.weight.requires_grad)
@@ -300,7 +302,7 @@ def norm_backward(
     return grad
 
 
-def _heads_backward(grad: Tensor, raw: Tensor | None, norm: Norm | None, way: BackwardContext) -> Tensor:
+def _heads_backward(grad: Tensor, raw: Tensor | None, norm: FusedNorm | None, way: BackwardContext) -> Tensor:
     """The gradient of heads (N, heads, D) before their norm."""
     if norm is None or raw is None:
         return grad

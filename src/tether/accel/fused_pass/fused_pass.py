@@ -16,10 +16,10 @@ from torch import Tensor, nn
 
 from tether.accel.fused_pass.fused_layer import (
     BackwardContext,
+    FusedLayer,
+    FusedNorm,
     Kept,
-    Layer,
-    Norm,
-    Place,
+    LayerPlace,
     layer_backward,
     layer_forward,
     norm_backward,
@@ -34,17 +34,17 @@ from tether.ops.packing import Packing, Rows
 class Layers:
     """A backbone's layers and its last norm, in which order they are run."""
 
-    layers: tuple[Layer, ...]
-    final: Norm | None  # None in a backbone that is cut off below its norm
+    layers: tuple[FusedLayer, ...]
+    final: FusedNorm | None  # None in a backbone that is cut off below its norm
 
     @classmethod
     def of(cls, backbone: Any) -> Layers | None:
         """None where one of its layers may do more than is known here."""
-        found = [Layer.of(layer) for layer in backbone.layers]
+        found = [FusedLayer.of(layer) for layer in backbone.layers]
         if not found or any(layer is None for layer in found):
             return None
-        final = None if isinstance(backbone.norm, nn.Identity) else Norm.of(backbone.norm)
-        return cls(cast("tuple[Layer, ...]", tuple(found)), final)
+        final = None if isinstance(backbone.norm, nn.Identity) else FusedNorm.of(backbone.norm)
+        return cls(cast("tuple[FusedLayer, ...]", tuple(found)), final)
 
     def trained(self) -> list[Tensor]:
         """The tensors that a gradient goes to."""
@@ -63,7 +63,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Inputs:
+class PassInputs:
     """What a pass is run on."""
 
     hidden: Tensor  # (N, H) what enters the first layer
@@ -72,18 +72,18 @@ class Inputs:
     packing: Packing
     rows: Rows | None  # the tokens whose states are wanted; None for all
 
-    def places(self, count: int) -> list[Place]:
+    def places(self, count: int) -> list[LayerPlace]:
         """Where each of `count` layers finds its tokens: the last one goes on with the wanted ones alone."""
         angles = self.cos, self.sin
-        every = Place(self.packing, None, angles, angles)
+        every = LayerPlace(self.packing, None, angles, angles)
         if self.rows is None:
             return [every] * count
         tokens = self.rows.tokens
         asked = self.cos.index_select(0, tokens), self.sin.index_select(0, tokens)
-        return [*[every] * (count - 1), Place(self.packing, self.rows, angles, asked)]
+        return [*[every] * (count - 1), LayerPlace(self.packing, self.rows, angles, asked)]
 
 
-def forward(layers: Layers, inputs: Inputs, *, keep: bool, recompute: bool) -> tuple[Tensor, Trace]:
+def forward(layers: Layers, inputs: PassInputs, *, keep: bool, recompute: bool) -> tuple[Tensor, Trace]:
     """`(states (n, H), trace)`; the trace is empty unless `keep`."""
     trace = Trace([], [])
     hidden, change = inputs.hidden, None
@@ -106,7 +106,7 @@ def forward(layers: Layers, inputs: Inputs, *, keep: bool, recompute: bool) -> t
 
 def backward(
     layers: Layers,
-    inputs: Inputs,
+    inputs: PassInputs,
     trace: Trace,
     grad: Tensor,
     gradients: Gradients,
@@ -135,7 +135,7 @@ def backward(
     return below
 
 
-def run(layers: Layers, inputs: Inputs, *, recompute: bool, captured: Any = None) -> Tensor:
+def run(layers: Layers, inputs: PassInputs, *, recompute: bool, captured: Any = None) -> Tensor:
     """(n, H) the states of the tokens that are wanted, after all layers and the last norm.
 
     `captured`, a `CudaGraphs`, replays what it holds of such a pass.
@@ -160,7 +160,13 @@ class _Pass(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, layers: Layers, inputs: Inputs, recompute: bool, trained: Sequence[Tensor], *_: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        layers: Layers,
+        inputs: PassInputs,
+        recompute: bool,
+        trained: Sequence[Tensor],
+        *_: Tensor,
     ) -> Tensor:
         del hidden  # it is the inputs' own, given apart so that autograd sees it
         states, ctx.trace = forward(layers, inputs, keep=True, recompute=recompute)
@@ -183,7 +189,7 @@ class _Replayed(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, captured: Any, inputs: Inputs, trained: Sequence[Tensor], *_: Tensor
+        ctx: Any, hidden: Tensor, captured: Any, inputs: PassInputs, trained: Sequence[Tensor], *_: Tensor
     ) -> Tensor:
         del hidden
         states = captured.forward(inputs).clone()

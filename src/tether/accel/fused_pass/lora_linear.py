@@ -15,7 +15,7 @@ from tether.accel.gradient_accumulation import Gradients
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoraAdapter:
     """Adds s (x A^T) B^T to what its layer makes of x.
 
     Its two products of a token's width are called thin, x A^T, and narrow, s dy B: (N, rank) both.
@@ -32,15 +32,15 @@ class Adapter:
 
 
 @dataclass(frozen=True)
-class Linear:
+class AdaptedLinear:
     """y = x W^T + b + thin B^T s, the last for an adapter."""
 
     weight: Tensor  # (out, in)
     bias: Tensor | None
-    adapter: Adapter | None = None
+    adapter: LoraAdapter | None = None
 
     @classmethod
-    def of(cls, module: nn.Module) -> Linear | None:
+    def of(cls, module: nn.Module) -> AdaptedLinear | None:
         """None where the module may do more than this says."""
         if type(module) is nn.Linear:
             return cls(module.weight, module.bias)
@@ -56,7 +56,9 @@ class Linear:
         up = layer.lora_B[name]
         if up.bias is not None:
             return None
-        return cls(base.weight, base.bias, Adapter(layer.lora_A[name].weight, up.weight, float(layer.scaling[name])))
+        return cls(
+            base.weight, base.bias, LoraAdapter(layer.lora_A[name].weight, up.weight, float(layer.scaling[name]))
+        )
 
     def tensors(self) -> list[Tensor]:
         """All that it computes with."""
@@ -93,7 +95,7 @@ class Readers:
         thin = x A^T,    dx = sum of dy W + narrow A,    dA = narrow^T x.
     """
 
-    parts: tuple[Linear, ...]
+    parts: tuple[AdaptedLinear, ...]
 
     def __call__(self, x: Tensor) -> tuple[list[Tensor], Tensor | None]:
         """`(y of each layer, thin)`."""
@@ -147,7 +149,7 @@ class Readers:
             if adapter.down.requires_grad:
                 gradients.add(adapter.down, own)
 
-    def _adapters(self) -> list[Adapter]:
+    def _adapters(self) -> list[LoraAdapter]:
         return [part.adapter for part in self.parts if part.adapter is not None]
 
     def _ranks(self) -> list[int]:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tether.accel.fused_pass.lora_linear import Adapter, Linear
+from tether.accel.fused_pass.lora_linear import AdaptedLinear, LoraAdapter
 from tether.accel.kernels.lora import adapted_gate_backward_kernel, adapted_gate_kernel, sum_parts_kernel
 
 MAX_RANKS = 64  # above, a product of its own is worth its pass over memory
@@ -63,12 +63,12 @@ class Slopes(NamedTuple):
 class GateAdapters:
     """The adapters of gate and up, and that of the layer which reads their product, where it has one."""
 
-    gate: Adapter
-    up: Adapter
-    down: Adapter | None
+    gate: LoraAdapter
+    up: LoraAdapter
+    down: LoraAdapter | None
 
     @classmethod
-    def of(cls, gate: Linear, up: Linear, down: Linear) -> GateAdapters | None:
+    def of(cls, gate: AdaptedLinear, up: AdaptedLinear, down: AdaptedLinear) -> GateAdapters | None:
         """None where gate and up do not both have an adapter of a rank that fits into a tile."""
         if gate.adapter is None or up.adapter is None or max(gate.adapter.rank, up.adapter.rank) > MAX_RANKS:
             return None

@@ -95,7 +95,7 @@ def packed_states(
     layers = fused_pass.Layers.of(backbone)
     if layers is None:
         return None
-    inputs = fused_pass.Inputs(hidden, cos[0].contiguous(), sin[0].contiguous(), packing, rows)
+    inputs = fused_pass.PassInputs(hidden, cos[0].contiguous(), sin[0].contiguous(), packing, rows)
     with at(hidden.device):
         states = fused_pass.run(layers, inputs, recompute=recompute, captured=captured)
     return packing.unpack(states, None if rows is None else rows.tokens)

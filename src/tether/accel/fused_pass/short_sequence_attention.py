@@ -38,7 +38,7 @@ class Tile(NamedTuple):
         return {"QUERIES": self.queries, "KEYS": self.keys, "num_warps": self.warps, "num_stages": self.stages}
 
 
-class Tiles(NamedTuple):
+class AttentionTiles(NamedTuple):
     """A tile for each kernel."""
 
     forward: Tile
@@ -48,8 +48,8 @@ class Tiles(NamedTuple):
 
 # By the width of a head, 64 standing for all up to it; the fastest of those that docs/log.md lists, on an H200.
 TILES = {
-    64: Tiles(forward=Tile(64, 64, 4, 3), grad_query=Tile(64, 32, 4, 3), grad_key=Tile(64, 64, 4, 3)),
-    128: Tiles(forward=Tile(64, 64, 4, 3), grad_query=Tile(64, 64, 4, 2), grad_key=Tile(32, 128, 8, 3)),
+    64: AttentionTiles(forward=Tile(64, 64, 4, 3), grad_query=Tile(64, 32, 4, 3), grad_key=Tile(64, 64, 4, 3)),
+    128: AttentionTiles(forward=Tile(64, 64, 4, 3), grad_query=Tile(64, 64, 4, 2), grad_key=Tile(32, 128, 8, 3)),
 }
 
 
@@ -68,7 +68,7 @@ def usable(query: Tensor, key: Tensor, packing: Packing, rows: Rows | None) -> b
     return programs >= LEAST_PROGRAMS and torch.cuda.get_device_capability(query.device)[0] == HOPPER
 
 
-def tiles_for(query: Tensor) -> Tiles:
+def tiles_for(query: Tensor) -> AttentionTiles:
     """The tiles for heads of queries (n, heads, D)."""
     return TILES[max(64, query.shape[2])]
 

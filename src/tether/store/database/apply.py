@@ -11,7 +11,7 @@ from typing import Any
 from sqlalchemy import Connection, bindparam, case, delete, func, insert, select, update
 
 from tether.store.database.digests import row_digest, step_digest
-from tether.store.database.records import Record, plain
+from tether.store.database.records import StoreRecord, plain
 from tether.store.database.run_log import SITTINGS
 from tether.store.database.schema import events, lineage, metrics, rollouts, runs, steps
 from tether.store.retention import KeepRollouts
@@ -33,7 +33,7 @@ _COME_FURTHER = (
 
 
 def apply_record(
-    connection: Connection, workspace: str, name: str, record: Record, start: Record | None = None
+    connection: Connection, workspace: str, name: str, record: StoreRecord, start: StoreRecord | None = None
 ) -> None:
     """Apply a record of the run called `name`; one that the database does not know is entered first, from `start`."""
     if record.kind == "start":
@@ -121,7 +121,7 @@ def _touch(connection: Connection, run_id: int, time: float, **changes: Any) -> 
     connection.execute(update(runs).where(runs.c.id == run_id).values(updated=time, **changes))
 
 
-def _add_step(connection: Connection, run_id: int, record: Record) -> None:
+def _add_step(connection: Connection, run_id: int, record: StoreRecord) -> None:
     data, step = record.data, record.data["step"]
     place = {"run_id": run_id, "step": step}
     connection.execute(_DELETE_STEP, {"run": run_id, "at": step})  # and all that belongs to it

@@ -19,7 +19,7 @@ from tether.errors import TetherError
 from tether.plain_file import read_plain
 from tether.store.database.apply import apply_record
 from tether.store.database.open import Workspace, open_engine
-from tether.store.database.records import Record
+from tether.store.database.records import StoreRecord
 from tether.store.database.spool import Spool
 
 FIRST_RETRY, LAST_RETRY = 1.0, 60.0  # seconds; doubled in between
@@ -33,13 +33,13 @@ class Unavailable(Exception):  # noqa: N818 (a state of the store, not a fault o
 class Database:
     """A connection for one run's records, opened when first needed and opened anew after a failure."""
 
-    def __init__(self, workspace: Workspace, name: str, start: Record | None, wait: float) -> None:
+    def __init__(self, workspace: Workspace, name: str, start: StoreRecord | None, wait: float) -> None:
         self.workspace, self.name, self.start, self.wait = workspace, name, start, wait
         self._engine: Engine | None = None
         self._connection: Connection | None = None
         self._file: tuple[int, int] | None = None
 
-    def apply(self, record: Record) -> None:
+    def apply(self, record: StoreRecord) -> None:
         """Commit one record. Raises Unavailable, or ValueError where the record itself cannot be stored."""
         try:
             connection = self._connected()
@@ -88,7 +88,7 @@ class Journal:
         self,
         workspace: Workspace,
         name: str,
-        start: Record | None,
+        start: StoreRecord | None,
         notify: Callable[[str], None],
         *,
         wait: float = 5.0,
@@ -96,7 +96,7 @@ class Journal:
         self.database = Database(workspace, name, start, wait)
         self.spool = Spool(workspace.folder(name))
         self.dropped = 0
-        self._memory: deque[Record] = deque()
+        self._memory: deque[StoreRecord] = deque()
         self._notify = notify
         self._delay = FIRST_RETRY
         self._retry_at: float | None = time.monotonic() if self.spool.files() else None
@@ -111,7 +111,7 @@ class Journal:
         """How long until the database should be tried again; None where nothing waits."""
         return None if self._retry_at is None else max(0.0, self._retry_at - time.monotonic())
 
-    def write(self, record: Record) -> None:
+    def write(self, record: StoreRecord) -> None:
         """Put one record where it is safe."""
         if self.seconds_to_retry() == 0.0:
             self.retry()
@@ -154,7 +154,7 @@ class Journal:
 
     def _write_file(self, path: Path) -> int:
         try:
-            record = Record.from_bytes(read_plain(path))
+            record = StoreRecord.from_bytes(read_plain(path))
             self.database.apply(record)
         except ValueError as error:
             self.spool.set_aside(path)
@@ -177,7 +177,7 @@ class Journal:
             f"records is kept in {self.spool.folder} until the store is back."
         )
 
-    def _set_down(self, record: Record) -> None:
+    def _set_down(self, record: StoreRecord) -> None:
         self._memory.append(record)
         self._move_to_disk()
 

@@ -16,7 +16,7 @@ Kind = Literal["start", "step", "event", "rewind", "state"]
 
 
 @dataclass(frozen=True)
-class Source:
+class RecordSource:
     """Something a run was made from: a model, a reward model, a critic's start, data, the run it was forked from."""
 
     role: str
@@ -26,7 +26,7 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Record:
+class StoreRecord:
     """One change to the store. `data` is JSON; `blobs` are the encoded rollouts of a step, in order."""
 
     kind: Kind
@@ -41,7 +41,7 @@ class Record:
         return body + hashlib.sha256(body).digest()
 
     @classmethod
-    def from_bytes(cls, content: bytes) -> Record:
+    def from_bytes(cls, content: bytes) -> StoreRecord:
         """Raises ValueError where anything is missing or altered."""
         body, digest = content[:-32], content[-32:]
         if not body.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:

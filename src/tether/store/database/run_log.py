@@ -20,7 +20,7 @@ from typing import Any
 
 from tether.plain_file import read_plain
 from tether.store.database.digests import step_digest
-from tether.store.database.records import Record, plain
+from tether.store.database.records import StoreRecord, plain
 from tether.store.database.values import without_infinities
 
 FILE = "records.jsonl"
@@ -69,7 +69,7 @@ class RunLog:
         self.path = run_folder / FILE
         self._file: int | None = None
 
-    def append(self, record: Record) -> None:
+    def append(self, record: StoreRecord) -> None:
         """One more line."""
         if record.kind == "state":
             return

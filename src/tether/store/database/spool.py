@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from tether.store.database.records import Record
+from tether.store.database.records import StoreRecord
 
 try:
     import fcntl
@@ -31,7 +31,7 @@ class Spool:
             return sorted(path for path in self.folder.glob("*.record") if path.stem.isdecimal())
         return []
 
-    def add(self, record: Record) -> None:
+    def add(self, record: StoreRecord) -> None:
         """Put a record at the end; it is on disk when this returns. Raises OSError where it cannot be."""
         self.folder.mkdir(parents=True, exist_ok=True)
         target = self.folder / f"{self._next:010d}.record"
