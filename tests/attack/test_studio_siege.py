@@ -104,6 +104,8 @@ def test_a_flood_of_logins_by_an_annotator(siege: Siege):
 def test_bytes_that_are_no_request_of_ours(narrow: Siege, name: str):
     got = narrow.raw(RAW[name])
     statuses = [int(line.split()[1]) for line in got.split(b"\r\n") if line.startswith(b"HTTP/1.1 ")]
+    if name == "waiting for 100":  # an interim answer, which comes where the server begins to read the body
+        statuses = [status for status in statuses if status != 100]
     assert all(400 <= status < 500 for status in statuses), got[:300]
     assert b"Traceback" not in got and b'"role"' not in got
     narrow.is_well()

@@ -283,6 +283,16 @@ def test_saving_does_not_wait_for_the_disk_and_the_next_one_waits_for_the_last(t
     assert steps_in(tmp_path) == [1, 2]
 
 
+def test_a_changed_working_folder_takes_no_checkpoint_with_it(tmp_path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    writer = CheckpointWriter(Path("kept"), keep=5, keep_every=0, notify=print)
+    monkeypatch.chdir("elsewhere")
+    writer.save(made(1))
+    writer.wait()
+    assert steps_in(tmp_path / "kept") == [1] and list(Path().iterdir()) == []
+
+
 def test_a_checkpoint_that_cannot_be_written_is_told_and_the_next_one_is_tried(tmp_path, monkeypatch):
     told: list[str] = []
     writer = CheckpointWriter(tmp_path, keep=2, keep_every=0, notify=told.append)

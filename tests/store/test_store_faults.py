@@ -138,6 +138,23 @@ def test_a_resumed_run_takes_in_what_waits_and_rewinds_it(tmp_path: Path):
         assert [row["step"] for row in rows] == [0, 1] and "again" in rows[1]
 
 
+# -- a working folder that changes
+
+
+def test_a_changed_working_folder_takes_no_records_with_it(tmp_path: Path, monkeypatch):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    recording = Recording(Path())
+    recording.steps(0)
+    assert recording.recorder.flush()
+    monkeypatch.chdir("elsewhere")
+    recording.steps(1, 2, rollouts=1)
+    assert recording.recorder.close("done")
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    monkeypatch.chdir(tmp_path)
+    assert recorded_steps(tmp_path) == [0, 1, 2]
+
+
 # -- memory that is short
 
 

@@ -16,7 +16,7 @@ class CheckpointWriter:
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int, notify: Callable[[str], None]) -> None:
-        self.folder = folder
+        self.folder = folder.absolute()  # a reward may change the working folder while the thread writes
         self.keep = keep
         self.keep_every = keep_every
         self.notify = notify

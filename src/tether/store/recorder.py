@@ -95,6 +95,7 @@ class RunRecorder:
         uid: str | None = None,
         moved: Mapping[str, str] | None = None,
     ) -> None:
+        workspace, folder = workspace.anchored(), folder.absolute()
         self.name = workspace.name_of(folder)
         self._pieces, self._keep, self._notify = pieces, keep, _careful(notify)
         self._lock = ExitStack()

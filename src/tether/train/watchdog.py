@@ -31,7 +31,7 @@ class Watchdog:
 
     def __init__(self, seconds: float, folder: Path | None = None, *, grace: float = GRACE) -> None:
         self.seconds = seconds
-        self.folder = folder
+        self.folder = None if folder is None else folder.absolute()
         self.grace = grace
         self._phase = "start"
         self._last_beat = time.monotonic()

@@ -54,6 +54,13 @@ class Workspace:
         """The database, to be told to its owner: without the password, wherever the address has one."""
         return str(self.file) if self.file is not None else redact_url(self.url.render_as_string(hide_password=False))
 
+    def anchored(self) -> Workspace:
+        """The same by paths from the root, for threads: a reward may change the working folder meanwhile."""
+        file = self.file
+        is_named = file is not None and not str(file).startswith((":", "file:"))
+        url = self.url.set(database=str(file.absolute())) if file is not None and is_named else self.url
+        return Workspace(self.directory.absolute(), url)
+
     def folder(self, name: str) -> Path:
         """A run's folder. A name may come from a database or a file that others write, and never leads out of here."""
         if not is_inside(name):
