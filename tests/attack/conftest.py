@@ -7,6 +7,7 @@ process of its own from the start (limits, pipes) takes `process` instead. The l
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import signal
 import subprocess
@@ -102,7 +103,10 @@ def command(imported: None, tmp_path: Path) -> Callable[..., Ended]:
         child = os.fork()
         if child == 0:
             run_fork([str(word) for word in words], [Path(out) if out else files[0], files[1]], tmp_path, before)
-        code, seconds = wait_for(child, began)
+        try:
+            code, seconds = wait_for(child, began)
+        except HungError as error:
+            raise HungError(f"{error}: {files[1].read_text('utf-8', 'replace')[-6000:]}") from None
         said = ["" if out and file == files[0] else file.read_text("utf-8", "replace") for file in files]
         return Ended(code, said[0], said[1], seconds)
 
@@ -118,6 +122,7 @@ def run_fork(words: list[str], files: list[Path], folder: Path, before: Callable
             os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdout, sys.stderr = (open(number, "w", encoding="utf-8", closefd=False) for number in (1, 2))  # noqa: SIM115
         os.chdir(folder)
+        faulthandler.register(signal.SIGUSR1, all_threads=True)
         if before is not None:
             before()
         code = entry(words)
@@ -142,14 +147,19 @@ def entry(words: list[str]) -> int:
 
 def wait_for(child: int, began: float) -> tuple[int, float]:
     """The exit code of a fork and the seconds of processor time it took; one that hangs is killed."""
-    while time.monotonic() - began < HUNG:
-        ended, status, used = os.wait4(child, os.WNOHANG)
-        if ended:
-            return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
-        time.sleep(0.005)
+    try:
+        while time.monotonic() - began < HUNG:
+            ended, status, used = os.wait4(child, os.WNOHANG)
+            if ended:
+                return os.waitstatus_to_exitcode(status), used.ru_utime + used.ru_stime
+            time.sleep(0.005)
+    except HungError:
+        pass
+    os.kill(child, signal.SIGUSR1)  # its stacks go to its standard error
+    time.sleep(0.5)
     os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    raise HungError(f"did not end within {HUNG} seconds")
+    used = os.wait4(child, 0)[2]
+    raise HungError(f"did not end within {HUNG} seconds, {used.ru_utime + used.ru_stime:.1f} of them on a processor")
 
 
 @pytest.fixture

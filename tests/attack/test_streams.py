@@ -29,9 +29,12 @@ def test_a_command_whose_output_cannot_be_written(words: list[str], command, ref
     refusal(command(*words, out="/dev/full"), 6)
 
 
-@pytest.mark.parametrize("megabytes", [24, 40, 60])
+@pytest.mark.parametrize("megabytes", [24, 40])
 def test_short_memory(megabytes: int, command, refusal) -> None:
-    """It runs out while the model is loaded, in the rollout, and where the thread that records has none left either."""
+    """It runs out while the model is loaded, or at the rollout's first large block.
+
+    With 60 MB the rollout gets some way first, which takes its time and says nothing more.
+    """
     words = (*RUN, "--rollout.prompts_per_step=1024", "--rollout.max_new_tokens=128")
     refusal(command(*words, before=lambda: leave_memory(megabytes << 20)), 6)
 

@@ -192,9 +192,8 @@ class RunRecorder:
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing, self._journal.seconds_to_retry())
             if self._waiting:
-                item = self._waiting.popleft()
-                self._changed.notify_all()
-                return item
+                self._changed.notify_all()  # first: an item that was taken must not be lost to an error
+                return self._waiting.popleft()
             if self._closing:
                 raise StopIteration
             return None
