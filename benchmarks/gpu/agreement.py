@@ -30,7 +30,7 @@ from tether.learner.evaluate import evaluate_tokens
 from tether.ops.kl import kl_estimate
 from tether.seeds import derive_seed
 from tether.train.build import build_rl, load_policy
-from tether.train.rl import RLParts, release_memory
+from tether.train.rl import RLParts
 from tether.types import EvaluatedBatch, Score
 
 Columns = dict[str, Tensor]  # (N,) each: "sampler" and "trainer", log-probs of a token, and "token", its id
@@ -64,7 +64,7 @@ def one_batch(parts: RLParts, options: argparse.Namespace, step: int) -> Evaluat
     prompts = parts.prompts.take(step * parts.prompts_per_step, parts.prompts_per_step)
     seed = derive_seed(options.seed, "agreement", step)
     rollouts = parts.engine.generate(prompts, parts.sampling, samples_per_prompt=options.samples, seed=seed)
-    release_memory(parts.engine)
+    parts.engine.release()
     scores = [Score(0.0) for _ in rollouts]
     batch = collate(
         rollouts, scores, pad_id=parts.pad_id, temperature=parts.sampling.temperature, need_groups=False

@@ -1,14 +1,17 @@
-"""The seams that users extend: pass an object, or name one as `package.module:name` in a recipe."""
+"""The seams that users extend, by an object from Python. A recipe can name a reward or a task: `package.module:name`.
+
+docs/extending.md has an example of each.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from tether.types import Experience, Loss, Prompt, Rollout, Score, Sequences, TokenOutputs
+from tether.types import Loss, Prompt, Rollout, Score, Sequences, TokenOutputs
 
 InBatch = TypeVar("InBatch", bound=Sequences, contravariant=True)
 AnyOutputs = TypeVar("AnyOutputs", contravariant=True)
@@ -33,8 +36,8 @@ class Task(Protocol):
         """Prompts that are never trained on, for evaluation."""
         ...
 
-    def reward(self) -> RewardFn:
-        """The reward for an answer to any of them."""
+    def reward(self) -> RewardFn | Callable[..., Any] | None:
+        """The reward for an answer to any of them: any shape of docs/rewards.md. None leaves it to `reward.parts`."""
         ...
 
 
@@ -50,9 +53,23 @@ class Sampling:
 
 
 class RolloutEngine(Protocol):
-    """Samples answers. `policy_version` is written on each of them; the loop sets it to the iteration."""
+    """Samples answers. Inherit from it: everything but `generate` has a default.
 
-    policy_version: int
+    The loop sets `policy_version` to the iteration; write it on each rollout. `notices` are sentences that the user
+    reads as the run starts.
+    """
+
+    policy_version: int = 0
+    notices: tuple[str, ...] = ()
+
+    @property
+    def cache_bytes(self) -> int:
+        """The peak of the device memory that torch's counters do not see, for the metric `memory/rollout`."""
+        return 0
+
+    def release(self) -> None:
+        """Free the device memory of the cache. The loop calls it after each `generate`: the update needs the room."""
+        return
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, samples_per_prompt: int, seed: int
@@ -118,12 +135,12 @@ class PolicyModel(TrainedModel, Protocol):
 
 
 class Tracker(Protocol):
-    """Where metrics go."""
+    """Where metrics go. It runs in a thread of its own."""
 
-    def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
-        """Keep one step's metrics, and its tokens where the tracker keeps those."""
+    def record(self, step: int, metrics: dict[str, float]) -> None:
+        """Keep one step's metrics."""
         ...
 
     def close(self) -> None:
-        """Flush and let go."""
+        """Flush and close, after the last step."""
         ...

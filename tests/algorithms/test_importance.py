@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tether.config.load import load_recipe
+from tether.protocols import RolloutEngine
 from tether.train.build import build_rl, load_policy
 from tether.train.rl import train_rl
 
@@ -18,7 +19,7 @@ SMALL = [
 METHODS = {"ppo": [], "reinforce": [], "rloo": [], "grpo": [], "trpo": ["--trpo.cg_iterations", "2"]}
 
 
-class Told:
+class Told(RolloutEngine):
     """An engine that says of its log-probs what `change` makes of them."""
 
     def __init__(self, engine, change):

@@ -231,7 +231,7 @@ class Counting:
         self.rows: list[tuple[int, float]] = []
         self.closed = False
 
-    def record(self, step, metrics, experience=None) -> None:
+    def record(self, step, metrics) -> None:
         self.rows.append((step, metrics["score"]))
 
     def close(self) -> None:

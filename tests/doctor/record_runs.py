@@ -31,6 +31,7 @@ from tether.config.load import load_recipe  # noqa: E402
 from tether.config.recipes import RLRecipe  # noqa: E402
 from tether.doctor.answer_metrics import step_measures  # noqa: E402
 from tether.models.save import save_model  # noqa: E402
+from tether.protocols import RolloutEngine  # noqa: E402
 from tether.store.read import open_workspace, read_run, workspace_of  # noqa: E402
 from tether.train.build import build_rl, build_supervised, load_policy  # noqa: E402
 from tether.train.rl import RLParts, StepResult, train_rl  # noqa: E402
@@ -41,7 +42,7 @@ ROWS_KEPT = 16
 DIGITS = 6
 
 
-class CoarseEngine:
+class CoarseEngine(RolloutEngine):
     """An engine of low precision: its log-probs are told to the nearest quarter."""
 
     def __init__(self, engine: Any) -> None:

@@ -18,7 +18,7 @@ class Keeping:
         self.steps: list[tuple[int, dict[str, float]]] = []
         self.closed = False
 
-    def record(self, step, metrics, experience=None) -> None:
+    def record(self, step, metrics) -> None:
         self.steps.append((step, metrics))
 
     def close(self) -> None:
@@ -32,7 +32,7 @@ class Crashing(Keeping):
         super().__init__()
         self.at = at
 
-    def record(self, step, metrics, experience=None) -> None:
+    def record(self, step, metrics) -> None:
         super().record(step, metrics)
         if self.at == "record" and step == 1:
             raise ConnectionError("the service is down")
@@ -71,7 +71,7 @@ def test_a_hanging_sink_neither_stops_a_step_nor_the_end(monkeypatch):
     gate, said = threading.Event(), []
 
     class Hanging(Keeping):
-        def record(self, step, metrics, experience=None) -> None:
+        def record(self, step, metrics) -> None:
             gate.wait(20)
 
     trackers = Trackers({"slow": Hanging()}, said.append)

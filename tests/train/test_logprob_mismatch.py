@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tether.config.load import load_recipe
+from tether.protocols import RolloutEngine
 from tether.train.build import build_rl, load_policy
 from tether.train.logprob_mismatch import Agreement, worst_tokens
 from tether.train.rl import train_rl
@@ -68,7 +69,7 @@ def test_only_what_is_worse_than_before_is_told():
     assert len(told[1][1]["tokens"]) == 5
 
 
-class Counting:
+class Counting(RolloutEngine):
     """An engine that counts how often its memory was asked back, and when."""
 
     def __init__(self, engine, log):

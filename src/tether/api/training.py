@@ -198,7 +198,7 @@ def _from_records(method: str, records: Any, arguments: dict[str, Any]) -> Run:
     given["data.train"] = source_of(records, directory, "preferences" if method != "sft" else "data")
     given |= _held_out("data", arguments["held_out"], directory)
     settings = _merged(arguments["settings"], given)
-    objects = Objects(trackers=tuple(arguments["trackers"]))
+    objects = Objects(trackers=arguments["trackers"])
     return _begin(method, None, settings, objects, arguments["on_step"], arguments["progress"])
 
 
@@ -233,7 +233,7 @@ def _objects(
         given["reward.parts"], functions = reward_of(reward)
     if task is not None:
         given["task.name"] = task if isinstance(task, str) else f"{OBJECT}{name_of(task)}"
-    objects = Objects(functions, None if isinstance(task, str) else task, engine, algorithm, tuple(trackers))
+    objects = Objects(functions, None if isinstance(task, str) else task, engine, algorithm, trackers)
     if objects.names():
         given["run.objects"] = objects.names()
     return objects

@@ -63,6 +63,47 @@ def assemble_rollout(
     )
 
 
+def check_rollouts(
+    engine: object, rollouts: Sequence[Rollout], prompts: Sequence[Prompt], samples_per_prompt: int
+) -> None:
+    """Raise where an engine's rollouts break its protocol: `samples_per_prompt` for each prompt, in order."""
+    name, number = type(engine).__name__, len(prompts) * samples_per_prompt
+    if len(rollouts) != number:
+        raise DataError(
+            f"engine: {name} gave {len(rollouts)} rollouts for {len(prompts)} prompts with {samples_per_prompt} "
+            f"samples each: it must give {number}"
+        )
+    groups: set[int] = set()
+    for place, rollout in enumerate(rollouts):
+        where = f"engine: rollout {place} of {name}"
+        prompt, sample = prompts[place // samples_per_prompt], place % samples_per_prompt
+        if rollout.prompt.id != prompt.id:
+            raise DataError(
+                f"{where} answers prompt {rollout.prompt.id!r}, and prompt {prompt.id!r} was asked there: give the "
+                "samples of one prompt side by side, in the order of the prompts"
+            )
+        first = rollouts[place - sample].group_id
+        if rollout.group_id != first or (sample == 0 and first in groups):
+            raise DataError(
+                f"{where} has group_id {rollout.group_id}: the samples of one prompt share one that no other prompt has"
+            )
+        groups.add(first)
+        _check_columns(rollout, where)
+
+
+def _check_columns(rollout: Rollout, where: str) -> None:
+    length = len(rollout.token_ids)
+    for name in ("token_ids", "response_mask", "behavior_logprobs", "untruncated_logprobs"):
+        column: Tensor = getattr(rollout, name)
+        if column.shape != (length,) or column.device.type != "cpu":
+            raise DataError(
+                f"{where} has {name} of shape {tuple(column.shape)} on {column.device}: every column has one value a "
+                f"token, here {length}, on the CPU (tether.rollout.assemble.assemble_rollout makes them)"
+            )
+    if not length or bool(rollout.response_mask[0]):
+        raise DataError(f"{where} has no prompt token: the policy cannot sample the first token of a row")
+
+
 def check_request(prompts: Sequence[Prompt], samples_per_prompt: int) -> None:
     """Raise on a request that no engine can answer well."""
     if not prompts:

@@ -31,7 +31,7 @@ from tether.models.acceleration import AVAILABLE, MISSING, SLOWER, DecodeRequest
 from tether.models.load import LoadedModel, embedding_count
 from tether.models.lora import causal_lm_of
 from tether.ops.sampling import Draw, by_sequence, check_sampling, draw, sample_uniforms
-from tether.protocols import Sampling
+from tether.protocols import RolloutEngine, Sampling
 from tether.rollout.assemble import assemble_rollout, check_request
 from tether.rollout.cached_batch import CachedBatch, check_cached
 from tether.types import Prompt, Rollout
@@ -54,7 +54,7 @@ class _Sequence:
     prompt_ids: list[int]
 
 
-class NativeEngine:
+class NativeEngine(RolloutEngine):
     """Batched sampling with a KV cache. Answers include the stop token, which is sampled and so is trained.
 
     The distribution is the model's own, over every row of its output layer: ids past the tokenizer's length (padding
@@ -85,9 +85,7 @@ class NativeEngine:
             raise ConfigError(f"max_num_seqs is {max_num_seqs}: it must be at least 1, or auto")
         self.loaded = loaded
         self.max_num_seqs = max_num_seqs
-        self.policy_version = 0
         self.states_for = states_for
-        self.notices: tuple[str, ...] = ()
         self.fast = FastDecoder() if AVAILABLE else None
         check_cached(loaded.model)
         self._distrusted = "rollout.engine asks for it" if general else self._unsupported()

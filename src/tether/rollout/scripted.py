@@ -8,14 +8,14 @@ import torch
 
 from tether.data.chat import prompt_token_ids
 from tether.errors import DataError
-from tether.protocols import Sampling
+from tether.protocols import RolloutEngine, Sampling
 from tether.rollout.assemble import Tokenizer, assemble_rollout, check_request
 from tether.types import Finish, Prompt, Rollout
 
 Answers = Mapping[str, Sequence[str]] | Callable[[Prompt, int], str]
 
 
-class ScriptedEngine:
+class ScriptedEngine(RolloutEngine):
     """Answers from a script, as real Rollouts.
 
     `answers` maps a prompt's id to its completions, which are cycled over the samples, or is a function of the prompt
@@ -33,7 +33,6 @@ class ScriptedEngine:
         self.answers = answers
         self.logprob = logprob
         self.end = end
-        self.policy_version = 0
 
     def generate(
         self,

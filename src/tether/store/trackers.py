@@ -19,7 +19,6 @@ from typing import Any
 
 from tether.errors import ConfigError
 from tether.protocols import Tracker
-from tether.types import Experience
 from tether.user_code import is_its_own
 
 MAX_WAITING = 1000  # steps
@@ -62,17 +61,17 @@ class Trackers:
     def __init__(self, trackers: Mapping[str, Tracker], notify: Callable[[str], None]) -> None:
         self._trackers = dict(trackers)
         self._notify = notify
-        self._waiting: queue.Queue[tuple[int, dict[str, float], Experience | None] | None] = queue.Queue(MAX_WAITING)
+        self._waiting: queue.Queue[tuple[int, dict[str, float]] | None] = queue.Queue(MAX_WAITING)
         self._told_full = False
         self._thread = threading.Thread(target=self._work, name="metric-trackers", daemon=True)
         self._thread.start()
 
-    def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
+    def record(self, step: int, metrics: dict[str, float]) -> None:
         """Hand one step to every tracker."""
         if not self._trackers:
             return
         try:
-            self._waiting.put_nowait((step, dict(metrics), experience))
+            self._waiting.put_nowait((step, dict(metrics)))
         except queue.Full:
             if not self._told_full:
                 self._told_full = True
@@ -117,9 +116,8 @@ class TensorBoard:
 
         self._writer = SummaryWriter(str(place.folder / "tensorboard"))
 
-    def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
+    def record(self, step: int, metrics: dict[str, float]) -> None:
         """One scalar a metric."""
-        del experience
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -145,9 +143,8 @@ class WeightsAndBiases:
                 project=project, name=place.name, dir=str(place.folder), config=dict(place.config), settings=settings
             )
 
-    def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
+    def record(self, step: int, metrics: dict[str, float]) -> None:
         """One row a step."""
-        del experience
         self._run.log(metrics, step=step)
 
     def close(self) -> None:
@@ -172,9 +169,8 @@ class Trackio:
         with redirect_stdout(sys.stderr):  # standard output is for those who asked for JSON
             self._run = trackio.init(project="tether", name=place.name, config=dict(place.config))
 
-    def record(self, step: int, metrics: dict[str, float], experience: Experience | None = None) -> None:
+    def record(self, step: int, metrics: dict[str, float]) -> None:
         """One row a step; trackio takes finite numbers alone."""
-        del experience
         self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
     def close(self) -> None:

@@ -24,6 +24,16 @@ class Objects:
     algorithm: Algorithm | Callable[[Algorithm], Algorithm] | None = None
     trackers: Sequence[Tracker] = ()
 
+    def __post_init__(self) -> None:
+        given: Any = self.trackers
+        if not isinstance(given, Sequence):
+            raise ConfigError(f"trackers: expected a list of trackers, was given a {type(given).__name__}")
+        for place, tracker in enumerate(self.trackers):
+            missing = [name for name in ("record", "close") if not callable(getattr(tracker, name, None))]
+            if isinstance(tracker, type) or missing:
+                wrong = f"has no method {missing[0]}" if missing else "is a class: pass an object of it"
+                raise ConfigError(f"trackers[{place}]: {name_of(tracker)} {wrong} (tether.protocols.Tracker)")
+
     def names(self) -> tuple[str, ...]:
         """As `run.objects` records them."""
         others = {"task": self.task, "engine": self.engine, "algorithm": self.algorithm}
@@ -38,10 +48,13 @@ class Objects:
             return None
         is_factory = isinstance(self.engine, type) or not hasattr(self.engine, "generate")
         engine: Any = self.engine(policy) if is_factory else self.engine  # pyright: ignore[reportCallIssue]
-        if not callable(getattr(engine, "generate", None)):
-            raise ConfigError(
-                f"engine: {name_of(self.engine)} has no method generate: see tether.protocols.RolloutEngine"
-            )
+        wanted = {"generate": "method generate", "release": "method release", "cache_bytes": "cache_bytes"}
+        for name, words in (wanted | {"notices": "notices"}).items():
+            if not hasattr(engine, name):
+                raise ConfigError(
+                    f"engine: {name_of(self.engine)} has no {words}: inherit from tether.protocols.RolloutEngine, "
+                    "whose only member without a default is generate"
+                )
         return engine
 
     def algorithm_for(self, recipe_algorithm: Algorithm) -> Algorithm:

@@ -19,6 +19,7 @@ from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import RewardFn, RolloutEngine, Sampling
 from tether.rewards.combine import failure_errors, part_metrics
 from tether.rewards.score import score_rollouts
+from tether.rollout.assemble import check_rollouts
 from tether.seeds import derive_seed
 from tether.train.timers import Timers
 from tether.train.token_stats import TokenStats
@@ -118,6 +119,7 @@ def evaluate_held_out(parts: RLParts) -> dict[str, float]:
     rollouts = parts.engine.generate(
         parts.held_out, parts.sampling, samples_per_prompt=1, seed=derive_seed(parts.seed, "held-out")
     )
+    check_rollouts(parts.engine, rollouts, parts.held_out, 1)
     scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)
     usable = [score.value for score in scores if score.usable]
     return {
@@ -145,8 +147,9 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
         samples_per_prompt=parts.samples_per_prompt,
         seed=derive_seed(parts.seed, "rollout", step),
     )
-    phases.hold_beside(getattr(parts.engine, "cache_bytes", 0))
-    release_memory(parts.engine)
+    check_rollouts(parts.engine, rollouts, prompts, parts.samples_per_prompt)
+    phases.hold_beside(parts.engine.cache_bytes)
+    parts.engine.release()
     begin("scores")
     scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)
     made = collate(
@@ -197,13 +200,6 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
         look.clipped(objective),
         tuple(failure_errors(scores)),
     )
-
-
-def release_memory(engine: RolloutEngine) -> None:
-    """Have the engine hand back its cache, where it keeps one: the update may want that room."""
-    release = getattr(engine, "release", None)
-    if callable(release):
-        release()
 
 
 def update(parts: RLParts, step: int, look: TokenStats, objective: TokenObjective) -> Metrics:

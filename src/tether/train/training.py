@@ -89,7 +89,7 @@ class FromRollouts:
         self.parts = build_rl(recipe, policy, inputs, objects)
         self.learner, self.total = self.parts.learner, self.parts.steps
         self.model = self.parts.roles.actor.policy
-        self.notices: tuple[str, ...] = getattr(self.parts.engine, "notices", ())
+        self.notices: tuple[str, ...] = self.parts.engine.notices
         self.notices += backbone_notices(self.parts.roles.actor)
         self.notices += getattr(self.parts.reward, "notices", ())
         self.controllers = self.parts.algorithm.controllers
