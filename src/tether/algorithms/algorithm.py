@@ -5,11 +5,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from tether.errors import ConfigError
 from tether.learner.learner import Learner
 from tether.ops.kl import Estimator, FixedKL, KLController, kl_estimate
 from tether.ops.policy_losses import truncated_importance
@@ -125,6 +126,24 @@ class Algorithm:
         """Whether the KL to the reference acts anywhere."""
         return self.advantage_settings.kl_apply_to != "none"
 
+    def _checked(self, estimated: object, mask: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the estimator gave, or an error that names it: a wrong shape would broadcast and train on nonsense."""
+        name = f"algorithm {self.name}: {type(self.estimator).__name__}"
+        kind = type(estimated).__name__
+        given: tuple[Any, ...] = cast("tuple[Any, ...]", estimated) if isinstance(estimated, tuple) else ()
+        if len(given) != 2:
+            raise ConfigError(f"{name} gave a {kind}: it must give (advantages, returns)")
+        advantages, returns = given
+        for what, column in (("advantages", advantages), ("returns", returns)):
+            shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
+            if shape != tuple(mask.shape) and not (what == "returns" and column is None):
+                raise ConfigError(
+                    f"{name} gave {what} of shape {shape}: it must give one for each token, {tuple(mask.shape)}"
+                )
+        if self.needs_critic and returns is None:
+            raise ConfigError(f"{name} gave no returns, and needs_critic is True: the critic has nothing to learn from")
+        return advantages, returns
+
     def advantages(self, batch: EvaluatedBatch, kl_coef: float) -> tuple[Experience, Metrics]:
         """Rewards, advantages and returns of a batch, over the whole of it: minibatches never change a baseline."""
         rules, mask = self.advantage_settings, batch.response_mask
@@ -140,9 +159,10 @@ class Algorithm:
         final_values = None
         if rules.bootstrap_truncated and batch.final_values is not None:
             final_values = torch.where(batch.truncated, batch.final_values, 0.0)
-        advantages, returns = self.estimator(
+        estimated = self.estimator(
             rewards, mask, values=batch.values, final_values=final_values, group_ids=batch.group_ids
         )
+        advantages, returns = self._checked(estimated, mask)
         metrics = credit_measures(batch, scores, advantages, returns)
         if rules.whiten_advantages:
             advantages = whiten(advantages, mask)

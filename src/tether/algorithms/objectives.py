@@ -8,6 +8,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from tether.errors import ConfigError
 from tether.ops.aggregation import Aggregation
 from tether.ops.kl import Estimator, kl_estimate, ratio_clamped
 from tether.ops.policy_losses import clip_cases, clip_loss, kl_penalty_loss, reinforce_loss, unclipped_loss, value_loss
@@ -115,6 +116,11 @@ class PolicyObjective:
         """The sum over a micro-batch."""
         mask = batch.response_mask
         loss = policy = self.surrogate(outputs.logprobs, batch)
+        if policy.shape != mask.shape:
+            raise ConfigError(
+                f"surrogate {type(self.surrogate).__name__} gave a loss of shape {tuple(policy.shape)}: it must give "
+                f"one for each token, {tuple(mask.shape)}"
+            )
         if self.entropy_coef != 0.0:
             loss = loss - self.entropy_coef * outputs.entropy
         if self.kl_coef != 0.0:
