@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import redirect_stdout
+from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
 from inspect import signature
+from typing import Any
 
 from tether.config.code_names import BUILT_IN as BUILT_IN_CODE
 from tether.config.code_names import OBJECT
+from tether.config.rewards import FunctionPart
 from tether.config.sections import TOY_TASK, PromptSettings, TaskSettings
 from tether.data.prompts import PromptRule, hold_out, read_prompts, seen_in_training
 from tether.data.sources import places_of, shown_source
@@ -18,9 +20,10 @@ from tether.models.tokenizer import TextModel
 from tether.protocols import RewardFn, Task
 from tether.rewards import reasoning
 from tether.rewards.explain import explain
-from tether.rewards.function import CodeReward, named_reward
+from tether.rewards.function import CodeReward, FunctionReward, named_reward
 from tether.rewards.match_case import MatchCase
 from tether.rewards.resolve import resolve
+from tether.rewards.signature import read_signature
 from tether.types import Prompt
 from tether.user_code import apart, is_its_own
 
@@ -124,7 +127,16 @@ def _asked_of_task(settings: TaskSettings, passed: Task | None) -> tuple[list[Pr
             raise DataError(f"task.name: {what} of {name} gave a {type(wrong[0]).__name__}: it must give Prompts")
     if scorer is not None and not callable(scorer):
         raise DataError(f"task.name: reward() of {name} gave a {type(scorer).__name__}: it must give a function")
-    return training, held_out, None if scorer is None else CodeReward(scorer, "the task's reward")
+    return training, held_out, None if scorer is None else _task_reward(scorer)
+
+
+def _task_reward(scorer: Callable[..., Any]) -> RewardFn:
+    """A task's reward, called by its signature where the names of its parameters say `text` or `trl`."""
+    with suppress(ConfigError):  # a function of rollouts may name its parameter as it likes
+        if read_signature(scorer, "auto", "reward()", "task.name").takes != "rollouts":
+            part = FunctionPart(kind="function", name="task_reward", function="object:task_reward")
+            return FunctionReward(part, field="task.name: reward()", seed=0, function=scorer)
+    return CodeReward(scorer, "the task's reward")
 
 
 def _named(settings: TaskSettings) -> Task:
