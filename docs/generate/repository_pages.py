@@ -15,6 +15,7 @@ MAX_BYTES = 60_000
 """A larger file is named and not shown."""
 
 LINK = re.compile(r"(\]\()((?:\.\./)+[^)#\s]+)((?:#[^)\s]*)?\))")
+ANY_LINK = re.compile(r"(\]\()(?![a-z]+:|#)([^)#\s]+)((?:#[^)\s]*)?\))")
 LANGUAGES = {".py": "python", ".yaml": "yaml", ".yml": "yaml", ".toml": "toml", ".json": "json"}
 
 
@@ -38,7 +39,21 @@ def repository_pages() -> dict[str, str]:
             place = target(found[2], page)
             if place is not None:
                 pages |= shown(place)
+    waiting = [ROOT / path.removeprefix(f"{FOLDER}/") for path in pages]
+    while waiting:  # what the Markdown files among them link to
+        page = waiting.pop()
+        for place in _links_of(page):
+            more = {name: text for name, text in shown(place).items() if name not in pages}
+            waiting += [ROOT / name.removeprefix(f"{FOLDER}/") for name in more]
+            pages |= more
     return pages
+
+
+def _links_of(page: Path) -> list[Path]:
+    if page.suffix != ".md" or not page.is_file():
+        return []
+    places = [target(found[2], page) for found in ANY_LINK.finditer(page.read_text(encoding="utf-8"))]
+    return [place for place in places if place is not None]
 
 
 def shown(path: Path) -> dict[str, str]:
@@ -63,8 +78,22 @@ def file_page(path: Path) -> str:
     """A file: Markdown as text, anything else as code."""
     text = (ROOT / path).read_text(encoding="utf-8")
     if path.suffix == ".md":
-        return f"{EXCLUDED}{text}"
+        return f"{EXCLUDED}{_relinked(text, path)}"
     return _page(path, f"```{LANGUAGES.get(path.suffix, 'text')}\n{text.rstrip()}\n```")
+
+
+def _relinked(markdown: str, path: Path) -> str:
+    """A Markdown file of the repository whose links lead to pages of the site."""
+    up = "../" * page_of(path).count("/")
+
+    def lead(found: re.Match[str]) -> str:
+        whole = Path(os.path.normpath(ROOT / path.parent / found[2]))
+        if whole.is_relative_to(DOCS) and whole.exists():
+            return f"{found[1]}{up}{whole.relative_to(DOCS).as_posix()}{found[3]}"
+        place = target(found[2], ROOT / path)
+        return found[0] if place is None else f"{found[1]}{up}{page_of(place)}{found[3]}"
+
+    return ANY_LINK.sub(lead, markdown)
 
 
 def linked(markdown: str, page: Path, from_page: str) -> str:
