@@ -157,7 +157,7 @@ def test_an_objective_counts_the_tokens_it_clamped(surrogate: Surrogate, sign: f
     loss = PolicyObjective(surrogate, entropy_coef=0.01)(outputs, batch)
     (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
     assert torch.isfinite(loss.total) and torch.isfinite(gradient).all()
-    found = loss.measures.values()
+    found = loss.metrics.values()
     assert found["ratio_clamped"] == 0.5 and all(map(math.isfinite, found.values()))
 
 
@@ -165,7 +165,7 @@ def test_a_kl_to_the_reference_in_the_loss_is_counted_too():
     outputs, batch = experience([-0.9, -200.0], reference=-0.5)
     for kl_coef, share in ((0.0, 0.0), (0.1, 0.5)):
         loss = PolicyObjective(Clip(0.2, 0.2), kl_coef=kl_coef, kl_estimator="k3")(outputs, batch)
-        assert loss.measures.mean("ratio_clamped") == share
+        assert loss.metrics.mean("ratio_clamped") == share
         (gradient,) = torch.autograd.grad(loss.total, outputs.logprobs)
         assert torch.isfinite(gradient).all()
 

@@ -41,11 +41,11 @@ def test_the_time_that_is_left_counts_this_sitting_alone():
 def test_a_step_that_takes_long_says_what_it_is_at():
     now, written = [0.0], []
     lines = PlainProgress("ppo", 9, write=written.append, clock=lambda: now[0])
-    lines.heartbeat("rollout, step 0")
+    lines.doing("rollout, step 0")
     lines.advance(1)
     now[0] = 31.0
-    lines.heartbeat("update, step 1")
-    lines.heartbeat("rollout, step 2")
+    lines.doing("update, step 1")
+    lines.doing("rollout, step 2")
     assert written[1:] == ["ppo 1/9  update, step 1"]
 
 
