@@ -133,6 +133,12 @@ def test_python_is_started_without_the_working_folder(file: Path):
     assert not wrong, f"{file.relative_to(ROOT)}: {wrong}: start Python by tether.processes.python"
 
 
+def test_the_package_itself_imports_nothing():
+    """`python -m tether` reads it while the working folder, which may hold a `typing.py`, is on the search path."""
+    body = tree_of(SOURCE / "__init__.py").body
+    assert not [ast.unparse(node) for node in body if isinstance(node, ast.Import | ast.ImportFrom)]
+
+
 @pytest.mark.parametrize("file", each_file())
 def test_every_module_says_what_it_is(file: Path):
     assert ast.get_docstring(tree_of(file)), f"{file.relative_to(ROOT)} needs a docstring"

@@ -9,8 +9,9 @@ The Python API stands in `tether.api` and is imported when it is first used, so 
     run = tether.ppo("smollm2-135m", prompts, reward=my_function, steps=20)
 """
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+# Nothing is imported here: `python -m tether` reads this file while the working folder is still on the search path,
+# where a file `typing.py` would run. Type checkers take the constant for typing's.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
     from tether.api import (
@@ -51,9 +52,11 @@ __all__ = [
 _ERRORS = {"ConfigError", "DataError", "Stopped", "TetherError"}
 
 
-def __getattr__(name: str) -> Any:
+def __getattr__(name: str) -> object:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module
+
     return getattr(import_module("tether.errors" if name in _ERRORS else "tether.api"), name)
 
 

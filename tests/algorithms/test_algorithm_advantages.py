@@ -1,4 +1,4 @@
-"""From evaluated tokens to credit: what the whole of `Algorithm.credit` pays, worked out by hand."""
+"""From evaluated tokens to advantages: what the whole of `Algorithm.advantages` gives, worked out by hand."""
 
 from __future__ import annotations
 
