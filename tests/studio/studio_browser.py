@@ -146,11 +146,13 @@ def serving(workspace: Workspace) -> Iterator[Served]:
     """The real server, in a thread of its own, on a free port."""
     from tether.studio.app import create_app
     from tether.studio.serve import listen
-    from tether.studio.settings import StudioSettings
+    from tether.studio.settings import Rate, StudioSettings
 
     listening = listen("127.0.0.1", 0)
     port = listening.getsockname()[1]
-    app = create_app(workspace, StudioSettings(port=port, owner_token=OWNER_TOKEN, token_logs_in=True))
+    often = Rate(1000.0, 10_000)  # the visitors of a file follow each other faster than people do
+    rates = {"session_rate": often, "stranger_rate": often}
+    app = create_app(workspace, StudioSettings(port=port, owner_token=OWNER_TOKEN, token_logs_in=True, **rates))
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", lifespan="on", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listening]}, daemon=True)
     thread.start()
