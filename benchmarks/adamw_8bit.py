@@ -24,8 +24,7 @@ from torch import Tensor, nn
 
 from tether.hub.tiny_model import tiny_model
 from tether.learner import adamw
-from tether.learner.adamw import MixedAdamW
-from tether.learner.quantize import BLOCK, SIGNED, UNSIGNED, Codes
+from tether.learner.adamw import BLOCK, SIGNED, UNSIGNED, Codes, MixedAdamW
 
 BETAS = (0.9, 0.999)
 DOCS = Path(__file__).resolve().parent.parent / "docs"

@@ -29,8 +29,8 @@ from tether.config.load import load_recipe
 from tether.models.backbones import own_top
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel
+from tether.models.roles import Separate
 from tether.models.shared_backbone import TopBackbone
-from tether.models.sharing import Separate
 from tether.rewards.model import RewardModelReward
 from tether.train.build import build_rl
 from tether.train.rl import RLParts, rl_step

@@ -33,12 +33,11 @@ import tether.models.roles as roles
 from tether.config.load import load_recipe
 from tether.doctor.answer_metrics import step_measures
 from tether.models.load import load_causal_lm
+from tether.store.database.apply import KeepRollouts
 from tether.store.database.open import workspace_at
 from tether.store.recorded import StoredRollout, TopLogprobs
 from tether.store.recorder import Pieces, RunRecorder, RunStart
-from tether.store.retention import KeepRollouts
-from tether.store.token_text import token_pieces
-from tether.store.tokens import StepRollouts, stored_rollouts
+from tether.store.tokens import StepRollouts, stored_rollouts, token_pieces
 from tether.train.build import build_rl
 from tether.train.rl import RLParts, rl_step
 

@@ -29,8 +29,8 @@ ABOVE["conformance"] = set(ORDER[: ORDER.index("train")])  # whatever training i
 ABOVE["cli"] |= {"conformance"}
 ABOVE["__main__"] = {"cli"}
 # These stand on nothing; __init__ holds the version.
-FOR_ALL = {"ending", "errors", "plain_file", "processes", "progress", "rate_limit", "redact", "seal", "seeds"}
-FOR_ALL |= {"device_transfer", "tensor_cache", "time_limit", "user_code", "__init__"}
+FOR_ALL = {"errors", "files", "processes", "progress", "rate_limit", "redact", "seeds"}
+FOR_ALL |= {"device_transfer", "tensor_cache", "user_code", "__init__"}
 ABOVE |= {name: set() for name in FOR_ALL}
 ABOVE["__init__"] = {"api"}  # for type checkers; at run time it is imported when it is first used
 

@@ -25,7 +25,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from tether.config.load import load_recipe
-from tether.data.collate import collate
+from tether.data.rows import collate
 from tether.learner.evaluate import evaluate_tokens
 from tether.ops.kl import kl_estimate
 from tether.seeds import derive_seed

@@ -26,7 +26,7 @@ from tether.config.load import load_recipe
 from tether.models.backbones import Backbone, backbone_notices, shared_tree
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel
-from tether.models.sharing import Adapters, Separate
+from tether.models.roles import Adapters, Separate
 from tether.rewards.model import RewardModelReward
 from tether.train.build import build_rl
 from tether.train.rl import RLParts, rl_step

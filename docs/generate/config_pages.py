@@ -11,7 +11,7 @@ from pydantic import BaseModel
 
 from tether.cli import METHODS
 from tether.config import RECIPES
-from tether.config.demo import DemoRecipe
+from tether.config.recipes import DemoRecipe
 from tether.config.schema import REQUIRED, Leaf, as_yaml, describe, in_words, kinds_of, sections
 
 Pages = dict[str, str]

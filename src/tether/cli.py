@@ -18,8 +18,16 @@ from importlib import import_module
 from typing import NamedTuple, NoReturn
 
 from tether import __version__
-from tether.ending import flush_output, judge, prepare_streams, silence
-from tether.errors import DataError, StorageError, TetherError, UsageError
+from tether.errors import (
+    DataError,
+    StorageError,
+    TetherError,
+    UsageError,
+    flush_output,
+    judge,
+    prepare_streams,
+    silence,
+)
 from tether.processes import leave_working_folder
 from tether.redact import redact
 from tether.rewards import consent
@@ -101,7 +109,7 @@ def _train(words: list[str]) -> int:
     if method not in METHODS:
         raise UsageError(f"unknown method {method}: {_suggestion(method, METHODS)}")
     if wants_help:
-        from tether.config.help_page import print_fields
+        from tether.config.schema import print_fields
 
         print_fields(method, METHODS[method])
         return 0

@@ -1,10 +1,19 @@
-"""What can go wrong, by who can repair it. Each kind has an exit code of its own, so that scripts can tell them apart.
+"""Errors by who can repair them, and how a command ends: safe output streams, one sentence, an exit code.
+
+What can go wrong, by who can repair it. Each kind has an exit code of its own, so that scripts can tell them apart.
 
 0 is success and 1 is a bug in Tether (the only case in which a traceback is shown unasked).
+
+How a command ends: its streams made safe to write to, and any error told as a sentence with an exit code.
 """
 
 from __future__ import annotations
 
+import errno
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import suppress
 from typing import Any, ClassVar
 
 
@@ -53,3 +62,111 @@ class Stalled(TetherError):  # noqa: N818 (the run's state, not a fault)
     """The run made no progress for `run.hang_timeout`, and was ended by its watchdog."""
 
     exit_code: ClassVar[int] = 7
+
+
+STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}
+INPUT_ERRNOS = {
+    *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EEXIST, errno.ENXIO),
+    *(errno.EINVAL, errno.ESPIPE, errno.ENODEV, errno.ENOTEMPTY, errno.EXDEV),
+}
+# What torch, the loader of libraries and Python say where memory is short, in errors of other kinds.
+NO_MEMORY = (
+    *("allocate memory", "bad_alloc", "out of memory", "start new thread", "failed to map segment", "allocate thread"),
+    *("Resource temporarily unavailable", "no memory", "memory exhausted"),
+)
+
+
+def prepare_streams() -> None:
+    """Have standard input, output and error open, and able to write any text.
+
+    A descriptor that was closed would be given to the next file that is opened, such as the run's database, and what
+    is said on standard error would be written into that.
+    """
+    for number in (0, 1, 2):
+        try:
+            os.fstat(number)
+        except OSError:
+            with suppress(OSError):
+                os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
+    for number, name in ((1, "stdout"), (2, "stderr")):
+        if getattr(sys, name) is None:  # it was closed as Python started
+            with suppress(OSError):
+                setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        reconfigure: Any = getattr(stream, "reconfigure", None)
+        if reconfigure is not None:
+            with suppress(OSError, ValueError):
+                reconfigure(errors="backslashreplace")  # half a character, or a narrow locale
+
+
+def silence(stream: Any) -> None:
+    """Let nothing more be written to a stream that takes nothing, so that Python's own last flush succeeds."""
+    with suppress(OSError, ValueError, AttributeError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
+    with suppress(OSError, ValueError, AttributeError):
+        stream.flush()
+
+
+def flush_output() -> None:
+    """Write out what was printed; raises StorageError where it cannot be, and BrokenPipeError where nobody reads."""
+    if sys.stdout is None:
+        return
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        raise
+    except OSError as error:
+        silence(sys.stdout)
+        raise StorageError(f"standard output could not be written: {error.strerror or error}") from error
+
+
+def judge(error: BaseException) -> tuple[str, int]:
+    """The message and the exit code of an error."""
+    if isinstance(error, TetherError):
+        return str(error), error.exit_code
+    if isinstance(error, KeyboardInterrupt):
+        return "stopped by the keyboard", Stopped.exit_code
+    if is_memory(error):
+        advice = "lower optimizer.micro_batch_tokens or rollout.max_num_seqs, or give the process more memory"
+        return f"out of memory: {advice} ({first_line(error)})", StorageError.exit_code
+    if isinstance(error, OSError) and error.errno in STORAGE_ERRNOS:
+        return f"storage: {error}", StorageError.exit_code
+    if isinstance(error, OSError) and error.errno in INPUT_ERRNOS:
+        place = f"{error.filename}: " if error.filename else ""
+        return f"{place}{error.strerror or error}", UsageError.exit_code
+    if isinstance(error, RecursionError):
+        return "what was given is nested too deeply to be read", UsageError.exit_code
+    if isinstance(error, ValueError):
+        return f"{error} (TETHER_DEBUG=1 shows where)", UsageError.exit_code
+    if not isinstance(error, Exception):
+        return f"code that the recipe names raised {type(error).__name__}: {first_line(error)}", DataError.exit_code
+    return f"this is a bug in Tether, or in code that the recipe names: {type(error).__name__}: {error}", 1
+
+
+def is_memory(error: BaseException) -> bool:
+    """Whether memory is what was short, whichever way it was said."""
+    # torch's own out-of-memory error is told by its name, so that torch need not be imported to ask.
+    for each in _chain(error):
+        if isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError":
+            return True
+        if isinstance(each, OSError) and each.errno in (errno.ENOMEM, errno.EAGAIN):
+            return True
+        # A library written in Rust, such as tokenizers, panics where it cannot start its threads.
+        if isinstance(each, (RuntimeError, ImportError, SystemError)) or type(each).__name__ == "PanicException":
+            said = str(each)
+            if any(words.lower() in said.lower() for words in NO_MEMORY):
+                return True
+    return False
+
+
+def _chain(error: BaseException | None) -> Iterator[BaseException]:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        yield error
+        error = error.__cause__ or error.__context__
+
+
+def first_line(error: BaseException) -> str:
+    """The first line of what an error says, or what kind it is."""
+    return str(error).partition("\n")[0] or type(error).__name__

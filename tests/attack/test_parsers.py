@@ -31,8 +31,8 @@ from tether.models.tokenizer import read_tokenizer
 from tether.rewards.math_answer import math_correct
 from tether.store.database.records import StoreRecord
 from tether.studio.import_export import imported, read_lines
-from tether.time_limit import TimeLimitError, time_limit
 from tether.types import Prompt
+from tether.user_code import TimeLimitError, time_limit
 
 CORPUS = Path(__file__).parent / "corpus"
 FILES = sorted(path.relative_to(CORPUS).as_posix() for path in CORPUS.rglob("*") if path.is_file())

@@ -11,9 +11,8 @@ import uvicorn
 from raw_requests import RAW
 from starlette.responses import PlainTextResponse
 
-from tether.rewards.server import RewardServer
-from tether.rewards.service import build_service
-from tether.server.auth import TokenGate
+from tether.rewards.server import RewardServer, build_service
+from tether.server.app import TokenGate
 from tether.studio.connections import http_options
 from tether.studio.serve import listen
 from tether.studio.settings import StudioSettings

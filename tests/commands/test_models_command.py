@@ -32,9 +32,9 @@ def pulls(monkeypatch: pytest.MonkeyPatch) -> list:
         put_in_cache(name)
         return CachedModel(name, models_folder() / name, 2_000_000, "Apache-2.0")
 
-    stand_in = types.ModuleType("tether.hub.download")
+    stand_in = types.ModuleType("tether.hub.catalog")
     stand_in.pull = pull
-    monkeypatch.setitem(sys.modules, "tether.hub.download", stand_in)
+    monkeypatch.setitem(sys.modules, "tether.hub.catalog", stand_in)
     return calls
 
 

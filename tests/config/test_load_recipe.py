@@ -6,9 +6,8 @@ from typing import cast
 import pytest
 
 from tether.config import RECIPES
-from tether.config.demo import DemoRecipe
 from tether.config.load import load_recipe, load_settings
-from tether.config.recipes import GRPORecipe, PPORecipe, SFTRecipe
+from tether.config.recipes import DemoRecipe, GRPORecipe, PPORecipe, SFTRecipe
 from tether.errors import ConfigError
 
 RECIPE_FOLDER = Path(__file__).parents[2] / "recipes"

@@ -5,8 +5,7 @@ from pathlib import Path
 import pytest
 
 from tether.config import RECIPES
-from tether.config.key_table import fields_table, rewrite
-from tether.config.schema import REQUIRED, describe, in_words
+from tether.config.schema import REQUIRED, describe, fields_table, in_words, rewrite
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,7 +35,7 @@ def test_types_in_words():
 
 def test_the_table_in_the_docs_is_up_to_date():
     document = (ROOT / "docs" / "recipes.md").read_text(encoding="utf-8")
-    assert rewrite(document) == document, "run: python -m tether.config.key_table docs/recipes.md"
+    assert rewrite(document) == document, "run: python -m tether.config.schema docs/recipes.md"
 
 
 def test_the_table_has_every_key():

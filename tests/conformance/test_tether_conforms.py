@@ -7,7 +7,7 @@ import torch
 
 from tether.conformance.runner import run
 from tether.conformance.tether_adapter import TetherAdapter, adapter
-from tether.ops.aggregation import Aggregation
+from tether.ops.losses import Aggregation
 
 
 def test_tether_passes_every_case_in_both_precisions():

@@ -11,9 +11,8 @@ import pytest
 from tokenizers.processors import TemplateProcessing
 
 from tether.data.chat import opening_ids, prompt_token_ids
-from tether.data.examples import read_demonstrations, read_rankings
+from tether.data.examples import read_demonstrations, read_rankings, read_texts
 from tether.data.rows import RowEncoder
-from tether.data.texts import read_texts
 from tether.hub.tiny_model import END_ID, tiny_model, tiny_tokenizer
 from tether.models.load import describe
 from tether.protocols import Sampling

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tether.data.collate import attention_mask, collate, pad_right
+from tether.data.rows import attention_mask, collate, pad_right
 from tether.errors import DataError
 from tether.types import Prompt, Rollout, Score
 

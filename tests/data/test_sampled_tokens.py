@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from tether.data.examples import read_demonstrations, read_rankings
+from tether.data.records import tokenizer_digest
 from tether.data.rows import RowEncoder
-from tether.data.sampled import tokenizer_digest
 from tether.errors import DataError
 from tether.models.load import load_causal_lm
 

@@ -10,8 +10,8 @@ import pytest
 from shape_files import FILES, ShapeFile, write_all
 
 from tether.cli import main
+from tether.config.base import ReadSettings
 from tether.config.load import load_recipe
-from tether.config.reading import ReadSettings
 from tether.data.examples import parse_rankings, read_demonstrations, read_rankings
 from tether.data.prompts import read_prompts
 from tether.data.rows import RowEncoder

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tether.cli import main
-from tether.config.reading import ReadSettings
+from tether.config.base import ReadSettings
 from tether.data.prompts import read_prompts
 from tether.data.records import read_records
 from tether.data.sources import places_of, source_digest

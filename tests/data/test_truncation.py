@@ -13,7 +13,7 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from tether.data.examples import RowEncoder, collate_rows, read_demonstrations, read_rankings
-from tether.data.truncate import cut_end, cut_middle
+from tether.data.prompts import cut_end, cut_middle
 from tether.errors import DataError
 from tether.hub.tiny_model import END_ID, tiny_model, tiny_tokenizer
 from tether.models.load import describe

@@ -8,8 +8,7 @@ from itertools import combinations
 
 import pytest
 
-from tether.demo.rule import MAX_CLOSE_WORDS, parts_of
-from tether.demo.task import SYSTEM
+from tether.demo.rule import MAX_CLOSE_WORDS, SYSTEM, parts_of
 
 DATA = files("tether.demo") / "data"
 FIELDS = {

@@ -8,12 +8,10 @@ from html.parser import HTMLParser
 import pytest
 import torch
 
-from tether.config.demo import DemoRecipe, RaterSettings
 from tether.config.load import load_settings
-from tether.demo.pipeline import run_demo
-from tether.demo.rater import PersonRater, StandInRater
-from tether.demo.stages import Places, ppo_stage, reward_stage, sft_stage
-from tether.demo.task import DemoTask
+from tether.config.recipes import DemoRecipe, RaterSettings
+from tether.demo.pipeline import Places, ppo_stage, reward_stage, run_demo, sft_stage
+from tether.demo.rule import DemoTask, PersonRater, StandInRater
 from tether.errors import ConfigError
 from tether.store.read import open_workspace, read_run
 from tether.types import Prompt, Rollout
@@ -87,7 +85,7 @@ SMALL = [
 @pytest.fixture
 def small(tmp_path, monkeypatch):
     """The demo on the tiny model, whose context is too small for the demonstrations: they are cut short."""
-    import tether.demo.stages as stages
+    import tether.demo.pipeline as stages
 
     short = tmp_path / "demonstrations.jsonl"
     short.write_text("".join(json.dumps({"prompt": "a?", "completion": "Sure! It is a."}) + "\n" for _ in range(8)))

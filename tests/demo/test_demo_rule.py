@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from tether.demo.rule import PARTS, parts_of, rule_score, rule_value, split_close
-from tether.demo.task import read_prompts
+from tether.demo.rule import PARTS, parts_of, read_prompts, rule_score, rule_value, split_close
 from tether.types import Rollout
 
 PROMPTS = {prompt.id: prompt for name in ("prompts.jsonl", "held_out.jsonl") for prompt in read_prompts(name)}

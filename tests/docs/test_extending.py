@@ -15,9 +15,8 @@ import torch
 
 import tether
 from tether import cli
-from tether.algorithms.algorithm import AdvantageSettings, Algorithm
+from tether.algorithms.algorithm import AdvantageSettings, Algorithm, MinibatchEpochs
 from tether.algorithms.objectives import Clip, PolicyObjective
-from tether.algorithms.updates import MinibatchEpochs
 from tether.protocols import RolloutEngine
 from tether.rollout.scripted import ScriptedEngine
 from tether.types import Prompt

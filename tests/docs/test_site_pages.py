@@ -17,7 +17,7 @@ from pydantic import Field
 
 from tether.config import RECIPES
 from tether.config.base import Settings
-from tether.config.demo import DemoRecipe
+from tether.config.recipes import DemoRecipe
 from tether.config.schema import describe, kinds_of, sections
 
 ROOT = Path(__file__).parents[2]

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 
 from tether.protocols import RewardFn
-from tether.rewards.match_case import MatchCase
+from tether.rewards.tasks import MatchCase
 from tether.types import Prompt, Rollout, Score
 
 

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from synthetic import answered
 
 from tether.doctor.answer_metrics import flat_groups, measured, repetition, step_measures, top_answer_share, top_share
-from tether.doctor.curves import Curve
+from tether.doctor.findings import Curve
 
 
 def test_an_answer_that_loops_repeats_all_but_its_first_gram():

@@ -6,10 +6,11 @@ from typing import Any
 import pytest
 from synthetic import answered, found, silent, synthetic, undecided, wave
 
-from tether.doctor.critic import critic, critic_lr
 from tether.doctor.drift import entropy_collapse, kl_runaway, length_drift, mode_collapse, never_ends, repeating
 from tether.doctor.learning import (
     clip,
+    critic,
+    critic_lr,
     dominated_advantages,
     early_stop,
     gradient_spikes,

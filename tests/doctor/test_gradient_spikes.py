@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.doctor.curves import Curve
+from tether.doctor.findings import Curve
 from tether.doctor.learning import ABOVE_START, MIN_ITERATIONS, SPIKE, SPIKE_WINDOW, _spikes
 
 

@@ -3,9 +3,9 @@
 import pytest
 from synthetic import found, silent, synthetic, wave
 
-from tether.doctor.curves import ceiling, solved
 from tether.doctor.doctor import Doctor
 from tether.doctor.drift import entropy_collapse, never_ends
+from tether.doctor.findings import ceiling, solved
 from tether.doctor.learning import clip, dominated_advantages, not_training
 from tether.doctor.scores import flat_scores
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.evaluation.diversity import distinct_n, distinct_without_each, repetition_rate
+from tether.evaluation.metrics import distinct_n, distinct_without_each, repetition_rate
 
 TEXTS = st.lists(st.lists(st.sampled_from("abc"), max_size=6).map(" ".join), min_size=1, max_size=6)
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.evaluation.intervals import bootstrap_mean, jackknife, paired_difference, wilson
+from tether.evaluation.metrics import bootstrap_mean, jackknife, paired_difference, wilson
 
 NUMBERS = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=20)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.evaluation.rouge import longest_common, ngrams, rouge, rouge_n, words
+from tether.evaluation.metrics import longest_common, ngrams, rouge, rouge_n, words
 
 WORDS = st.lists(st.sampled_from("abcd"), max_size=12)
 

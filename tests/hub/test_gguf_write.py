@@ -23,9 +23,8 @@ from transformers import (
 )
 
 from tether.errors import DataError
-from tether.hub.gguf import open_gguf
-from tether.hub.gguf_tokenizer import SPLITS, pre_tokenizer_name, tokenizer_metadata
-from tether.hub.gguf_write import F16, Q8_0, encode
+from tether.hub.gguf import F16, Q8_0, encode, open_gguf
+from tether.hub.gguf_convert import SPLITS, pre_tokenizer_name, tokenizer_metadata
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.gguf_export import architecture_of, rope_factors, write_model
 from tether.models.load import describe

@@ -20,9 +20,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tether.errors import ConfigError, DataError, StorageError
 from tether.hub import catalog
-from tether.hub import download as pulling
-from tether.hub.catalog import CARD, EMBEDDED, EmbeddedModel, cached_models, models_folder, resolve_model_path
-from tether.hub.download import pull
+from tether.hub import catalog as pulling
+from tether.hub.catalog import CARD, EMBEDDED, EmbeddedModel, cached_models, models_folder, pull, resolve_model_path
 from tether.models.load import load_causal_lm
 
 MEMBER = "pkg/tiny.gguf"

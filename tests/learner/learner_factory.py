@@ -9,14 +9,13 @@ import torch
 
 from tether.algorithms.algorithm import Algorithm
 from tether.algorithms.ppo import ppo
-from tether.config.methods import PPOSettings
+from tether.config.recipes import PPOSettings
 from tether.config.sections import KLSettings, RewardSettings
 from tether.hub.tiny_model import tiny_model
 from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner, LearnerSettings
 from tether.models.heads import ScalarHead
-from tether.models.roles import Roles
-from tether.models.sharing import Separate
+from tether.models.roles import Roles, Separate
 from tether.types import Experience, TokenBatch
 
 ROWS, WIDTH = 8, 16

@@ -8,11 +8,9 @@ import pytest
 import torch
 from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_experience, make_learner, make_roles
 
-from tether.algorithms.algorithm import Coefficients
-from tether.algorithms.updates import MinibatchEpochs
+from tether.algorithms.algorithm import Coefficients, MinibatchEpochs
 from tether.models.load import disable_dropout
-from tether.models.roles import Roles
-from tether.models.sharing import Separate
+from tether.models.roles import Roles, Separate
 
 NO_KL = Coefficients(0.0, 0.0)
 

@@ -11,11 +11,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from tether.learner import adamw, quantize
-from tether.learner.adamw import MixedAdamW, drawn_master
+from tether.learner import adamw
+from tether.learner.adamw import BLOCK, SIGNED, UNSIGNED, Codes, MixedAdamW, drawn_master, draws
 from tether.learner.learner import Learner, LearnerSettings
-from tether.learner.quantize import BLOCK, SIGNED, UNSIGNED, Codes, draws
-from tether.learner.settings import LearnerSettings as Settings
+from tether.learner.learner import LearnerSettings as Settings
 from tether.types import Loss, Metrics, Sequences
 
 
@@ -162,7 +161,7 @@ def test_numbers_in_parts_have_the_codes_they_have_together(monkeypatch, codes: 
     x = x if codes.signed else x.square()
     together = codes.close(x, 7)
     opened = codes.open(*together, x.shape)
-    monkeypatch.setattr(quantize, "PART", 2 * BLOCK)
+    monkeypatch.setattr(adamw, "PART", 2 * BLOCK)
     apart = codes.close(x, 7)
     assert all(torch.equal(*pair) for pair in zip(together, apart, strict=True))
     assert torch.equal(codes.open(*apart, x.shape), opened)

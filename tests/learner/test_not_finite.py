@@ -11,12 +11,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_experience, make_roles
 
-from tether.algorithms.algorithm import Coefficients
-from tether.algorithms.updates import MinibatchEpochs
+from tether.algorithms.algorithm import Coefficients, MinibatchEpochs
+from tether.learner.adamw import cannot_overflow
 from tether.learner.evaluate import evaluate_tokens
+from tether.learner.gradients import Fault, outputs_to_check, sound
 from tether.learner.learner import Learner, LearnerSettings
-from tether.learner.nonfinite import Fault, outputs_to_check, sound
-from tether.learner.overflow import cannot_overflow
 from tether.types import Experience, Loss, Metrics, ScoreOutputs, TokenOutputs
 
 MICRO_TOKENS = 2 * WIDTH  # four micro-batches in a step

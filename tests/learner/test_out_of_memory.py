@@ -10,13 +10,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_experience, make_roles
 
-from tether.algorithms.algorithm import Coefficients
-from tether.algorithms.updates import MinibatchEpochs
+from tether.algorithms.algorithm import Coefficients, MinibatchEpochs
 from tether.errors import StorageError
-from tether.learner import batch_parts
+from tether.learner import batching
+from tether.learner.batching import is_out_of_memory, smaller_budget, within_memory
 from tether.learner.evaluate import evaluate_tokens
 from tether.learner.learner import Learner, LearnerSettings
-from tether.learner.out_of_memory import is_out_of_memory, smaller_budget, within_memory
 from tether.models.roles import Roles
 from tether.types import PairBatch
 
@@ -200,15 +199,15 @@ def test_a_pass_kept_ahead_is_never_half_used():
 
 
 def test_a_batch_that_cannot_be_begun_for_want_of_memory_is_begun_later(monkeypatch):
-    learner, clean, plain = learner_of(make_roles().actor, ALL), learner_of(make_roles().actor, ALL), batch_parts.onto
+    learner, clean, plain = learner_of(make_roles().actor, ALL), learner_of(make_roles().actor, ALL), batching.onto
 
     def full(*_: object) -> None:
         raise NO_MEMORY
 
     learner.begin(EXPERIENCE)
-    monkeypatch.setattr(batch_parts, "onto", full)
+    monkeypatch.setattr(batching, "onto", full)
     learner.begin(EXPERIENCE)
-    monkeypatch.setattr(batch_parts, "onto", plain)
+    monkeypatch.setattr(batching, "onto", plain)
     learner.backward(EXPERIENCE, OBJECTIVE)
     clean.backward(EXPERIENCE, OBJECTIVE)
     assert torch.equal(gradients(learner), gradients(clean))

@@ -7,7 +7,7 @@ import dataclasses
 import pytest
 import torch
 
-from tether.learner.batch_parts import BatchPart, Parts
+from tether.learner.batching import BatchPart, Parts
 from tether.types import Sequences
 
 LENGTHS = [3, 9, 5, 12, 7, 4]

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.learner.schedule import rate_factor
+from tether.learner.learner import rate_factor
 
 
 @pytest.mark.parametrize(

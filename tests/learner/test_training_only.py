@@ -7,8 +7,7 @@ import torch
 from torch import nn
 
 from tether.learner.gradients import read_norms, total_norm
-from tether.learner.learner import Learner
-from tether.learner.settings import LearnerSettings
+from tether.learner.learner import Learner, LearnerSettings
 from tether.types import Loss, Metrics, Sequences
 
 

@@ -9,9 +9,8 @@ from test_backbone_memory import rows
 from tether.config.sections import RolesSettings
 from tether.errors import StorageError
 from tether.hub.tiny_model import tiny_model
-from tether.models.backbone_cache import BackboneCache
 from tether.models.forward import backbone_of
-from tether.models.shared_backbone import SharedBackbone
+from tether.models.shared_backbone import BackboneCache, SharedBackbone
 from tether.types import Sequences
 
 

@@ -11,16 +11,16 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM, PreTra
 
 from tether.data.chat import prompt_token_ids
 from tether.data.examples import RowEncoder
+from tether.files import FILES
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel, load_causal_lm
+from tether.models.roles import Separate
 from tether.models.save import save_model
-from tether.models.sharing import Separate
 from tether.protocols import Sampling
 from tether.rewards.model import load_vocabulary
 from tether.rollout.native import NativeEngine
-from tether.seal import FILES
-from tether.studio.answer_stream import stream_answer
+from tether.studio.chat_routes import stream_answer
 from tether.types import Message, Prompt
 
 LLAMA_3 = (

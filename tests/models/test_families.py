@@ -30,9 +30,9 @@ from tether.models.forward import OutputLayer, backbone_of, hidden_states
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import describe, load_causal_lm
 from tether.models.lora import target_names
+from tether.models.roles import Adapters, Separate, Tops
 from tether.models.save import save_model
 from tether.models.shared_backbone import check_split
-from tether.models.sharing import Adapters, Separate, Tops
 from tether.plan.model_shape import Shape
 from tether.rollout.native import NativeEngine
 from tether.types import Sequences

@@ -12,12 +12,10 @@ from tether.config.load import load_recipe
 from tether.config.sections import RolesSettings
 from tether.errors import ConfigError
 from tether.hub.tiny_model import tiny_model
-from tether.models.backbones import recompute_layers
-from tether.models.cpu_offload import Waiting
+from tether.models.backbones import Waiting, recompute_layers
 from tether.models.load import disable_dropout, quantization
-from tether.models.roles import Roles, onto, prefetch
-from tether.models.sharing import Separate, build_sharing
-from tether.ops.aggregation import Aggregation
+from tether.models.roles import Roles, Separate, build_sharing, onto, prefetch
+from tether.ops.losses import Aggregation
 from tether.train.build import build_rl, load_policy
 from tether.train.rl import train_rl
 from tether.types import Sequences

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped
 from tether.ops.kl import MAX_LOG_RATIO, kl_estimate, log_ratio
-from tether.ops.policy_losses import clip_cases, clip_loss, kl_penalty_loss, truncated_importance, unclipped_loss
+from tether.ops.losses import clip_cases, clip_loss, kl_penalty_loss, truncated_importance, unclipped_loss
 from tether.types import Experience, TokenOutputs
 
 LOW, HIGH, BETA = 0.2, 0.3, 0.7

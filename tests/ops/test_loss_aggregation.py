@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from masked_grids import close, few, garbage, masks, numbers, seeds, spoil
 
-from tether.ops.aggregation import Aggregation
+from tether.ops.losses import Aggregation
 
 MODES = [Aggregation("token"), Aggregation("sequence"), Aggregation("fixed", fixed_length=7)]
 MASK = torch.tensor([[False, True, True, True], [False, True, False, False]])

@@ -10,7 +10,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from masked_grids import close, few, garbage, lay_out, masks, numbers, on_row, seeds, spoil
 
-from tether.ops.statistics import masked_mean, masked_sum, masked_variance, whiten
+from tether.ops.masks import masked_mean, masked_sum, masked_variance, whiten
 
 MASK = torch.tensor([[True, True, False], [True, False, True]])
 X = torch.tensor([[1.0, 2.0, 1e30], [4.0, float("nan"), 5.0]], dtype=torch.float64)

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from masked_grids import close, few, numbers, seeds
 from torch import Tensor
 
-from tether.ops.policy_losses import (
+from tether.ops.losses import (
     clip_cases,
     clip_loss,
     kl_penalty_loss,

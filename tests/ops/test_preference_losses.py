@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from masked_grids import close, few, numbers, seeds
 from torch import Tensor
 
-from tether.ops.preferences import (
+from tether.ops.losses import (
     count_ranked_prompts,
     dpo_losses,
     dpo_margins,

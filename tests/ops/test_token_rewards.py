@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from masked_grids import close, few, garbage, lay_out, masks, numbers, on_row, seeds, spoil
 
+from tether.ops.advantages import clip_scores, missing_eos_penalty, token_rewards
 from tether.ops.masks import last_index
-from tether.ops.token_rewards import clip_scores, missing_eos_penalty, token_rewards
 
 MASK = torch.tensor(
     [

@@ -5,8 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.ops.logprobs import token_logprobs
-from tether.ops.top_logprobs import top_of_blocks, top_tokens
+from tether.ops.logprobs import token_logprobs, top_of_blocks, top_tokens
 
 MASK = torch.tensor([[False, True, True, False], [False, False, True, True]])
 

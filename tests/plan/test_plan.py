@@ -12,11 +12,10 @@ from tether.cli import main
 from tether.config.load import load_recipe
 from tether.errors import ConfigError
 from tether.models.precision import with_precision
-from tether.plan.advice import advice
 from tether.plan.machine import Machine, machine_for, parse_memory
-from tether.plan.measured import Measured
 from tether.plan.model_shape import Shape, shape_of, shape_of_config
-from tether.plan.plan import make_plan
+from tether.plan.plan import advice, make_plan
+from tether.plan.table import Measured
 from tether.plan.workload import Lengths, work_of
 
 GIB = 2**30

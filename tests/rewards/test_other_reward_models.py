@@ -13,12 +13,11 @@ from rollout_factory import rollout_of
 from tether import cli
 from tether.config.rewards import ModelPart
 from tether.errors import ConfigError
-from tether.models.classifier import ClassifierModel
-from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.heads import ClassifierModel, ScalarHead, ScalarModel
 from tether.models.load import LoadedModel, load_causal_lm
-from tether.models.sharing import Separate
+from tether.models.roles import Separate
 from tether.rewards.model import RewardModelReward, reading_text
-from tether.rewards.service import build_service
+from tether.rewards.server import build_service
 from tether.types import Message, Prompt
 
 

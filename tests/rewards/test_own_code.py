@@ -10,15 +10,15 @@ from pathlib import Path
 import pytest
 
 from tether import cli
-from tether.config.code_names import SEAL
+from tether.config.allowed_code import SEAL
 from tether.config.load import load_recipe
 from tether.errors import ConfigError
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.load import load_causal_lm
 from tether.rewards import agree, consent
 from tether.rewards.resolve import resolve
-from tether.store.environment import git_state
 from tether.store.folder import RunFolder
+from tether.store.lineage import git_state
 
 
 @pytest.fixture

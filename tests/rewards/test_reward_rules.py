@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 from rollout_factory import rollout_of
 
 from tether.config.rewards import EndedPart, ExactPart, JSONPart, LengthPart, MathPart, NumericPart, RegexPart
-from tether.rewards.extract import extract
-from tether.rewards.numerals import last_number, number, numerals
+from tether.rewards.math_answer import extract
+from tether.rewards.math_terms import last_number, number, numerals
 from tether.rewards.rules import json_is_valid, rule_reward
 
 

@@ -22,11 +22,10 @@ from tether.config.rewards import RemotePart
 from tether.errors import ConfigError
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import load_causal_lm
-from tether.models.sharing import Separate
+from tether.models.roles import Separate
 from tether.rate_limit import Rate, RateLimit
 from tether.rewards.remote import RemoteReward
-from tether.rewards.server import RewardServer
-from tether.rewards.service import RewardService, build_service
+from tether.rewards.server import RewardServer, RewardService, build_service
 from tether.types import Prompt, Score
 
 TOKEN = "right"

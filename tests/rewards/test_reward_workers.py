@@ -12,8 +12,7 @@ import pytest
 from test_reward_functions import answers, given, reward
 
 from tether.errors import ConfigError, DataError
-from tether.rewards.concurrent import in_order
-from tether.rewards.pool import close_workers
+from tether.rewards.pool import close_workers, in_order
 
 HERE = Path(__file__).parent
 

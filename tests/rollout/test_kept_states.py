@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from tether.data.collate import attention_mask, pad_right
+from tether.data.rows import attention_mask, pad_right
 from tether.models.forward import backbone_of
 from tether.models.load import LoadedModel
 from tether.models.shared_backbone import SharedBackbone

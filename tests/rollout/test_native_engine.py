@@ -10,8 +10,7 @@ import torch
 from tether.hub.tiny_model import END_ID
 from tether.models.load import LoadedModel
 from tether.protocols import RolloutEngine, Sampling
-from tether.rollout.cached_batch import CachedBatch
-from tether.rollout.native import NativeEngine
+from tether.rollout.native import CachedBatch, NativeEngine
 from tether.types import Prompt
 
 OFTEN = tuple(range(0, 256, 10))  # stop tokens that end an answer after about ten tokens, at different steps

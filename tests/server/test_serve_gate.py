@@ -5,7 +5,7 @@ from starlette.responses import PlainTextResponse
 from starlette.testclient import TestClient
 
 from tether.rate_limit import Rate
-from tether.server.auth import TokenGate
+from tether.server.app import TokenGate
 from tether.studio.settings import StudioSettings, trusted_networks
 
 TOKEN = "a-token-of-the-tests-1234"

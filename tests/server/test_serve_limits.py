@@ -3,9 +3,8 @@
 import pytest
 
 from tether.models.load import load_causal_lm
-from tether.server.api_errors import ApiError
 from tether.server.generate import MAX_CHOICES, ServedModel
-from tether.server.schema import ChatRequest, CompletionRequest
+from tether.server.schema import ApiError, ChatRequest, CompletionRequest
 
 
 @pytest.fixture(scope="module")

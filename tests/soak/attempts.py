@@ -22,7 +22,7 @@ from pathlib import Path
 
 import alembic.command  # noqa: F401 (imported when a store is made: here it is, once)
 
-import tether.store.checkpoint_writer as checkpoint_writer
+import tether.store.checkpoints as checkpoint_writer
 import tether.store.checkpoints as checkpoints
 from tether.config.recipes import Recipe
 from tether.store.database.journal import Journal

@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from tether.rewards.match_case import MatchCase
+from tether.rewards.tasks import MatchCase
 
 reward = MatchCase().reward()

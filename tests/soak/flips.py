@@ -34,8 +34,8 @@ from same_runs import differences
 from tiny_recipes import tiny
 
 from tether.errors import TetherError
+from tether.files import files_damage
 from tether.plan.machine import machine_for
-from tether.seal import files_damage
 from tether.store import checkpoints
 from tether.store.database.open import workspace_at
 from tether.store.header import origin_trouble, read_header

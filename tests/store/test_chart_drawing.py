@@ -9,9 +9,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.reports.chart_scale import nice_ticks, runs_of, short, thinned, tick_label, value_range
 from tether.reports.chart_svg import render_svg
-from tether.reports.charts import Chart, ChartGroup, Mark, Series, calibration_chart, group_charts, margin_histogram
+from tether.reports.charts import (
+    Chart,
+    ChartGroup,
+    Mark,
+    Series,
+    calibration_chart,
+    group_charts,
+    margin_histogram,
+    nice_ticks,
+    runs_of,
+    short,
+    thinned,
+    tick_label,
+    value_range,
+)
 
 SVG = "{http://www.w3.org/2000/svg}"
 NAN, INF = math.nan, math.inf

@@ -16,8 +16,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tether.store import checkpoints
-from tether.store.checkpoint_writer import CheckpointWriter
-from tether.store.checkpoints import Checkpoint, DamagedCheckpoint, damage, listed, prune, read, read_newest, write
+from tether.store.checkpoints import (
+    Checkpoint,
+    CheckpointWriter,
+    DamagedCheckpoint,
+    damage,
+    listed,
+    prune,
+    read,
+    read_newest,
+    write,
+)
 
 DAMAGES = ("truncated", "emptied", "deleted", "a bit flipped", "a byte more", "swapped", "from the one before")
 PER_FILE_AND_DAMAGE = 18

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from tether.reports.overoptimisation import judge_overoptimisation
+from tether.reports.run_report import judge_overoptimisation
 
 Curve = list[tuple[float, float]]
 

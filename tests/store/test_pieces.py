@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tether.hub.tiny_model import END_ID, tiny_tokenizer
-from tether.store.token_text import token_pieces
+from tether.store.tokens import token_pieces
 
 TOKENIZER = tiny_tokenizer()
 PIECES = token_pieces(TOKENIZER)

@@ -12,10 +12,8 @@ from sqlalchemy import create_engine, text
 from tether.cli import main
 from tether.config.load import load_recipe
 from tether.errors import ConfigError
-from tether.store.database.migrate import MIGRATIONS
-from tether.store.database.open import open_engine, workspace_at
-from tether.store.notes import MISSING, change_notes, clean_tags, config_diff
-from tether.store.read import find_run, open_workspace
+from tether.store.database.open import MIGRATIONS, open_engine, workspace_at
+from tether.store.read import MISSING, change_notes, clean_tags, config_diff, find_run, open_workspace
 
 
 def recorded(root: Path, url: str | None, name: str, **said) -> None:

@@ -11,10 +11,9 @@ from sqlalchemy import create_engine, text
 
 from tether.cli import main
 from tether.errors import StorageError
-from tether.store.database.digests import row_digest, step_digest
-from tether.store.database.migrate import MIGRATIONS
-from tether.store.database.open import open_engine, workspace_at
-from tether.store.database.run_log import RunLog, read_log
+from tether.store.database.open import MIGRATIONS, open_engine, workspace_at
+from tether.store.database.records import RunLog, read_log
+from tether.store.database.schema import row_digest, step_digest
 from tether.store.database.verify_rows import read_history, spans, vote_faults
 from tether.store.history import settle_history
 from tether.store.read import open_workspace, read_run
@@ -196,7 +195,7 @@ def test_doctor_verify_says_what_is_wrong_and_repairs_what_it_can(tmp_path: Path
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TETHER_STORE", raising=False)
     recording = recorded(tmp_path, None)
-    from tether.seal import sealed
+    from tether.files import sealed
     from tether.store.folder import write_whole
     from tether.store.header import RunHeader
 

@@ -17,8 +17,8 @@ from recording import Recording, experience, rollouts_of, same, synthetic
 
 import tether.store.database.journal as journal_module
 import tether.store.recorder as writer_module
+from tether.store.database.journal import Spool, is_being_recorded
 from tether.store.database.records import StoreRecord
-from tether.store.database.spool import Spool, is_being_recorded
 from tether.store.read import find_run, list_runs, open_workspace, read_run
 from tether.store.tokens import StepRollouts
 

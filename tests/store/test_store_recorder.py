@@ -10,12 +10,11 @@ from hypothesis import strategies as st
 from recording import CONFIG, Recording, same, synthetic
 
 from tether.errors import ConfigError, StorageError
+from tether.store.database.apply import KeepRollouts
 from tether.store.database.open import workspace_at
 from tether.store.database.records import RecordSource
-from tether.store.environment import describe_environment, git_state
-from tether.store.lineage import sources_of
+from tether.store.lineage import describe_environment, git_state, sources_of
 from tether.store.read import find_run, list_runs, open_workspace, read_run, workspace_of
-from tether.store.retention import KeepRollouts
 
 
 def test_metrics_rollouts_and_events_come_back_as_they_were(tmp_path: Path, store_url):

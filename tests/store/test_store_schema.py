@@ -12,8 +12,7 @@ from alembic.script import ScriptDirectory
 from sqlalchemy import text
 
 from tether.errors import ConfigError, StorageError
-from tether.store.database.migrate import MIGRATIONS
-from tether.store.database.open import open_engine, workspace_at
+from tether.store.database.open import MIGRATIONS, open_engine, workspace_at
 from tether.store.database.schema import HEAD, tables
 
 OPENING = """

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.studio.rater_agreement import Vote, agreement, krippendorff_alpha
+from tether.studio.label_items import Vote, agreement, krippendorff_alpha
 
 # K. Krippendorff, "Computing Krippendorff's Alpha-Reliability" (2011), section C: four observers, twelve units.
 PRINTED = ("123321412...", "1233224125.3", ".3332342251.", "12332441251.")

@@ -116,8 +116,8 @@ def test_a_row_that_names_a_folder_outside_is_no_run(plain: Clients, started, tm
 def test_a_record_beside_a_run_names_no_other_run(tmp_path: Path):
     from recording import Recording
 
+    from tether.store.database.journal import Spool
     from tether.store.database.records import StoreRecord
-    from tether.store.database.spool import Spool
 
     recording = Recording(tmp_path, None, name="demo/ppo", steps=1, method="ppo")
     recording.recorder.close("done")

@@ -22,10 +22,9 @@ from tether.models.load import load_causal_lm
 from tether.models.save import save_model
 from tether.protocols import Sampling
 from tether.store.database.open import Workspace, workspace_at
-from tether.studio.answer_stream import Token, as_prompt, growing_text, stream_answer
 from tether.studio.app import create_app
-from tether.studio.model_host import Said
-from tether.studio.model_threads import AT_ONCE
+from tether.studio.chat_routes import Token, as_prompt, growing_text, stream_answer
+from tether.studio.model_host import AT_ONCE, Said
 
 QUESTION = {"run": 1, "messages": [{"role": "user", "content": "4 lower:"}], "temperature": 1.0, "seed": 3}
 

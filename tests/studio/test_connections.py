@@ -17,12 +17,12 @@ from studio_clients import TOKEN, Clients, settings
 
 from tether.rate_limit import Rate
 from tether.store.database.open import workspace_at
-from tether.studio import big_json
+from tether.studio import replies
 from tether.studio.app import create_app
-from tether.studio.big_json import MAX_ELEMENTS, loads_in_steps
 from tether.studio.connections import SparingFilter, connection_limit, http_options, limited_protocol
+from tether.studio.people import Streams
+from tether.studio.replies import MAX_ELEMENTS, loads_in_steps
 from tether.studio.serve import listen
-from tether.studio.stream_count import Streams
 
 HEAD = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10\r\n\r\n"
 
@@ -298,8 +298,8 @@ def test_a_long_body_holds_no_one_up(plain: Clients, monkeypatch):
         assert answered.wait(60), "no one else was answered"
         return loads_in_steps(body)
 
-    monkeypatch.setattr(big_json, "_decoder", Decoder())
-    monkeypatch.setattr(big_json, "loads_in_steps", watched)
+    monkeypatch.setattr(replies, "_decoder", Decoder())
+    monkeypatch.setattr(replies, "loads_in_steps", watched)
     with serving(plain.app, most=100) as address:
         headers = {"authorization": f"Bearer {TOKEN}", "content-type": "application/json"}
         url, path = f"http://{address[0]}:{address[1]}", f"/api/label/queues/{queue}/import"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tether.studio.freeze_gc import freeze_gc
+from tether.studio.connections import freeze_gc
 
 
 class Loop:

@@ -10,7 +10,7 @@ from studio_clients import Clients, pairs
 from test_undo_order import cast
 
 from tether.store.database.schema import items, queues, votes
-from tether.studio import import_export, imports, label_staging
+from tether.studio import import_export, label_staging
 from tether.studio.label_staging import Cancelled
 
 
@@ -36,7 +36,7 @@ def ended(clients: Clients, import_id: str) -> dict:
 def slow(monkeypatch):
     """Many small transactions with a pause after each, so that there is time to look on."""
     monkeypatch.setattr(label_staging, "TOGETHER", 10)
-    monkeypatch.setattr(imports, "PATIENCE", 0.0)
+    monkeypatch.setattr(import_export, "PATIENCE", 0.0)
     monkeypatch.setattr(label_staging, "_let_others_in", lambda began: time.sleep(0.02))
 
 
@@ -133,7 +133,9 @@ def test_a_text_has_a_limit_as_a_list_has(plain: Clients, monkeypatch):
 
 def test_only_so_many_imports_wait(plain: Clients, slow):
     queue, given = plain.queue(), {"text": lines(300)}
-    begun = [plain.owner.post(f"/api/label/queues/{queue}/import", json=given) for _ in range(imports.MAX_WAITING)]
+    begun = [
+        plain.owner.post(f"/api/label/queues/{queue}/import", json=given) for _ in range(import_export.MAX_WAITING)
+    ]
     assert {reply.status_code for reply in begun} == {202}
     refused = plain.owner.post(f"/api/label/queues/{queue}/import", json=given)
     assert refused.status_code == 409 and "cancel one" in refused.json()["error"]

@@ -12,15 +12,14 @@ from studio_clients import Clients, pairs, settings
 from test_label_routes import cast, records
 from test_openapi import starts_nothing
 
-from tether.data.sampled import tokenizer_digest
+from tether.data.records import tokenizer_digest
 from tether.models.load import load_causal_lm
-from tether.store.database.migrate import MIGRATIONS
-from tether.store.database.open import workspace_at
+from tether.store.database.open import MIGRATIONS, workspace_at
 from tether.studio.app import create_app
 from tether.studio.import_export import consensus
-from tether.studio.label_sampling import carry_out
 from tether.studio.launcher import Launcher
-from tether.studio.vote_recipes import ppo_recipe, reward_recipe
+from tether.studio.queue_items import carry_out
+from tether.studio.vote_training import ppo_recipe, reward_recipe
 
 ASKED = '[{"role": "user", "content": "p"}]'
 CHAT = [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi?"}]

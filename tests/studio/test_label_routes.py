@@ -10,8 +10,8 @@ from studio_clients import Clients, pairs
 from test_run_routes import HOSTILE
 
 from tether.store.database.schema import label_audits, votes
+from tether.studio.label_records import shown_order
 from tether.studio.label_store import CastVote
-from tether.studio.votes import shown_order
 
 
 def cast(client, queue: int, choice="left", uid: str | None = None, **changes):

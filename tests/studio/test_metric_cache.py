@@ -13,9 +13,8 @@ from sqlalchemy import delete, insert
 
 import tether.studio.metric_cache as module
 from tether.errors import StorageError
-from tether.store.database.digests import step_digest
 from tether.store.database.open import open_engine, workspace_at
-from tether.store.database.schema import metrics, runs, steps
+from tether.store.database.schema import metrics, runs, step_digest, steps
 from tether.store.read import OpenWorkspace, read_run
 from tether.studio.metric_cache import MetricCache
 

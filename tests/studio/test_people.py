@@ -20,10 +20,8 @@ from tether.rate_limit import Rate, network_of
 from tether.server.serve import find_token
 from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
-from tether.studio.people import Auth, Person
-from tether.studio.sessions import MAX_PER_PERSON
-from tether.studio.settings import trusted_networks
-from tether.studio.tokens import chosen_token
+from tether.studio.people import MAX_PER_PERSON, Auth, Person
+from tether.studio.settings import chosen_token, trusted_networks
 
 SLOW = Rate(0.001, 3)
 
@@ -117,7 +115,7 @@ def test_the_token_is_in_no_process_list_and_no_child(tmp_path):
             pytest.skip("there is no /proc here")
         assert server.told["token"].encode() not in (own / "cmdline").read_bytes()
     code = (
-        "import argparse, os; from tether.studio.tokens import chosen_token;"
+        "import argparse, os; from tether.studio.settings import chosen_token;"
         "options = argparse.Namespace(token=None, token_file=None);"
         "print(chosen_token(options, 'TETHER_STUDIO_TOKEN'), os.environ.get('TETHER_STUDIO_TOKEN'))"
     )

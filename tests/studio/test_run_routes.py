@@ -12,8 +12,7 @@ from studio_clients import Clients, record_run, settings
 from tether.config import RECIPES
 from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
-from tether.studio.downsample import shown_series
-from tether.studio.metric_cache import MetricCache, MetricSeries
+from tether.studio.metric_cache import MetricCache, MetricSeries, shown_series
 
 HOSTILE = [
     "<script>alert(1)</script>",

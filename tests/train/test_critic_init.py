@@ -12,8 +12,8 @@ from tether.config.load import load_recipe
 from tether.errors import ConfigError
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.roles import Adapters, Separate, Sharing, Tops
 from tether.models.save import save_model
-from tether.models.sharing import Adapters, Separate, Sharing, Tops
 from tether.plan.machine import Machine
 from tether.plan.model_shape import shape_of
 from tether.plan.plan import make_plan

@@ -14,7 +14,7 @@ from tiny_recipes import TOP, tiny
 
 from tether.config.load import change_settings, load_recipe
 from tether.data.examples import collate_rows, read_demonstrations
-from tether.data.split import prompt_key
+from tether.data.order import prompt_key
 from tether.errors import ConfigError, DataError
 from tether.models.heads import ScalarModel
 from tether.models.load import load_causal_lm

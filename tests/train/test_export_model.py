@@ -17,7 +17,7 @@ from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.gguf_export import heads_of
 from tether.models.heads import ScalarModel
 from tether.models.load import load_causal_lm
-from tether.models.merge import load_merged
+from tether.models.save import load_merged
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from tether.config.load import load_recipe
 from tether.errors import StorageError
-from tether.learner.nonfinite import Fault, NonfiniteTensor
+from tether.learner.gradients import Fault, NonfiniteTensor
 from tether.train import failure_record
 from tether.train.build import build_rl, load_policy
 from tether.train.failure_record import FaultRecorder, read_fault, recorded_faults, write_fault

@@ -168,7 +168,7 @@ def test_resume_compares_the_held_out_prompts_too(tmp_path):
 
 def test_votes_and_chat_take_over_how_a_run_reads_its_prompts(tmp_path, monkeypatch):
     from tether.commands.chat_session import Conversation, chat
-    from tether.studio.vote_recipes import ppo_recipe
+    from tether.studio.vote_training import ppo_recipe
 
     data = {"columns": {"prompt": "question"}, "system_prompt": "be brief", "chat_template_kwargs": {"thinking": False}}
     config = {"method": "ppo", "task": {"prompts": "p.jsonl"}, "data": data}

@@ -13,9 +13,9 @@ from tiny_recipes import tiny
 
 from tether import cli
 from tether.errors import ConfigError, StorageError
+from tether.files import recover
 from tether.models.load import load_causal_lm
 from tether.models.save import save_model
-from tether.seal import recover
 from tether.store.find import run_config
 from tether.store.folder import RunFolder
 from tether.train.resume import stored_recipe

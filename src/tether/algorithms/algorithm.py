@@ -1,21 +1,30 @@
-"""What an algorithm is, and how it gives credit."""
+"""What an algorithm is: an estimator, an objective, an update rule and where the KL goes.
+
+What an algorithm is, and how it gives credit.
+
+Update rules: how a batch of experience becomes optimiser steps.
+
+What several algorithms share: reading the recipe's choices of mean, KL and credit.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor
 
+from tether.config.sections import AggregationSettings, KLSettings, PenaltySettings, RewardSettings
 from tether.errors import ConfigError
+from tether.learner.batching import minibatches
 from tether.learner.learner import Learner
-from tether.ops.kl import Estimator, FixedKL, KLController, kl_estimate
-from tether.ops.policy_losses import truncated_importance
-from tether.ops.statistics import masked_mean, masked_variance, whiten
-from tether.ops.token_rewards import clip_scores, missing_eos_penalty, token_rewards
+from tether.ops.advantages import clip_scores, missing_eos_penalty, token_rewards
+from tether.ops.kl import AdaptiveKL, Estimator, FixedKL, KLController, ProportionalKL, kl_estimate
+from tether.ops.losses import Aggregation, truncated_importance
+from tether.ops.masks import masked_mean, masked_variance, whiten
 from tether.protocols import AdvantageEstimator, Objective
 from tether.types import EvaluatedBatch, Experience, Metrics, TokenOutputs, extend
 
@@ -213,3 +222,104 @@ def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, r
             metrics.add("explained_variance", 1.0 - unexplained / variance)
         metrics.add("value", masked_mean(batch.values, mask))
     return metrics
+
+
+@dataclass(frozen=True)
+class MinibatchEpochs:
+    """K epochs of minibatches (PPO paper, algorithm 1).
+
+    Before each step the forward pass that makes its gradient also metrics KL(old || new), by the estimator k3 that is
+    never negative. Above `max_kl` the step is not taken and the update ends. `measure_after` adds one pass without
+    gradients at the end, for a controller that adapts to the KL the update arrived at.
+
+    A batch with anything in it that is not finite is left out as a whole: one skipped step. A minibatch whose own pass
+    is not finite is skipped, and what it measured is kept out of the means.
+    """
+
+    epochs: int
+    minibatch_size: int
+    max_kl: float | None = None
+    measure_after: bool = False
+
+    def __call__(
+        self,
+        learner: Learner,
+        experience: Experience,
+        objective: TokenObjective,
+        generator: torch.Generator,
+        extra: ExtraGradient | None = None,
+    ) -> Metrics:
+        """Take the steps; the first epoch in the batch's own order, the others shuffled."""
+        refused = learner.skip_if_nonfinite(experience)
+        if refused is not None:
+            return refused
+        metrics = Metrics()
+        stopped = False
+        steps = map(experience.select, self._steps(experience, generator))
+        batch = next(steps, None)
+        while batch is not None:
+            seen = learner.backward(batch, objective)
+            batch = next(steps, None)
+            if batch is not None:
+                learner.begin(batch)  # while the device is at work on the one before
+            if learner.finite:
+                if not metrics.weighted and "approx_kl" in seen.weighted:
+                    metrics.add(
+                        "first_approx_kl", seen.mean("approx_kl")
+                    )  # of the very policy that sampled: 0, or a fault
+                metrics.merge(seen)
+                if self.max_kl is not None and "approx_kl" in seen.weighted and seen.mean("approx_kl") > self.max_kl:
+                    learner.discard()
+                    stopped = True
+                    break
+            if extra is not None:
+                added = extra(learner)
+                metrics.merge(added if learner.finite else Metrics())
+            metrics.merge(learner.step())
+        metrics.count("early_stop", float(stopped))
+        if self.measure_after:
+            metrics.add("approx_kl_after", *learner.measure(experience, objective).weighted["approx_kl"])
+        return metrics
+
+    def _steps(self, experience: Experience, generator: torch.Generator) -> Iterator[Tensor]:
+        for epoch in range(self.epochs):
+            yield from minibatches(experience, self.minibatch_size, None if epoch == 0 else generator)
+
+
+def aggregation(settings: AggregationSettings) -> Aggregation:
+    """The recipe's choice of mean."""
+    return Aggregation(settings.over, settings.fixed_length)
+
+
+def kl_in_loss(kl: KLSettings, coefficients: Coefficients) -> float:
+    """The weight of the KL to the reference in the loss: 0 where it acts elsewhere."""
+    return coefficients.reference if kl.apply_to == "loss" else 0.0
+
+
+def advantage_settings(
+    kl: KLSettings, reward: RewardSettings, *, whiten_advantages: bool = False, bootstrap_truncated: bool = False
+) -> AdvantageSettings:
+    """How this recipe turns scores into credit."""
+    return AdvantageSettings(
+        kl_apply_to=kl.apply_to,
+        kl_estimator=kl.estimator,
+        missing_eos_penalty=reward.missing_eos_penalty,
+        score_clip=reward.clip,
+        whiten_rewards=reward.whiten,
+        whiten_advantages=whiten_advantages,
+        bootstrap_truncated=bootstrap_truncated,
+    )
+
+
+def reference_controller(kl: KLSettings) -> KLController:
+    """The controller of the KL to the reference."""
+    if kl.controller == "adaptive":
+        return AdaptiveKL(kl.coef, kl.target)
+    if kl.controller == "proportional":
+        return ProportionalKL(kl.coef, kl.target, kl.horizon)
+    return FixedKL(kl.coef)
+
+
+def penalty_controller(penalty: PenaltySettings) -> KLController:
+    """The controller of the penalty on KL(old || new)."""
+    return AdaptiveKL(penalty.coef, penalty.target) if penalty.adaptive else FixedKL(penalty.coef)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from tether.algorithms.algorithm import Algorithm, Controllers
+from tether.algorithms.algorithm import (
+    Algorithm,
+    Controllers,
+    MinibatchEpochs,
+    advantage_settings,
+    aggregation,
+    kl_in_loss,
+    reference_controller,
+)
 from tether.algorithms.estimators import GroupRelative
 from tether.algorithms.objectives import Clip, PolicyObjective
-from tether.algorithms.shared import advantage_settings, aggregation, kl_in_loss, reference_controller
-from tether.algorithms.updates import MinibatchEpochs
-from tether.config.methods import GRPOSettings
+from tether.config.recipes import GRPOSettings
 from tether.config.sections import KLSettings, RewardSettings
 from tether.ops.kl import FixedKL
 

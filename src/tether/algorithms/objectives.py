@@ -9,11 +9,22 @@ import torch
 from torch import Tensor
 
 from tether.errors import ConfigError
-from tether.ops.aggregation import Aggregation
 from tether.ops.kl import Estimator, kl_estimate, ratio_clamped
-from tether.ops.policy_losses import clip_cases, clip_loss, kl_penalty_loss, reinforce_loss, unclipped_loss, value_loss
-from tether.ops.preferences import count_ranked_prompts, dpo_losses, dpo_margins, kwise_total, ranked_pairs
-from tether.ops.statistics import masked_sum
+from tether.ops.losses import (
+    Aggregation,
+    clip_cases,
+    clip_loss,
+    count_ranked_prompts,
+    dpo_losses,
+    dpo_margins,
+    kl_penalty_loss,
+    kwise_total,
+    ranked_pairs,
+    reinforce_loss,
+    unclipped_loss,
+    value_loss,
+)
+from tether.ops.masks import masked_sum
 from tether.types import Experience, Loss, Metrics, PairBatch, RankedBatch, ScoreOutputs, Sequences, TokenOutputs
 
 

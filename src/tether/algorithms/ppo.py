@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from tether.algorithms.algorithm import Algorithm, Coefficients, Controllers, CriticWarmup
-from tether.algorithms.estimators import GAE
-from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped, ValueObjective
-from tether.algorithms.shared import (
+from tether.algorithms.algorithm import (
+    Algorithm,
+    Coefficients,
+    Controllers,
+    CriticWarmup,
+    MinibatchEpochs,
     advantage_settings,
     aggregation,
     kl_in_loss,
     penalty_controller,
     reference_controller,
 )
-from tether.algorithms.updates import MinibatchEpochs
-from tether.config.methods import PPOSettings
+from tether.algorithms.estimators import GAE
+from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped, ValueObjective
+from tether.config.recipes import PPOSettings
 from tether.config.sections import KLSettings, RewardSettings
 from tether.ops.kl import FixedKL
 

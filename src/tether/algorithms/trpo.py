@@ -9,15 +9,21 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
+from tether.algorithms.algorithm import (
+    Algorithm,
+    Controllers,
+    ExtraGradient,
+    MinibatchEpochs,
+    TokenObjective,
+    advantage_settings,
+    reference_controller,
+)
 from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import PolicyObjective, Unclipped, ValueObjective
-from tether.algorithms.shared import advantage_settings, reference_controller
-from tether.algorithms.updates import MinibatchEpochs
-from tether.config.methods import TRPOSettings
+from tether.config.recipes import TRPOSettings
 from tether.config.sections import KLSettings, RewardSettings
+from tether.learner.batching import within_memory
 from tether.learner.learner import Learner
-from tether.learner.out_of_memory import within_memory
 from tether.ops.kl import FixedKL, exact_kl, log_ratio
 from tether.ops.trust_region import LineSearch, conjugate_gradient, fisher_vector_product, line_search, step_scale
 from tether.protocols import PolicyModel

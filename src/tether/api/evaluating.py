@@ -13,8 +13,7 @@ from tether.config.load import load_recipe
 from tether.config.recipes import RLRecipe
 from tether.errors import ConfigError
 from tether.evaluation.judges import ScoreJudge
-from tether.evaluation.measure import NamedJudge, Question, fitting, for_all, measure
-from tether.evaluation.table import EvaluationReport
+from tether.evaluation.measure import EvaluationReport, NamedJudge, Question, fitting, for_all, measure
 from tether.models.load import load_causal_lm
 from tether.ops.sampling import check_sampling
 from tether.progress import working

@@ -12,7 +12,7 @@ from rich.console import Console
 
 from tether.api.given import model_name, reward_of, source_of
 from tether.api.run import Run
-from tether.config.code_names import OBJECT
+from tether.config.allowed_code import OBJECT
 from tether.config.load import load_recipe
 from tether.config.recipes import RECIPES, Recipe, RLRecipe
 from tether.errors import ConfigError, Stopped

@@ -19,7 +19,7 @@ from rich.text import Text
 from tether.commands.eval_run import load
 from tether.data.chat import prompt_token_ids
 from tether.errors import DataError
-from tether.evaluation.table import visible
+from tether.evaluation.measure import visible
 from tether.models.load import LoadedModel
 from tether.protocols import Sampling
 from tether.rollout.native import NativeEngine

@@ -10,15 +10,15 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from tether.config.base import Paths, ReadSettings, read_columns
 from tether.config.load import load_recipe
-from tether.config.reading import Paths, ReadSettings, read_columns
 from tether.config.recipes import Recipe
 from tether.data.records import read_records
 from tether.evaluation.data_report import QUANTILES, DataReport, Shown, guessed_method, report_on
 from tether.hub.catalog import cached_model
 from tether.models.load import NO_LIMIT, TINY
 from tether.models.tokenizer import TextModel, read_tokenizer
-from tether.reports.run_options import printing
+from tether.reports.run_table import printing
 from tether.reports.safe_text import clean
 from tether.store.find import find_model
 

@@ -28,7 +28,7 @@ def main(words: list[str]) -> int:
     if any(word in ("--help", "-h") for word in words):
         print(HELP)
         return 0
-    from tether.config.demo import DemoRecipe
+    from tether.config.recipes import DemoRecipe
 
     if "--keys" in words:
         from tether.config.schema import describe

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from tether.doctor.doctor import AUDITS, Doctor, Examination
 from tether.doctor.findings import SEVERITIES, Finding, Healthy, TooLittle
-from tether.reports.run_options import open_for, printing
+from tether.reports.run_table import open_for, printing
 from tether.reports.safe_text import visible
 from tether.store.read import read_run
 from tether.store.recorded import RecordedRun

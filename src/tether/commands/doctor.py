@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tether.errors import StorageError, UsageError
-from tether.reports.run_options import add_workspace_options
+from tether.reports.run_table import add_workspace_options
 
 SUMMARY = "Say what is wrong with a run: what was seen, why it matters, and what to change."
 EPILOG = """examples:

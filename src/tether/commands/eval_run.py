@@ -13,9 +13,9 @@ from pydantic import ValidationError
 from rich.console import Console
 from yaml import YAMLError
 
-from tether.config.code_names import names_in, names_of_record
+from tether.config.allowed_code import names_in, names_of_record
+from tether.config.base import Paths, read_columns
 from tether.config.read_yaml import read_value
-from tether.config.reading import Paths, read_columns
 from tether.config.rewards import FunctionPart, ModelPart, RemotePart
 from tether.config.sections import PromptSettings, RewardSettings, TaskSettings
 from tether.data.prompts import read_prompts
@@ -23,8 +23,16 @@ from tether.data.sources import shown_source
 from tether.errors import ConfigError, DataError, StorageError, UsageError
 from tether.evaluation.evaluate import Evaluation
 from tether.evaluation.judges import RemoteJudge, ScoreJudge
-from tether.evaluation.measure import NamedJudge, Question, fitting, for_all, measure
-from tether.evaluation.table import EvaluationReport, as_json, print_report
+from tether.evaluation.measure import (
+    EvaluationReport,
+    NamedJudge,
+    Question,
+    as_json,
+    fitting,
+    for_all,
+    measure,
+    print_report,
+)
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.models.precision import AUTO
 from tether.progress import working

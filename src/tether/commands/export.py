@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tether.errors import UsageError
-from tether.reports.run_options import add_run_option
+from tether.reports.run_table import add_run_option
 
 SUMMARY = "Take a run's model, rollouts or metrics out, for other tools."
 EPILOG = """examples:

@@ -18,10 +18,9 @@ from rich.console import Console
 from tether.errors import ConfigError, StorageError, UsageError
 from tether.models.gguf_export import architecture_of, write_model
 from tether.models.load import is_reward_model
-from tether.models.merge import Merged, check_merged, load_merged, write_merged
-from tether.reports.export_data import best_step, model_folder
-from tether.reports.model_card import CardFacts, write_card
-from tether.reports.run_options import open_for
+from tether.models.save import Merged, check_merged, load_merged, write_merged
+from tether.reports.export_data import CardFacts, best_step, model_folder, write_card
+from tether.reports.run_table import open_for
 from tether.store.read import RunSummary, find_run, read_run
 from tether.store.recorded import RecordedRun
 from tether.train.hub_push import check_push, push_folder

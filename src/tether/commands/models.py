@@ -31,7 +31,7 @@ def pull_and_show(name: str, *, force: bool, json_output: bool) -> int:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
 
-    from tether.hub.download import pull
+    from tether.hub.catalog import pull
 
     if not on_terminal():
         found = pull(name, progress=_lines(name), force=force)

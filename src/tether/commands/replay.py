@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tether.reports.run_options import add_run_option
+from tether.reports.run_table import add_run_option
 
 SUMMARY = "Recompute advantages and losses of a step's stored answers under other settings; nothing is generated."
 EPILOG = """examples:

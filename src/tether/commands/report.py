@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tether.reports.run_options import add_run_option
+from tether.reports.run_table import add_run_option
 
 SUMMARY = "Write a run's report: report.html, which needs nothing else, and report.md with its charts."
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tether.reports.run_options import add_workspace_options
+from tether.reports.run_table import add_workspace_options
 
 SUMMARY = "List the runs of a workspace: how far each came, its score, and what it was made from."
 
@@ -18,6 +18,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read and print."""
-    from tether.reports.runs_table import print_runs
+    from tether.reports.run_table import print_runs
 
     return print_runs(options)

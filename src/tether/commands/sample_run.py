@@ -24,7 +24,7 @@ from tether.models.load import LoadedModel
 from tether.ops.sampling import check_sampling
 from tether.protocols import RewardFn, Sampling
 from tether.rewards.parts import build_reward
-from tether.rewards.service import reward_parts
+from tether.rewards.server import reward_parts
 from tether.rollout.native import NativeEngine
 from tether.types import Prompt
 

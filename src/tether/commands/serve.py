@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 
 from tether.commands.eval import count
-from tether.studio.tokens import add_proxy_options, add_token_options
+from tether.studio.settings import add_proxy_options, add_token_options
 
 SUMMARY = "Serve a model over an OpenAI-compatible HTTP endpoint: chat and completions, streaming."
 EPILOG = """examples:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tether.reports.run_options import add_run_option
+from tether.reports.run_table import add_run_option
 
 SUMMARY = "Show what a run recorded: all of it in short, one step's answers, or one answer token by token."
 EPILOG = """examples:
@@ -29,6 +29,6 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Read and print."""
-    from tether.reports.show_run import show
+    from tether.reports.run_table import show
 
     return show(options)

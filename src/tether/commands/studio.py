@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 
-from tether.studio.tokens import add_proxy_options, add_token_options
+from tether.studio.settings import add_proxy_options, add_token_options
 
 SUMMARY = "Open the page on which runs are watched, answers are judged, and models are talked to."
 EPILOG = """examples:

@@ -1,8 +1,21 @@
-"""The base of every settings class."""
+"""The base of every settings class, and settings that all sections of data and all runs share.
 
+The base of every settings class.
+
+What a run's note, tags and group may be: for recipes, the command line and Studio alike.
+
+How records become conversations: settings that every section of data shares.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from tether.errors import UsageError
 
 
 class Settings(BaseModel):
@@ -17,3 +30,68 @@ PositiveFloat = Annotated[float, Field(gt=0)]
 NonNegative = Annotated[float, Field(ge=0)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
 Option = bool | int | float | str | list[bool | int | float | str] | None
+
+MAX_NOTE = 10_000  # characters
+MAX_TAGS = 20
+MAX_GROUP = 100  # characters
+TAG = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.:+-]{0,39}")
+
+Tag = Annotated[str, Field(pattern=f"^{TAG.pattern}$")]
+
+Paths = str | tuple[str, ...]
+"""A file, a glob, a folder, a dataset's id; or several of them."""
+
+CONVERSATION = ("messages", "conversations", "prompt", "completion", "system", "tools", "text")
+PREFERENCE = ("chosen", "rejected", "chosen_ended", "rejected_ended", "answers", "ranks", "ended", "label")
+INSTRUCTION = ("instruction", "input", "output")
+FIELDS = (*CONVERSATION, *PREFERENCE, *INSTRUCTION, "answer", "id", "reference")
+"""The fields that Tether reads, by the names of docs/data.md."""
+
+
+def read_columns(words: Sequence[str]) -> dict[str, str]:
+    """`prompt=question` words, also several with commas between, as a mapping."""
+    pairs = [pair.partition("=") for word in words for pair in word.split(",")]
+    if wrong := [field for field, equals, column in pairs if not (field and equals and column)]:
+        raise UsageError(f"--columns: expected FIELD=COLUMN, such as prompt=question, was given {wrong[0]}")
+    columns = {field.strip(): column.strip() for field, _, column in pairs}
+    if unknown := unknown_fields(columns):
+        raise UsageError(f"--{unknown}")
+    return columns
+
+
+def unknown_fields(columns: Iterable[str]) -> str | None:
+    """What to say of a mapping that names a field which is not read."""
+    if unknown := sorted(set(columns) - set(FIELDS)):
+        return (
+            f"columns names {', '.join(unknown)}, which is no field that Tether reads: write {{field: your column}} "
+            f"with one of {', '.join(FIELDS)}"
+        )
+    return None
+
+
+class ReadSettings(Settings):
+    """How records are read, whatever is done with them."""
+
+    columns: dict[str, str] = Field(
+        default_factory=dict,
+        description="Which column of your records is which field, such as {prompt: question, answer: solution}.",
+    )
+    config: str | None = Field(default=None, description="Configuration of a dataset that is named by its id.")
+    split: str = Field(default="train", description="Split of a dataset (a saved folder, or an id).")
+    held_out_split: str | None = Field(
+        default=None,
+        description="Split that is held out; where no held-out source is named, a split of the same dataset.",
+    )
+    system_prompt: str | None = Field(
+        default=None, description="System message of every conversation that has none of its own."
+    )
+    chat_template_kwargs: dict[str, Option] = Field(
+        default_factory=dict, description="Passed to the chat template, such as {enable_thinking: false}."
+    )
+
+    @field_validator("columns")
+    @classmethod
+    def _known_fields(cls, columns: dict[str, str]) -> dict[str, str]:
+        if wrong := unknown_fields(columns):
+            raise ValueError(wrong)
+        return columns

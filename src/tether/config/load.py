@@ -19,10 +19,9 @@ from pydantic_core import ErrorDetails
 
 from tether.config.base import Settings
 from tether.config.foreign import answer, leads_to
-from tether.config.items import explain_item
 from tether.config.read_yaml import RecipeLoader, in_one_line, kind_of, line_of, read_mapping, read_value
 from tether.config.recipes import RECIPES, Recipe
-from tether.config.schema import REQUIRED, Leaf, as_yaml, defaults, describe, kinds_of, sections
+from tether.config.schema import REQUIRED, Leaf, as_yaml, defaults, describe, explain_item, kinds_of, sections
 from tether.errors import ConfigError
 
 AnyRecipe = TypeVar("AnyRecipe", bound=Settings)

@@ -16,7 +16,7 @@ from yaml.composer import ComposerError
 from yaml.constructor import ConstructorError
 
 from tether.errors import ConfigError
-from tether.plain_file import read_plain_text
+from tether.files import read_plain_text
 
 MAX_BYTES = 1 << 18  # of a recipe: PyYAML reads some 100 kB a second
 

@@ -1,31 +1,28 @@
-"""A recipe is everything a run needs to know; one class for each method."""
+"""A recipe holds every setting of a run; one class for each method.
+
+The settings of each method, named as the papers name them.
+
+A recipe is everything a run needs to know; one class for each method.
+
+The settings of `tether demo`: the whole of RLHF, stage by stage. Each stage is a recipe of its own.
+"""
 
 from __future__ import annotations
 
-from typing import ClassVar
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tether.config.base import Settings
-from tether.config.methods import (
-    DPOSettings,
-    GRPOSettings,
-    PPOSettings,
-    PtxSettings,
-    ReinforceSettings,
-    RewardModelSettings,
-    RLOOSettings,
-    SFTSettings,
-    TRPOSettings,
-    need_group,
-)
+from tether.config.base import Count, Fraction, NonNegative, Paths, Positive, PositiveFloat, Settings
 from tether.config.sections import (
+    AggregationSettings,
     CheckpointSettings,
     DataSettings,
     EvaluationSettings,
     KLSettings,
     ModelSettings,
     OptimizerSettings,
+    PenaltySettings,
     PreferenceEvaluationSettings,
     PromptSettings,
     RecordsEvaluationSettings,
@@ -37,6 +34,148 @@ from tether.config.sections import (
     StoreSettings,
     TaskSettings,
 )
+
+
+class UpdateSettings(Settings):
+    """How often a batch of rollouts is reused."""
+
+    epochs: Positive = Field(default=4, description="Passes over each batch of rollouts.")
+    minibatch_size: Positive = Field(default=64, description="Sequences in one optimiser step.")
+    target_kl: PositiveFloat | None = Field(
+        default=None, description="End the update before a step once KL(old || new) per token is above this."
+    )
+
+
+class PPOSettings(UpdateSettings):
+    """Proximal Policy Optimization (Schulman et al. 2017)."""
+
+    objective: Literal["clip", "unclipped", "kl_penalty"] = Field(default="clip", description="The surrogate.")
+    clip_range: PositiveFloat = Field(default=0.2, description="The ratio may fall to 1 - this before the clip binds.")
+    clip_range_high: PositiveFloat | None = Field(
+        default=None, description="The ratio may rise to 1 + this; by default as clip_range."
+    )
+    dual_clip: float | None = Field(default=None, gt=1, description="Bound the loss of bad tokens at this times |A|.")
+    penalty: PenaltySettings = Field(default_factory=PenaltySettings, description="For objective: kl_penalty.")
+    gamma: Fraction = Field(default=1.0, description="Discount per sampled token.")
+    lam: Fraction = Field(default=0.95, description="GAE's lambda: 0 is the TD residual, 1 is Monte Carlo.")
+    bootstrap_truncated: bool = Field(default=False, description="Add the value of what would follow a cut-off answer.")
+    whiten_advantages: bool = Field(default=True, description="Mean 0, deviation 1 over the sampled tokens.")
+    value_coef: NonNegative = Field(default=0.5, description="Weight of the value loss.")
+    value_clip: PositiveFloat | None = Field(default=0.2, description="Clip range of the value loss; null for none.")
+    critic_warmup: Count = Field(default=0, description="Iterations at the start in which only the critic learns.")
+    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
+    aggregation: AggregationSettings = Field(
+        default_factory=AggregationSettings, description="What losses average over."
+    )
+
+
+class PtxSettings(Settings):
+    """Pretraining or SFT gradients mixed into every step (PPO-ptx, Ouyang et al. 2022)."""
+
+    data: Paths | None = Field(default=None, description="Records with text, messages, or prompt and completion.")
+    coef: NonNegative = Field(default=1.0, description="Weight of their log-likelihood loss.")
+    batch_size: Positive = Field(default=16, description="Records mixed into one optimiser step.")
+    max_length: Positive = Field(default=512, description="Longest row in tokens.")
+
+
+class ReinforceSettings(Settings):
+    """REINFORCE / vanilla policy gradient (Williams 1992): one pass over each batch of rollouts."""
+
+    weighting: Literal["total", "to_go", "baselined", "advantage"] = Field(
+        default="to_go", description="What multiplies grad log pi; the last two train a critic."
+    )
+    minibatch_size: Positive = Field(default=64, description="Sequences in one optimiser step.")
+    gamma: Fraction = Field(default=1.0, description="Discount per sampled token.")
+    lam: Fraction = Field(default=0.95, description="GAE's lambda, for weighting: advantage.")
+    whiten_advantages: bool = Field(default=False, description="Mean 0, deviation 1 over the sampled tokens.")
+    value_coef: NonNegative = Field(default=0.5, description="Weight of the value loss, where there is a critic.")
+    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
+    aggregation: AggregationSettings = Field(
+        default_factory=AggregationSettings, description="What losses average over."
+    )
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the weighting reads values."""
+        return self.weighting in ("baselined", "advantage")
+
+
+class RLOOSettings(UpdateSettings):
+    """REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024)."""
+
+    epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
+    objective: Literal["reinforce", "clip"] = Field(default="reinforce", description="-A log pi, or the clipped ratio.")
+    clip_range: PositiveFloat = Field(default=0.2, description="For objective: clip.")
+    whiten_advantages: bool = Field(default=False, description="Mean 0, deviation 1 over the sampled tokens.")
+    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
+    aggregation: AggregationSettings = Field(
+        default_factory=AggregationSettings, description="What losses average over."
+    )
+
+
+class GRPOSettings(UpdateSettings):
+    """Group Relative Policy Optimization (Shao et al. 2024) and its variants."""
+
+    epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
+    scale_by_std: bool = Field(default=True, description="Divide by the deviation of the group.")
+    std_epsilon: PositiveFloat = Field(default=1e-4, description="Added to the deviation.")
+    clip_range: PositiveFloat = Field(default=0.2, description="The ratio may fall to 1 - this before the clip binds.")
+    clip_range_high: PositiveFloat | None = Field(
+        default=None, description="The ratio may rise to 1 + this; by default as clip_range."
+    )
+    dual_clip: float | None = Field(default=None, gt=1, description="Bound the loss of bad tokens at this times |A|.")
+    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
+    aggregation: AggregationSettings = Field(
+        default_factory=lambda: AggregationSettings(over="sequence"), description="What losses average over."
+    )
+
+
+class TRPOSettings(Settings):
+    """Trust Region Policy Optimization (Schulman et al. 2015): a hard bound on KL(old || new)."""
+
+    max_kl: PositiveFloat = Field(default=0.01, description="The bound on the mean exact KL(old || new).")
+    damping: NonNegative = Field(default=0.1, description="Added to the Fisher matrix's diagonal.")
+    cg_iterations: Positive = Field(default=10, description="Conjugate-gradient iterations.")
+    backtrack: float = Field(default=0.8, gt=0, lt=1, description="Each line-search trial is this much shorter.")
+    max_backtracks: Count = Field(default=15, description="Trials before the step is given up.")
+    gamma: Fraction = Field(default=1.0, description="Discount per sampled token.")
+    lam: Fraction = Field(default=0.95, description="GAE's lambda.")
+    bootstrap_truncated: bool = Field(default=False, description="Add the value of what would follow a cut-off answer.")
+    whiten_advantages: bool = Field(default=True, description="Mean 0, deviation 1 over the sampled tokens.")
+    critic_epochs: Positive = Field(default=4, description="Passes of the critic over each batch.")
+    minibatch_size: Positive = Field(default=64, description="Sequences in one step of the critic.")
+
+
+class DPOSettings(Settings):
+    """Direct Preference Optimization (Rafailov et al. 2023)."""
+
+    beta: PositiveFloat = Field(default=0.1, description="How strongly the policy is tied to the reference.")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="The assumed chance that a label is flipped.")
+    batch_size: Positive = Field(default=32, description="Records in one optimiser step, with all their pairs.")
+
+
+class SFTSettings(Settings):
+    """Supervised fine-tuning: the answer's tokens, the end token included."""
+
+    batch_size: Positive = Field(default=32, description="Records in one optimiser step.")
+
+
+class RewardModelSettings(Settings):
+    """A reward model from pairs or rankings; all pairs of one prompt are one example."""
+
+    batch_size: Positive = Field(default=32, description="Prompts in one optimiser step.")
+    center_on: Paths | None = Field(
+        default=None, description="Demonstrations whose mean score becomes 0 once the model is trained."
+    )
+
+
+def need_group(samples_per_prompt: int, method: str) -> None:
+    """Refuse a group of one: it has no baseline."""
+    if samples_per_prompt < 2:
+        raise ValueError(
+            f"rollout.samples_per_prompt is {samples_per_prompt}, but {method} compares the samples of a prompt: "
+            "set it to 2 or more"
+        )
 
 
 class Recipe(Settings):
@@ -251,3 +390,46 @@ RECIPES: dict[str, type[Recipe]] = {
         DPORecipe,
     )
 }
+
+FILLED_IN = DataSettings(train="(the demo's own)")
+TUNED_IN = ModelSettings(dtype="float32")  # on every device: its rates and steps were found so
+
+
+class RaterSettings(Settings):
+    """The stand-in for a person who says which of two answers is better."""
+
+    prompts: Positive = Field(default=120, description="Prompts whose answers are compared.")
+    answers: int = Field(default=4, ge=2, le=9, description="Answers to each prompt, which are ranked.")
+    max_new_tokens: Positive = Field(default=40, description="Longest answer that is compared.")
+    temperature: PositiveFloat = Field(default=1.0, description="Of sampling the answers.")
+    noise: PositiveFloat = Field(
+        default=0.1, description="P(prefer A) = sigmoid((rule(A) - rule(B)) / noise): small is sure, large is careless."
+    )
+    tie: Fraction = Field(
+        default=0.05, description="Answers whose rule scores differ by less count as equal; 0: none do."
+    )
+    held_out: Fraction = Field(default=0.25, description="Fraction of the prompts that the reward model never sees.")
+
+
+class JudgingSettings(Settings):
+    """The comparison at the end, on prompts that no stage has seen."""
+
+    prompts: Positive = Field(default=96, description="Held-out prompts.")
+    temperature: PositiveFloat = Field(default=0.7, description="Of sampling the answers that are compared.")
+    max_new_tokens: Positive = Field(default=40, description="Longest answer.")
+    samples_shown: Count = Field(default=8, description="Answers shown before and after in the report.")
+
+
+class DemoRecipe(Settings):
+    """SFT, preferences, reward model, PPO, evaluation. `model.path` of later stages is filled in by the pipeline."""
+
+    method: ClassVar[str] = "demo"
+
+    name: str = Field(default="demo", description="The demo's folder.")
+    directory: str = Field(default="runs", description="Where runs are kept.")
+    seed: int = Field(default=0, ge=0, description="Everything random follows from it.")
+    sft: SFTRecipe = Field(default_factory=lambda: SFTRecipe(data=FILLED_IN, model=TUNED_IN))
+    rater: RaterSettings = Field(default_factory=RaterSettings)
+    reward: RewardRecipe = Field(default_factory=lambda: RewardRecipe(data=FILLED_IN, model=TUNED_IN))
+    ppo: PPORecipe = Field(default_factory=lambda: PPORecipe(model=TUNED_IN))
+    judging: JudgingSettings = Field(default_factory=JudgingSettings)

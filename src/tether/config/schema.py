@@ -1,15 +1,34 @@
-"""A recipe class as a flat list of dotted keys, each with its type in plain words: for flags, help and docs."""
+"""A recipe class as a flat list of dotted keys, for flags, errors, help pages and the table in docs/recipes.md.
+
+A recipe class as a flat list of dotted keys, each with its type in plain words: for flags, help and docs.
+
+A method's recipe keys as a page of help: `tether train METHOD --help`.
+
+Writes the table of every recipe key into docs/recipes.md: `python -m tether.config.schema docs/recipes.md`.
+
+What is wrong with an item of a list such as `reward.parts`, in one line that names the item and the repair.
+"""
 
 from __future__ import annotations
 
 import json
+import os
+import sys
 import types
 from collections.abc import Iterator
 from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
 from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
+from pydantic_core import ErrorDetails
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from tether.config.recipes import RECIPES
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda _: "required"})()
 """The default of a key that has none."""
@@ -182,3 +201,126 @@ def as_yaml(value: Any) -> str:
     if isinstance(value, str):
         return value
     return json.dumps(value, default=str)
+
+
+def print_fields(method: str, summary: str) -> None:
+    """Every key of a method's recipe, by section."""
+    recipe_class = RECIPES[method]
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120, highlight=False)
+    leaves = list(describe(recipe_class))
+    widths = [max(len(leaf.key) for leaf in leaves) + 2, max(len(leaf.default_text) for leaf in leaves)]
+    with console.capture() as captured:  # rich would exit by itself on a closed pipe
+        console.print(f"Usage: tether train {method} [RECIPE.yaml] [--section.key VALUE ...] [--json]", markup=False)
+        console.print(f"\n{summary[0].upper()}{summary[1:]}.", markup=False)
+        for section, settings in sections(recipe_class).items():
+            inside = [leaf for leaf in leaves if leaf.key.rpartition(".")[0] == section]
+            about = (settings.__doc__ or "").strip().partition("\n")[0]
+            console.print(f"\n[bold]{section}[/bold]  {escape(about)}")
+            table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+            table.add_column(style="cyan", no_wrap=True, width=widths[0])
+            table.add_column(style="green", width=widths[1])
+            table.add_column(ratio=1)
+            for leaf in inside:
+                meaning = f"{escape(leaf.description)} [dim]({escape(leaf.type)})[/dim]"
+                table.add_row(f"--{leaf.key}", escape(leaf.default_text), meaning)
+            console.print(table)
+    print(captured.get(), end="")
+
+
+BEGIN = "<!-- fields: written by `python -m tether.config.schema docs/recipes.md` -->"
+END = "<!-- end of fields -->"
+
+
+def fields_table() -> str:
+    """Markdown: one heading and one table for each section; a section that methods share is shown once."""
+    blocks: list[str] = []
+    for section, methods in _shared_sections():
+        settings = sections(RECIPES[methods[0]])[section]
+        summary = (settings.__doc__ or "").strip().partition("\n")[0]
+        whom = "every method" if len(methods) == len(RECIPES) else ", ".join(methods)
+        rows = ["| key | default | takes | meaning |", "|---|---|---|---|"]
+        rows += [_row(leaf, methods) for leaf in describe(RECIPES[methods[0]]) if leaf.section == section]
+        blocks.append("\n".join([f"### `{section}` ({whom})", "", summary, "", *rows]))
+    return "\n\n".join(blocks)
+
+
+def rewrite(document: str) -> str:
+    """The document with what stands between the two marks made anew."""
+    before, begin, rest = document.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not begin or not end:
+        raise ValueError(f"the document needs the lines {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{fields_table()}\n\n{END}{after}"
+
+
+def _shared_sections() -> list[tuple[str, list[str]]]:
+    """(section, methods) for each top-level section, told apart by keys: `reward` has two meanings.
+
+    The sections of the most methods come first.
+    """
+    found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
+    for method, recipe_class in RECIPES.items():
+        leaves = list(describe(recipe_class))
+        for section in recipe_class.model_fields:
+            keys = tuple(leaf.key for leaf in leaves if leaf.section == section)
+            found.setdefault((section, keys), []).append(method)
+    ordered = sorted(found.items(), key=lambda item: -len(item[1]))
+    return [(section, methods) for (section, _), methods in ordered]
+
+
+def _row(leaf: Leaf, methods: list[str]) -> str:
+    """One key. A method whose default is its own is named beside it."""
+    own = {method: _default(method, leaf.key) for method in methods}
+    default = f"`{leaf.default_text}`" if leaf.default_text != "required" else "required"
+    others = [f"{method}: `{text}`" for method, text in own.items() if text != leaf.default_text]
+    shown = default + (f" ({', '.join(others)})" if others else "")
+    return f"| `{leaf.key}` | {shown} | {leaf.type} | {leaf.description.replace('|', chr(92) + '|')} |"
+
+
+def _default(method: str, key: str) -> str:
+    return next(leaf.default_text for leaf in describe(RECIPES[method]) if leaf.key == key)
+
+
+if __name__ == "__main__":
+    for name in sys.argv[1:]:
+        path = Path(name)
+        path.write_text(rewrite(path.read_text(encoding="utf-8")), encoding="utf-8")
+
+
+def explain_item(
+    problem: ErrorDetails, key: str, inside: tuple[int | str, ...], kinds: dict[str, type[BaseModel]], where: str
+) -> str:
+    """One validation error; `inside` is its place within the list: (index, kind, field, ...)."""
+    index, kind, field = (*inside, None, None, None)[:3]
+    item = f"{key}[{index}]" if index is not None else key
+    named = f"{item} ({kind}) in {where}" if kind in kinds else f"{item} in {where}"
+    settings = kinds.get(str(kind))
+    given = problem.get("input")
+    match problem["type"]:
+        case "union_tag_not_found":
+            return f"{named}: say its kind, one of {', '.join(kinds)}"
+        case "union_tag_invalid":
+            tag = str(problem.get("ctx", {}).get("tag"))
+            close = get_close_matches(tag, kinds, n=1)
+            return f"{named}: unknown kind {tag}: " + (f"did you mean {close[0]}?" if close else _choose(list(kinds)))
+        case "extra_forbidden" if settings is not None:
+            known = list(settings.model_fields)
+            close = get_close_matches(str(field), known, n=1)
+            return f"{named}: unknown key {field}: " + (f"did you mean {close[0]}?" if close else _choose(known))
+        case "missing" if settings is not None:
+            return f"{named}: {field} is missing ({settings.model_fields[str(field)].description})"
+        case "value_error":
+            return f"{named}: {problem.get('ctx', {}).get('error', problem['msg'])}"
+        case "string_pattern_mismatch":
+            return f"{named}: {field} {given!r} does not match {problem.get('ctx', {}).get('pattern')}"
+        case _ if settings is not None and field in settings.model_fields:
+            about = settings.model_fields[str(field)]
+            return f"{named}: {field} must be {in_words(about.annotation, about.metadata)}, not {given!r}"
+        case _ if index is not None:
+            return f"{named}: expected a mapping such as {{kind: ended}}, was given {given!r}"
+        case _:
+            return f"{named}: expected a list of mappings such as [{{kind: ended}}], was given {given!r}"
+
+
+def _choose(known: list[str]) -> str:
+    return f"choose one of {', '.join(known)}"

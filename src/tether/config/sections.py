@@ -6,9 +6,21 @@ from typing import Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from tether.config.base import Count, Fraction, NonNegative, Option, Positive, PositiveFloat, Settings
-from tether.config.notes import MAX_GROUP, MAX_NOTE, MAX_TAGS, Tag
-from tether.config.reading import Paths, ReadSettings
+from tether.config.base import (
+    MAX_GROUP,
+    MAX_NOTE,
+    MAX_TAGS,
+    Count,
+    Fraction,
+    NonNegative,
+    Option,
+    Paths,
+    Positive,
+    PositiveFloat,
+    ReadSettings,
+    Settings,
+    Tag,
+)
 from tether.config.rewards import RewardPart, check_names
 
 TOY_TASK = "match-case"  # the task of a recipe that names neither a task nor prompts

@@ -12,8 +12,8 @@ from tether.algorithms.estimators import PolicyGradientWeights
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
 from tether.conformance.adapter import Grid, Mask, Row
 from tether.conformance.two_parameters import early_stop, ppo_trace, trpo_step
-from tether.ops import advantages, kl, logprobs, masks, policy_losses, statistics, token_rewards, trust_region
-from tether.ops.aggregation import Aggregation
+from tether.ops import advantages, kl, logprobs, losses, masks, trust_region
+from tether.ops.losses import Aggregation
 from tether.types import PairBatch, RankedBatch, ScoreOutputs, Sequences, TokenOutputs
 
 
@@ -53,14 +53,14 @@ class TetherAdapter:
         return {"mask": response, "attention_mask": attention}
 
     def masked_mean(self, x: Grid, mask: Mask) -> dict[str, Any]:
-        return {"mean": statistics.masked_mean(self.floats(x), torch.tensor(mask))}
+        return {"mean": masks.masked_mean(self.floats(x), torch.tensor(mask))}
 
     def masked_variance(self, x: Grid, mask: Mask, unbiased: bool) -> dict[str, Any]:
-        return {"variance": statistics.masked_variance(self.floats(x), torch.tensor(mask), unbiased=unbiased)}
+        return {"variance": masks.masked_variance(self.floats(x), torch.tensor(mask), unbiased=unbiased)}
 
     def whiten(self, x: Grid, mask: Mask, shift_mean: bool, unbiased: bool, epsilon: float) -> dict[str, Any]:
         options = {"shift_mean": shift_mean, "unbiased": unbiased, "epsilon": epsilon}
-        return {"whitened": statistics.whiten(self.floats(x), torch.tensor(mask), **options)}
+        return {"whitened": masks.whiten(self.floats(x), torch.tensor(mask), **options)}
 
     # -- log-probabilities and KL ---------------------------------------------------------------------------------
     def token_logprobs(self, logits: list[Grid], tokens: list[list[int]], temperature: float) -> dict[str, Any]:
@@ -82,11 +82,11 @@ class TetherAdapter:
 
     # -- rewards --------------------------------------------------------------------------------------------------
     def token_rewards(self, scores: Row, kl: Grid, mask: Mask, kl_coef: float) -> dict[str, Any]:
-        paid = token_rewards.token_rewards(self.floats(scores), self.floats(kl), torch.tensor(mask), kl_coef=kl_coef)
+        paid = advantages.token_rewards(self.floats(scores), self.floats(kl), torch.tensor(mask), kl_coef=kl_coef)
         return {"rewards": paid}
 
     def missing_eos_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:
-        return {"scores": token_rewards.missing_eos_penalty(self.floats(scores), torch.tensor(truncated), penalty)}
+        return {"scores": advantages.missing_eos_penalty(self.floats(scores), torch.tensor(truncated), penalty)}
 
     # -- returns and advantages -----------------------------------------------------------------------------------
     def total_return(self, rewards: Grid, mask: Mask, gamma: float) -> dict[str, Any]:
@@ -158,12 +158,12 @@ class TetherAdapter:
     # -- objectives -----------------------------------------------------------------------------------------------
     def reinforce_loss(self, logprobs: Grid, advantages: Grid) -> dict[str, Any]:
         new = self.floats(logprobs, gradient=True)
-        return self.with_gradient(policy_losses.reinforce_loss(new, self.floats(advantages)), new)
+        return self.with_gradient(losses.reinforce_loss(new, self.floats(advantages)), new)
 
     def unclipped_loss(self, logprobs: Grid, old_logprobs: Grid, advantages: Grid) -> dict[str, Any]:
         new = self.floats(logprobs, gradient=True)
-        losses = policy_losses.unclipped_loss(new, self.floats(old_logprobs), self.floats(advantages))
-        return self.with_gradient(losses, new)
+        per_token = losses.unclipped_loss(new, self.floats(old_logprobs), self.floats(advantages))
+        return self.with_gradient(per_token, new)
 
     def clip_loss(
         self,
@@ -178,27 +178,25 @@ class TetherAdapter:
         new, sampled = self.floats(logprobs, gradient=True), torch.tensor(mask)
         columns = new, self.floats(old_logprobs), self.floats(advantages)
         options = {"clip_low": clip_low, "clip_high": clip_high, "dual_clip": dual_clip}
-        cases = policy_losses.clip_cases(*columns, **options)
+        cases = losses.clip_cases(*columns, **options)
         fractions = {
-            case.name: statistics.masked_mean(getattr(cases, case.name).to(self.dtype), sampled)
+            case.name: masks.masked_mean(getattr(cases, case.name).to(self.dtype), sampled)
             for case in dataclasses.fields(cases)
         }
-        return self.with_gradient(policy_losses.clip_loss(*columns, **options), new) | fractions
+        return self.with_gradient(losses.clip_loss(*columns, **options), new) | fractions
 
     def kl_penalty_loss(
         self, logprobs: Grid, old_logprobs: Grid, advantages: Grid, beta: float, estimator: Any
     ) -> dict[str, Any]:
         new = self.floats(logprobs, gradient=True)
-        losses = policy_losses.kl_penalty_loss(
+        per_token = losses.kl_penalty_loss(
             new, self.floats(old_logprobs), self.floats(advantages), beta=beta, estimator=estimator
         )
-        return self.with_gradient(losses, new)
+        return self.with_gradient(per_token, new)
 
     def value_loss(self, values: Grid, old_values: Grid, returns: Grid, clip: float | None) -> dict[str, Any]:
         new = self.floats(values, gradient=True)
-        return self.with_gradient(
-            policy_losses.value_loss(new, self.floats(old_values), self.floats(returns), clip=clip), new
-        )
+        return self.with_gradient(losses.value_loss(new, self.floats(old_values), self.floats(returns), clip=clip), new)
 
     # -- aggregation and updates ----------------------------------------------------------------------------------
     def aggregate(self, losses: Grid, mask: Mask, mode: Any, fixed_length: int | None) -> dict[str, Any]:

@@ -5,10 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from tether.config.reading import ReadSettings
-from tether.data.records import Record
-from tether.data.sampled import SampledIds, sampled_ids
-from tether.data.turns import common_prefix, from_marked_text
+from tether.config.base import ReadSettings
+from tether.data.records import Record, SampledIds, common_prefix, from_marked_text, sampled_ids
 from tether.errors import DataError
 from tether.types import Message, Prompt
 

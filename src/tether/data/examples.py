@@ -1,4 +1,9 @@
-"""Demonstrations, texts, pairs and rankings as token rows, and as batches."""
+"""Demonstrations, texts, pairs and rankings as token rows, and as batches.
+
+Demonstrations, texts, pairs and rankings as token rows, and as batches.
+
+Rows of plain text or demonstrations, for gradients that are mixed into RL.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +14,8 @@ from typing import Any
 
 import torch
 
-from tether.config.reading import Paths, ReadSettings
+from tether.config.base import Paths, ReadSettings
 from tether.data.chat import has_template
-from tether.data.collate import attention_mask, pad_right
 from tether.data.conversations import (
     IMPLIED,
     Demonstration,
@@ -22,7 +26,7 @@ from tether.data.conversations import (
     preference_of,
 )
 from tether.data.records import PLAIN, Record, read_records
-from tether.data.rows import Row, RowEncoder, TooLongError
+from tether.data.rows import Row, RowEncoder, TooLongError, attention_mask, pad_right
 from tether.data.sources import shown_source
 from tether.errors import DataError
 from tether.types import PairBatch, RankedBatch, Sequences
@@ -214,3 +218,11 @@ def _columns(rows: Sequence[Row], pad_id: int) -> dict[str, Any]:
         "attention_mask": attention_mask(tokens),
         "response_mask": pad_right([row.response_mask for row in rows], False),
     }
+
+
+def read_texts(paths: Paths, encode: RowEncoder) -> list[Row]:
+    """From records with `text`, all of whose tokens but the first are learned, or from demonstrations.
+
+    A text is cut at the longest row. It has no end token: it is mixed in as pretraining, not as an answer.
+    """
+    return encode_demonstrations(parse_demonstrations(paths), encode, end_texts=False)

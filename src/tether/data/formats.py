@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from tether.errors import DataError
-from tether.plain_file import NotPlainError, read_plain, require_plain
+from tether.files import NotPlainError, read_plain, require_plain
 
 # CSV has texts only: these fields hold JSON text. So does any other cell that is a list of objects.
 NESTED = (

@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from tether.config.reading import Paths
+from tether.config.base import Paths
 from tether.data.formats import READERS, FileRow, ending_of, read_rows
 from tether.errors import DataError
-from tether.plain_file import require_plain
+from tether.files import require_plain
 
 SAVED, SPLITS = "state.json", "dataset_dict.json"  # what `save_to_disk` writes into the folder of a dataset, of splits
 REACH_SECONDS = 3.0  # to wait for the hub before the local cache is all there is

@@ -12,11 +12,11 @@ import torch
 import yaml
 
 from tether import __version__
+from tether.demo.pipeline import Judged
 from tether.demo.rule import PARTS, rule_score
-from tether.demo.stages import Judged
 from tether.reports.charts import Chart, ChartGroup, Series, group_charts
-from tether.reports.overoptimisation import judge_overoptimisation
 from tether.reports.report import Figure, NextStep, ReportContent, ReportFinding, Sample, ScorePart, write_report
+from tether.reports.run_report import judge_overoptimisation
 
 if TYPE_CHECKING:
     from tether.demo.pipeline import DemoRun

@@ -1,19 +1,39 @@
-"""The demo's true rule: how good an answer is, from 0 to 1. Training sees it only through the choices of the rater.
+"""The demo's task: its prompts, the true rule that judges answers, and the raters that rank them.
+
+The demo's true rule: how good an answer is, from 0 to 1. Training sees it only through the choices of the rater.
 
     score = on_point * sound * direct * (0.6 + 0.2 brief + 0.2 warm    where it is finished, else 0.1)
 
 The first three factors ask whether the text answers the question at all. A text that does not gains nothing by style.
 An answer that breaks off in the middle is worth little, however well it begins.
+
+The demo's prompts as a task, with the true rule as its check.
+
+Who ranks answers: a stand-in with a stated rule and a person's noise, or the person at the terminal.
 """
 
 from __future__ import annotations
 
 import itertools
+import json
+import math
+import random
 import re
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Protocol
 
-from tether.types import Rollout, Score
+from rich.console import Console
+from rich.markup import escape
+from rich.panel import Panel
+
+from tether.config.recipes import RaterSettings
+from tether.protocols import RewardFn
+from tether.seeds import derive_seed
+from tether.types import Message, Prompt, Rollout, Score
 
 
 def words_of(text: str) -> list[str]:
@@ -174,3 +194,108 @@ def rule_score(rollout: Rollout) -> Score:
 def rule_reward(rollouts: Sequence[Rollout]) -> list[Score]:
     """The rule as a reward."""
     return [rule_score(rollout) for rollout in rollouts]
+
+
+# What the demonstrations say too. Without a system message the embedded model's template writes one of 16 tokens.
+SYSTEM = Message(role="system", content="Be brief.")
+
+
+def data_file(name: str) -> Path:
+    """A data file that is shipped with the package."""
+    return Path(str(files("tether.demo") / "data" / name))
+
+
+def read_prompts(name: str) -> list[Prompt]:
+    """The prompts of a shipped file, with their keywords."""
+    records = [json.loads(line) for line in data_file(name).read_text(encoding="utf-8").splitlines()]
+    return [
+        Prompt(
+            id=record["id"],
+            messages=(SYSTEM, Message(role="user", content=record["prompt"])),
+            meta={name: record[name] for name in ("keywords", "expected", "topic")},
+        )
+        for record in records
+    ]
+
+
+class DemoTask:
+    """Everyday questions; the check is the true rule."""
+
+    def prompts(self) -> Sequence[Prompt]:
+        """The prompts that pairs and PPO are sampled from."""
+        return read_prompts("prompts.jsonl")
+
+    def held_out(self) -> Sequence[Prompt]:
+        """Prompts that no stage trains on."""
+        return read_prompts("held_out.jsonl")
+
+    def reward(self) -> RewardFn:
+        """The true rule."""
+        return rule_reward
+
+
+class Rater(Protocol):
+    """Ranks the answers to one prompt."""
+
+    def __call__(self, answers: Sequence[Rollout]) -> list[int] | None:
+        """A rank for each answer, 0 for the best and equal for ties; None where there is nothing to choose."""
+        ...
+
+
+@dataclass(frozen=True)
+class StandInRater:
+    """Ranks by rule(answer) / noise + Gumbel noise, so that any two answers are chosen between as a person would.
+
+    P(prefers A to B) = sigmoid((rule(A) - rule(B)) / noise) (Plackett 1975, Luce 1959). Neighbours in the ranking whose
+    rule scores differ by less than `tie` share a rank; with a `tie` of 0 the noise decides between equals.
+    """
+
+    settings: RaterSettings
+    seed: int
+
+    def __call__(self, answers: Sequence[Rollout]) -> list[int] | None:
+        """The same ranking each time it is asked for the same answers."""
+        noise = random.Random(derive_seed(self.seed, "rater", answers[0].prompt.id))  # noqa: S311 (not a secret)
+        scores = [rule_score(answer).value for answer in answers]
+        liking = [score / self.settings.noise - math.log(-math.log(1.0 - noise.random())) for score in scores]
+        order = sorted(range(len(answers)), key=lambda index: -liking[index])
+        ranks = [0] * len(answers)
+        for better, worse in itertools.pairwise(order):
+            tied = abs(scores[better] - scores[worse]) < self.settings.tie
+            ranks[worse] = ranks[better] + (not tied)
+        return ranks if max(ranks) > 0 else None
+
+
+class PersonRater:
+    """Asks the person at the terminal about the first two answers, for as many prompts as they like.
+
+    After `q` the stand-in ranks the rest.
+    """
+
+    def __init__(self, console: Console, after: Rater, ask: Callable[[str], str] = input) -> None:
+        self.console = console
+        self.after = after
+        self.ask = ask
+        self.asked = 0
+        self.done = False
+
+    def __call__(self, answers: Sequence[Rollout]) -> list[int] | None:
+        """1 or 2 for the better answer, s to skip the pair, q to leave the rest to the stand-in."""
+        if self.done:
+            return self.after(answers)
+        self.console.rule(f"Pair {self.asked + 1}")
+        self.console.print(escape(answers[0].prompt.messages[-1]["content"]), style="bold")
+        for number, answer in enumerate(answers[:2], start=1):
+            cut = "" if answer.finish == "stop" else " (cut off)"
+            self.console.print(Panel(escape(answer.completion.strip()), title=f"{number}{cut}"))
+        while True:
+            try:
+                word = self.ask("Better: 1 or 2, s to skip, q to leave the rest to the stand-in: ").strip().lower()
+            except EOFError:
+                word = "q"
+            if word == "q":
+                self.done = True
+                return self.after(answers)
+            if word in ("1", "2", "s"):
+                self.asked += 1
+                return {"1": [0, 1], "2": [1, 0], "s": None}[word]

@@ -10,11 +10,12 @@ from functools import lru_cache
 from typing import Any
 
 from tether.doctor.answer_metrics import measured
-from tether.doctor.critic import critic, critic_lr
 from tether.doctor.drift import entropy_collapse, kl_runaway, length_drift, mode_collapse, never_ends, repeating
 from tether.doctor.findings import SEVERITIES, Audit, Finding, TooLittle, Verdict
 from tether.doctor.learning import (
     clip,
+    critic,
+    critic_lr,
     dominated_advantages,
     early_stop,
     gradient_spikes,

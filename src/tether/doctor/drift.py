@@ -7,9 +7,8 @@ from collections.abc import Sequence
 import numpy as np
 
 from tether.doctor.answer_metrics import most_common_answer, repetition
-from tether.doctor.curves import Curve, curve, percent, setting, solved
-from tether.doctor.findings import Finding, Healthy, TooLittle, Verdict
-from tether.reports.chart_scale import short
+from tether.doctor.findings import Curve, Finding, Healthy, TooLittle, Verdict, curve, percent, setting, solved
+from tether.reports.charts import short
 from tether.store.recorded import RecordedRun, StoredRollout
 
 MIN_ITERATIONS = 10  # iterations before a trend is a trend

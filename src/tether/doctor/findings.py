@@ -1,13 +1,23 @@
-"""What an audit says: a finding with its reason and cure, that all is well, or that there is too little to go by."""
+"""What the doctor's rules work with: a run's metrics as curves, and findings with cause and repair.
+
+What an audit says: a finding with its reason and cure, that all is well, or that there is too little to go by.
+
+A metric over a run as a curve, with what audits ask of one: where it began and ended, and whether it truly moved.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from tether.store.recorded import RecordedRun
+import numpy as np
+from numpy.typing import NDArray
+
+from tether.reports.charts import LARGEST
+from tether.store.recorded import NOTHING, RecordedRun
 
 Severity = Literal["note", "warning", "alarm"]
 SEVERITIES: tuple[Severity, ...] = ("alarm", "warning", "note")
@@ -66,3 +76,139 @@ class Audit:
     name: str
     question: str
     examine: Callable[[RecordedRun], Verdict]
+
+
+END_PART = 0.2  # the first and the last fifth of a run stand for its start and its end
+ERRORS = 3.0  # a change counts when it is this many standard errors of the difference of two such means
+
+
+NEAR_CEILING = 0.95  # of the most that a reward gives, over the last fifth of a run: the task is solved
+SOLVED_SPREAD = 0.1  # scores that spread less than this part of what they did are all alike
+UNBOUNDED = ("model", "remote", "function", "task")  # parts of a reward that may give any number
+
+
+@dataclass(frozen=True)
+class Curve:
+    """The finite values of one metric, in order of their steps."""
+
+    name: str
+    steps: NDArray[np.int64]  # (n,)
+    values: NDArray[np.float64]  # (n,)
+
+    def __len__(self) -> int:
+        return len(self.values)
+
+    @property
+    def span(self) -> int:
+        """How many points a fifth of the run has; at least 2, so that one point never decides."""
+        return min(len(self), max(2, round(END_PART * len(self))))
+
+    @property
+    def start(self) -> float:
+        """The mean over the first fifth."""
+        return float(self.values[: self.span].mean())
+
+    @property
+    def end(self) -> float:
+        """The mean over the last fifth."""
+        return float(self.values[-self.span :].mean())
+
+    @property
+    def last_step(self) -> int:
+        """Its last step."""
+        return int(self.steps[-1])
+
+    @property
+    def first_step(self) -> int:
+        """Its first step."""
+        return int(self.steps[0])
+
+    def half(self) -> Curve:
+        """The second half, in which a run should have found its feet."""
+        return self.since(len(self) // 2)
+
+    def since(self, place: int) -> Curve:
+        """From a place on."""
+        return Curve(self.name, self.steps[place:], self.values[place:])
+
+    def noise(self) -> float:
+        """The deviation from point to point, read off second differences, in which a steady slope cancels."""
+        if len(self) < 3:
+            return math.inf
+        bends = np.diff(self.values, n=2)
+        return float(np.sqrt(np.mean(bends**2) / 6.0))
+
+    def margin(self) -> float:
+        """How far two means of a fifth must be apart to differ for certain."""
+        return ERRORS * self.noise() * math.sqrt(2.0 / self.span)
+
+    def rose(self) -> bool:
+        """Whether it ends above where it began, by more than noise makes."""
+        return len(self) >= 3 and self.end - self.start > self.margin()
+
+    def smooth(self) -> NDArray[np.float64]:
+        """(n,) a centred moving mean about a fifth of the run wide, over what there is at the ends."""
+        half = self.span // 2
+        sums = np.concatenate([[0.0], np.cumsum(self.values)])
+        low = np.maximum(np.arange(len(self)) - half, 0)
+        high = np.minimum(np.arange(len(self)) + half + 1, len(self))
+        return (sums[high] - sums[low]) / (high - low)
+
+
+def curve(run: RecordedRun, name: str) -> Curve:
+    """One metric of a run; what was not finite, or as good as infinite, is left out."""
+    steps, values = run.series.get(name, NOTHING)
+    known = np.abs(values) <= LARGEST
+    return Curve(name, steps[known], values[known])
+
+
+def setting(run: RecordedRun, key: str, default: Any) -> Any:
+    """A key of the run's recipe, dotted; `default` where the recipe has none or null."""
+    found: Any = run.config
+    for part in key.split("."):
+        if not isinstance(found, Mapping) or part not in found:
+            return default
+        found = found[part]
+    return default if found is None else found
+
+
+def ceiling(run: RecordedRun) -> float | None:
+    """The most that the run's reward can give, where its recipe says so: rules and built-in tasks score 0 to 1."""
+    parts = setting(run, "reward.parts", ())
+    if parts:
+        counted = [part for part in parts if isinstance(part, Mapping) and part.get("weight", 1.0)]
+        if any(part.get("kind") in UNBOUNDED for part in counted) or len(counted) < 1:
+            return None
+        top = sum(max(float(part.get("weight", 1.0)), 0.0) for part in counted)
+    else:
+        own = setting(run, "task.name", None) if setting(run, "task.reward", None) is None else None
+        if not isinstance(own, str) or (own != "match-case" and not own.startswith("reasoning-gym:")):
+            return None
+        top = 1.0
+    bound = setting(run, "reward.clip", None)
+    return min(top, float(bound)) if bound is not None else top
+
+
+def solved(run: RecordedRun) -> bool:
+    """Whether there is nothing left to learn: scores end at what they can be at the most, or all alike after a rise.
+
+    A reward that is always the same, and one that fell to one value, are not solved: they are at no known ceiling, and
+    did not rise to where they are.
+    """
+    score, spread, top = curve(run, "score"), curve(run, "score_std"), ceiling(run)
+    if len(score) < 3:
+        return False
+    if top is not None and top > 0.0 and score.end >= NEAR_CEILING * top:
+        return True
+    alike = len(spread) > 0 and spread.end < SOLVED_SPREAD * float(spread.values.max())
+    return alike and score.rose()
+
+
+def rows_per_step(run: RecordedRun) -> int:
+    """How many answers one iteration samples."""
+    return int(setting(run, "rollout.prompts_per_step", 64)) * int(setting(run, "rollout.samples_per_prompt", 1))
+
+
+def percent(part: float) -> str:
+    """0.123 as 12 %."""
+    return f"{100.0 * part:.1f} %" if 0.0 < abs(part) < 0.1 else f"{100.0 * part:.0f} %"

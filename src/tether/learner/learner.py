@@ -1,27 +1,104 @@
-"""One learner for every method: gradients of a sum over micro-batches, divided by a size known beforehand."""
+"""One learner for every method: the gradient of a sum over micro-batches, divided by a size known beforehand.
+
+Learning-rate schedules as functions of progress, so that they hold no state of their own.
+
+How gradients become steps: rates, clipping, the optimiser.
+
+One learner for every method: gradients of a sum over micro-batches, divided by a size known beforehand.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
 from tether.errors import Diverged
-from tether.learner.batch_parts import BatchPart, Parts
-from tether.learner.gradients import clip, read_norms, total_norm
+from tether.learner.adamw import HALF, MixedAdamW, cannot_overflow
+from tether.learner.batching import (
+    BatchPart,
+    Parts,
+    free_cache,
+    is_out_of_memory,
+    smaller_budget,
+    step_within_memory,
+    within_memory,
+)
+from tether.learner.gradients import (
+    Fault,
+    NonfiniteTensor,
+    Unread,
+    clip,
+    find_all,
+    in_columns,
+    read_all,
+    read_norms,
+    total_norm,
+)
 from tether.learner.learner_state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
-from tether.learner.nonfinite import Fault, NonfiniteTensor, Unread, find_all, in_columns, read_all
-from tether.learner.out_of_memory import free_cache, is_out_of_memory, smaller_budget, step_within_memory, within_memory
-from tether.learner.overflow import cannot_overflow
-from tether.learner.schedule import rate_factor
-from tether.learner.settings import LearnerSettings
 from tether.models.acceleration import release_cuda_graphs
 from tether.protocols import Objective, TrainedModel
 from tether.types import Metrics, Sequences
+
+Schedule = Literal["constant", "linear", "cosine"]
+
+
+def rate_factor(schedule: Schedule, progress: float, warmup: float) -> float:
+    """What the base rate is multiplied by at `progress` in [0, 1] of the run.
+
+    Rises linearly over the first `warmup` of the run, then: 1; or (1 - p) linearly to 0; or (1 + cos(pi p)) / 2, where
+    p is the progress through what follows the warm-up.
+    """
+    if progress < warmup:
+        return progress / warmup
+    if schedule == "constant":
+        return 1.0
+    through = (progress - warmup) / (1.0 - warmup) if warmup < 1.0 else 0.0
+    return 1.0 - through if schedule == "linear" else (1.0 + math.cos(math.pi * through)) / 2.0
+
+
+@dataclass(frozen=True)
+class LearnerSettings:
+    """How gradients become steps; rates are by parameter group."""
+
+    rates: dict[str, float]
+    micro_batch_tokens: int
+    max_grad_norm: float | None = 1.0
+    schedule: Schedule = "constant"
+    warmup: float = 0.0
+    betas: tuple[float, float] = (0.9, 0.999)
+    epsilon: float = 1e-8
+    weight_decay: float = 0.0
+    master_weights: Literal["auto", "fp32", "none"] = (
+        "auto"  # fp32 copies of weights in half precision; auto keeps them
+    )
+    optimizer: Literal["adamw", "adamw_8bit"] = "adamw"
+    seed: int = 0  # of how 8-bit state is rounded
+
+    def adamw(self, parameter_groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The optimiser, unless the learner is given another; one pass over each parameter where the device can."""
+        parameters = [parameter for group in parameter_groups for parameter in group["params"]]
+        options: dict[str, Any] = {
+            "betas": self.betas,
+            "eps": self.epsilon,
+            "weight_decay": self.weight_decay,
+            "fused": {parameter.device.type for parameter in parameters} <= {"cpu", "cuda"},
+        }
+        master_weights = self.master_weights != "none" and any(parameter.dtype in HALF for parameter in parameters)
+        if not master_weights and self.optimizer == "adamw":
+            return torch.optim.AdamW(parameter_groups, **options)
+        return MixedAdamW(
+            parameter_groups,
+            master_weights=master_weights,
+            eight_bit=self.optimizer == "adamw_8bit",
+            seed=self.seed,
+            **options,
+        )
 
 
 class Learner:

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from tether.data.chat_template import render
+from tether.data.chat import render
 
 ANSWER = "tether-answer"  # stands for an answer while the chat template is asked what follows one
 

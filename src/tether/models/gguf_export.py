@@ -11,10 +11,8 @@ import torch
 from torch import Tensor
 
 from tether.errors import DataError
-from tether.hub.gguf import open_gguf
-from tether.hub.gguf_convert import BLOCK_WEIGHTS, WEIGHTS, read_weights, transformers_name
-from tether.hub.gguf_tokenizer import tokenizer_metadata
-from tether.hub.gguf_write import TYPES, WrittenTensor, kind_for, write_gguf
+from tether.hub.gguf import TYPES, WrittenTensor, kind_for, open_gguf, write_gguf
+from tether.hub.gguf_convert import BLOCK_WEIGHTS, WEIGHTS, read_weights, tokenizer_metadata, transformers_name
 from tether.models.load import LoadedModel, embedding_count
 
 # model_type of transformers -> llama.cpp's architecture; it runs Mistral's as llama.

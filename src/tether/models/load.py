@@ -25,17 +25,15 @@ from transformers import (
 )
 from transformers.utils import logging as transformers_logging
 
-from tether.ending import is_memory
-from tether.errors import ConfigError
+from tether.errors import ConfigError, is_memory
+from tether.files import check_saved
 from tether.hub.catalog import looks_like_path, resolve_model_path
-from tether.hub.folder_check import check_model_path
-from tether.hub.safe_files import check_folder, check_hub_copy, fetch_hub_names
+from tether.hub.folder_check import check_folder, check_hub_copy, check_model_path, fetch_hub_names
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.ends import ends_notice, find_ends
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
 from tether.models.lora import inject_lora, load_config, load_lora, merge_lora, saved_config
 from tether.models.precision import hold_in, resolve_dtype
-from tether.seal import check_saved
 
 transformers_logging.disable_progress_bar()  # its bars for reading and writing shards would tear Tether's own
 

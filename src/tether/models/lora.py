@@ -16,9 +16,8 @@ from torch import Tensor, nn
 from transformers.pytorch_utils import Conv1D
 
 from tether.errors import ConfigError
-from tether.hub.folder_check import MAX_CONFIG
-from tether.hub.safe_files import check_folder
-from tether.plain_file import read_plain
+from tether.files import read_plain
+from tether.hub.folder_check import MAX_CONFIG, check_folder
 
 PREFIX = "base_model.model."  # how peft names what it wraps
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"

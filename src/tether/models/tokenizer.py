@@ -1,11 +1,16 @@
-"""What is known of a model before its weights are loaded: its tokenizer and its limits."""
+"""A model's tokenizer and limits before its weights are loaded, and whether two models share a tokenizer.
+
+What is known of a model before its weights are loaded: its tokenizer and its limits.
+
+Whether two models read the same token ids as the same text.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -13,8 +18,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrained
 from tether.data.sources import reachable
 from tether.errors import ConfigError
 from tether.hub.catalog import resolve_model_path
-from tether.hub.folder_check import check_model_path
-from tether.hub.safe_files import check_folder, check_hub_copy
+from tether.hub.folder_check import check_folder, check_hub_copy, check_model_path
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.ends import find_ends
 from tether.models.load import NO_LIMIT, TINY, LoadedModel, context_length
@@ -92,3 +96,31 @@ def _read(kind: Any, path: str) -> Any:
 def _unreadable(path: str, error: Exception) -> ConfigError:
     reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
     return ConfigError(f"model.path {path!r} has no tokenizer that can be read: {reason}")
+
+
+def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer that was saved beside a reward model."""
+    check_folder(folder, "reward model")
+    try:
+        loaded: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise ConfigError(
+            f"{folder} has no tokenizer beside the reward model: save the one it was trained with"
+        ) from error
+    return cast(PreTrainedTokenizerBase, loaded)
+
+
+def tokenizer_difference(ours: PreTrainedTokenizerBase, theirs: PreTrainedTokenizerBase) -> str | None:
+    """In what two tokenizers differ, in a few words; None where ids of one are ids of the other."""
+    pairs = {
+        "vocabulary size": (len(ours), len(theirs)),
+        "end token id": (ours.eos_token_id, theirs.eos_token_id),
+        "first token id": (ours.bos_token_id, theirs.bos_token_id),
+    }
+    for name, (one, other) in pairs.items():
+        if one != other:
+            return f"{name} {other}, not {one}"
+    if ours is not theirs and ours.get_vocab() != theirs.get_vocab():
+        return "equally many tokens, with other ids"
+    templates = [str(getattr(one, "chat_template", None) or "").strip() for one in (ours, theirs)]
+    return "another chat template" if templates[0] != templates[1] else None

@@ -1,4 +1,8 @@
-"""Returns and advantages.
+"""Rewards per token, returns and advantages.
+
+From one score a row to one reward a token.
+
+Returns and advantages.
 
 Time runs over *sampled* tokens. Where others stand between two of them (tool output), one step passes and the state
 after the first is the state before the second, so that credit carries across; rewards and values of those others are
@@ -11,7 +15,31 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from tether.ops.statistics import widened
+from tether.ops.masks import last_index, widened
+
+
+def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, *, kl_coef: float) -> Tensor:
+    """(B, T) r_t = -kl_coef * kl_t on sampled tokens, plus the score on the row's last sampled token; 0 elsewhere.
+
+    `scores` (B,), `kl` (B, T) or None. The episode ends on the last *sampled* token of each row, wherever the padding
+    stands (Stiennon et al. 2020).
+    """
+    shape = (mask.shape[0], 1)
+    ends = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
+    ends = ends.scatter(1, last_index(mask).reshape(shape), scores.reshape(shape))
+    if kl is None:
+        return ends
+    return ends - kl_coef * kl.masked_fill(~mask, 0.0)
+
+
+def missing_eos_penalty(scores: Tensor, truncated: Tensor, penalty: float | None) -> Tensor:
+    """(B,) the score, or `penalty` in its place where the answer never ended (Stiennon et al. 2020); None: as is."""
+    return scores if penalty is None else torch.where(truncated, penalty, scores)
+
+
+def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
+    """(B,) clamped to [-limit, limit]; None: no change."""
+    return scores if limit is None else scores.clamp(-limit, limit)
 
 
 def _steps(mask: Tensor) -> list[int]:

@@ -12,11 +12,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from tether.config.recipes import Recipe
 from tether.errors import ConfigError
-from tether.hub.catalog import EMBEDDED, cached_model, looks_like_path
-from tether.hub.folder_check import check_model_path
-from tether.hub.safe_files import check_folder
+from tether.hub.catalog import EMBEDDED, cached_model, check_digests, looks_like_path
+from tether.hub.folder_check import check_folder, check_model_path
 from tether.hub.tiny_model import tiny_model
-from tether.hub.verify_models import check_digests
 from tether.models.acceleration import unsupported_reason
 from tether.models.backbones import PROBE_LENGTH, layer_list
 from tether.models.load import ask_hub

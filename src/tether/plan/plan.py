@@ -1,15 +1,30 @@
-"""A plan: what a recipe will cost on a machine, as one value."""
+"""A plan: what a recipe will cost on a machine, whether it fits, and what to change where it does not.
+
+A plan: what a recipe will cost on a machine, as one value.
+
+What to change where a plan does not fit: settings tried one after another on the plan itself.
+
+Whether a run fits into the memory that is free, asked before its first step: run, split or refused.
+
+The plan is right to about a tenth (docs/plan.md). A run is refused only where even nine tenths of what it predicts do
+not fit, so that what fits is never refused; where the prediction itself does not fit, that is said and the run starts.
+"""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
 
-from tether.config.recipes import Recipe
-from tether.plan.machine import Machine
-from tether.plan.memory import Memory, memory_of
+import torch
+
+from tether.config.load import change_settings
+from tether.config.recipes import Recipe, RLRecipe
+from tether.plan.machine import CUDA_OWN, Machine, device_memory, seconds_of
+from tether.plan.memory import Memory, memory_of, slots_of
 from tether.plan.model_shape import Shape, critic_shape_of
-from tether.plan.seconds import seconds_of
 from tether.plan.workload import Lengths, Work, work_of
 
 GIB = 2**30
@@ -72,3 +87,202 @@ def make_plan(recipe: Recipe, shape: Shape, lengths: Lengths, machine: Machine) 
     seconds = seconds_of(recipe, shape, work, memory, machine, critic)
     named = (recipe.method, recipe.model.path, recipe.model.dtype)
     return Plan(*named, shape, lengths, work, memory, seconds, machine)
+
+
+SMALLEST_MICRO = 256  # tokens: below that a device idles
+
+
+@dataclass(frozen=True)
+class Change:
+    """One setting, to which value, and what that saves by itself."""
+
+    key: str
+    value: str
+    saves: int  # bytes off the peak, by itself
+    peak: int  # bytes that the peak would be
+    fits: bool
+    note: str
+
+
+def advice(recipe: Recipe, plan: Plan) -> tuple[list[Change], list[Change]]:
+    """`(each change by itself, the fewest found that together fit)`; what costs the least comes first."""
+    alone = [change for candidate in candidates(recipe, plan) if (change := _try(recipe, plan, [candidate])).saves > 0]
+    enough = next(([change] for change in alone if change.fits), None)
+    return alone, enough if enough is not None else _together(recipe, plan, alone)
+
+
+def _together(recipe: Recipe, plan: Plan, alone: list[Change]) -> list[Change]:
+    """Change after change until it fits, and then those left out again without which it still does."""
+
+    def fits(changes: Iterable[Change]) -> bool:
+        return _try(recipe, plan, [(each.key, each.value, each.note) for each in changes]).fits
+
+    taken: dict[str, Change] = {}
+    for change in alone:
+        taken[change.key] = change  # of one key the last and strongest value counts
+        if fits(taken.values()):
+            break
+    else:
+        return []
+    for key in list(taken):
+        others = [change for change in taken.values() if change.key != key]
+        if others and fits(others):
+            del taken[key]
+    return list(taken.values())
+
+
+def candidates(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str, str]]:
+    """(key, value, note): from those that change nothing but time to those that change what is trained."""
+    tokens = recipe.optimizer.micro_batch_tokens
+    longest = plan.work.longest_row
+    for smaller in (tokens // 2, tokens // 4, tokens // 8, tokens // 16):
+        if smaller >= max(SMALLEST_MICRO, longest):
+            yield "optimizer.micro_batch_tokens", str(smaller), "the same gradient in more, smaller passes"
+    if not recipe.model.gradient_checkpointing:
+        yield "model.gradient_checkpointing", "true", "layers run twice: a third more time in the update"
+    if isinstance(recipe, RLRecipe):
+        slots = slots_of(recipe, plan.work, plan.machine.kind)
+        yield "rollout.max_num_seqs", str(max(1, slots // 2)), "fewer answers sampled at once"
+    if recipe.model.dtype == "float32" and plan.machine.kind == "cuda":
+        yield "model.dtype", "bfloat16", "half the bytes of every weight"
+    if recipe.roles.mode == "separate" and plan.work.reference and not recipe.roles.offload_reference:
+        yield "roles.offload_reference", "true", "the reference waits in host memory"
+    if recipe.optimizer.name == "adamw":
+        yield "optimizer.name", "adamw_8bit", "the optimiser's moments in 8 bits"
+    if plan.work.critic == "separate" and plan.work.policy and recipe.method != "trpo":
+        yield "roles.critic", "head", "the critic is a head on the policy's backbone"
+    if recipe.roles.mode == "separate":
+        yield "roles.mode", "lora", "adapters on one frozen base are trained in place of whole models"
+    elif recipe.model.quantize == "none" and recipe.roles.mode == "lora" and plan.machine.kind == "cuda":
+        yield "model.quantize", "8bit", "the frozen base in 8 bits"
+        yield "model.quantize", "4bit", "the frozen base in 4 bits"
+
+
+def _try(recipe: Recipe, plan: Plan, changes: list[tuple[str, str, str]]) -> Change:
+    """The plan under some changes; named after the last of them."""
+    flags = [word for key, value, _ in changes for word in (f"--{key}", value)]
+    changed = make_plan(change_settings(recipe, flags), plan.shape, plan.lengths, plan.machine)
+    key, value, note = changes[-1]
+    return Change(key, value, plan.memory.peak - changed.memory.peak, changed.memory.peak, changed.fits, note)
+
+
+PLAN_ERROR = 0.1  # how far the plan may be off
+CPU_ERROR = 0.25  # on a CPU, where the allocator and the libraries take more or less than what is counted
+
+
+@dataclass(frozen=True)
+class Judgement:
+    """What became of the question, in a sentence where there is something to say."""
+
+    verdict: Literal["fits", "tight", "split", "refused"]
+    sentence: str = ""
+    micro_batch_tokens: int | None = None  # the size of passes that fits, where they must be smaller
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes that this process can have: what is free, and what it already holds for the models of this run."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return free + torch.cuda.memory_reserved(device)
+    if device.type == "mps":
+        return torch.mps.recommended_max_memory()
+    held = _status("/proc/self/status", "VmRSS")
+    available = _status("/proc/meminfo", "MemAvailable")
+    if available is None:  # no Linux
+        return device_memory(device)
+    return min(available + (held or 0), _left_in_group(held or 0), device_memory(device))
+
+
+def _left_in_group(held: int) -> int:
+    """What a container's limit leaves, files that are only cached not counted; no limit is no bound."""
+    group = Path("/sys/fs/cgroup")
+    with suppress(OSError, ValueError):
+        limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
+        cached = next(
+            int(line.split()[1])
+            for line in (group / "memory.stat").read_text().splitlines()
+            if line.startswith("inactive_file ")
+        )
+        return limit - (used - cached) + held
+    return 2**63 - 1
+
+
+def _status(file: str, name: str) -> int | None:
+    with suppress(OSError, ValueError, IndexError):
+        for line in Path(file).read_text().splitlines():
+            if line.startswith(f"{name}:"):
+                return int(line.split()[1]) * 1024
+    return None
+
+
+def weights_fit(recipe: Recipe, shape: Shape, machine: Machine, free: int) -> Judgement:
+    """Whether weights, gradients and optimiser fit, before any of them is made: no data is needed to say so."""
+    roles = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), machine).memory.roles
+    needed = sum(role.held + role.gradients for role in roles)
+    if needed * (1.0 - _error(machine)) <= free:
+        return Judgement("fits")
+    plan = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), _with_memory(machine, free))
+    what = f"the weights, gradients and optimiser of this run take {_size(needed)}"
+    return Judgement("refused", _refusal(recipe, plan, what, free))
+
+
+def whole_fits(recipe: Recipe, plan: Plan, free: int) -> Judgement:
+    """Whether the most that is held at once fits; where smaller passes make it fit, how small they must be."""
+    machine = _with_memory(plan.machine, free)
+    needed, error = _needed(recipe, plan), _error(machine)
+    if needed <= free:
+        return Judgement("fits")
+    about = f"about {_size(needed)} are needed at the most and {_size(free)} of {machine.name} are free"
+    if needed * (1.0 - error) <= free:
+        return Judgement("tight", f"It may not fit: {about}, and the plan is right to about {error:.0%}.")
+    tokens = recipe.optimizer.micro_batch_tokens
+    while (tokens := tokens // 2) >= max(SMALLEST_MICRO, plan.work.longest_row):
+        smaller = change_settings(recipe, ["--optimizer.micro_batch_tokens", str(tokens)])
+        if _needed(smaller, make_plan(smaller, plan.shape, plan.lengths, machine)) <= free:
+            return Judgement(
+                "split",
+                f"Passes of {recipe.optimizer.micro_batch_tokens} tokens do not fit ({about}): each batch is split "
+                f"into passes of {tokens} (optimizer.micro_batch_tokens), which changes time and memory, never the "
+                "gradient.",
+                tokens,
+            )
+    tightened = make_plan(recipe, plan.shape, plan.lengths, machine)
+    return Judgement("refused", _refusal(recipe, tightened, f"about {_size(needed)} are needed at the most", free))
+
+
+def _needed(recipe: Recipe, plan: Plan) -> int:
+    """The plan's peak. A sampler on a GPU that chooses its own number of slots takes what is free, and no more."""
+    phases = dict(plan.memory.phases)
+    if isinstance(recipe, RLRecipe) and recipe.rollout.max_num_seqs == "auto" and plan.machine.kind == "cuda":
+        phases["rollout"] -= sum(role.cache for role in plan.memory.roles)
+    return max(phases.values())
+
+
+def _refusal(recipe: Recipe, plan: Plan, what: str, free: int) -> str:
+    _, together = advice(recipe, plan)
+    flags = " ".join(f"--{change.key} {change.value}" for change in together)
+    repair = f"it would fit with {flags}" if flags else "take a smaller model, or a device with more memory"
+    return (
+        f"this run does not fit: {what}, and {_size(free)} of {plan.machine.name} are free (the plan is right to about "
+        f"{_error(plan.machine):.0%}); {repair}, or start it all the same with --run.memory_check warn"
+    )
+
+
+def _with_memory(machine: Machine, free: int) -> Machine:
+    return replace(machine, memory=free + (CUDA_OWN if machine.kind == "cuda" else 0))
+
+
+def _error(machine: Machine) -> float:
+    return CPU_ERROR if machine.kind == "cpu" else PLAN_ERROR
+
+
+def _size(number: int) -> str:
+    return f"{number / GIB:.1f} GiB" if number >= GIB else f"{number / 2**20:.0f} MiB"
+
+
+def weights_on_disk(path: str) -> int:
+    """Bytes of a folder's weights; 0 where it is no folder of a saved model."""
+    folder = Path(path).expanduser()
+    with suppress(OSError):
+        return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    return 0

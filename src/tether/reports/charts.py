@@ -1,7 +1,11 @@
-"""What a chart says: its title, the question it answers, its series. `chart_svg` draws it.
+"""What a chart says: its series, its ranges and round ticks.
+
+What a chart says: its title, the question it answers, its series. `chart_svg` draws it.
 
 Charts are values: they hold numbers and words and know nothing of a page. Points that are not finite are left out when
 drawn, and a line breaks there rather than bridge the gap.
+
+Numbers on a chart: ranges, round ticks, how values are written, and thinning what no eye could tell apart.
 """
 
 from __future__ import annotations
@@ -113,3 +117,142 @@ def calibration_chart(predicted: Sequence[float], happened: Sequence[float], *, 
         note="Below the diagonal it is surer than it should be; above, less sure.",
         diagonal=True,
     )
+
+
+LARGEST = 1e100  # beyond this a value is as good as infinite, and differences could overflow
+MINUS = "\N{MINUS SIGN}"
+
+
+def drawable(value: float) -> bool:
+    """Whether a value has a place on an axis."""
+    return math.isfinite(value) and abs(value) <= LARGEST
+
+
+@dataclass(frozen=True)
+class Scale:
+    """A range of values onto a range of pixels; `low` is below `high`, `start` and `end` may be either way."""
+
+    low: float
+    high: float
+    start: float
+    end: float
+
+    def __call__(self, value: float) -> float:
+        """The pixel of a value, no further out than the ends."""
+        part = (value - self.low) / (self.high - self.low)
+        return self.start + min(max(part, 0.0), 1.0) * (self.end - self.start)
+
+
+def value_range(values: Sequence[float], *, from_zero: bool = False, pad: float = 0.06) -> tuple[float, float]:
+    """A range that holds the values with a little room; a constant gets room on both sides."""
+    known = [value for value in values if drawable(value)]
+    if not known:
+        return 0.0, 1.0
+    low, high = min(known), max(known)
+    if from_zero or 0.0 <= low < 0.5 * high or 0.0 >= high > 0.5 * low:
+        low, high = min(low, 0.0), max(high, 0.0)
+    if high - low <= 1e-9 * max(abs(low), abs(high)) or high - low < 1e-100:
+        room = abs(high) * 0.1 or 1.0
+        return low - room, high + room
+    room = pad * (high - low)
+    return (low if low == 0.0 else low - room), (high if high == 0.0 else high + room)
+
+
+def y_bounds(chart: Chart) -> tuple[float, float]:
+    """The range of a chart's y axis: its own, or one that holds its points and its horizontal marks."""
+    values = [y for series in chart.series for x, y in series.points if drawable(x)]
+    values += [mark.value for mark in chart.marks if mark.axis == "y"]
+    low, high = value_range(values, from_zero=any(series.kind == "bars" for series in chart.series))
+    low = low if chart.y_range[0] is None else chart.y_range[0]
+    high = high if chart.y_range[1] is None else chart.y_range[1]
+    return (low, high) if low < high else (low, low + 1.0)
+
+
+def x_bounds(chart: Chart) -> tuple[float, float]:
+    """The range of a chart's x axis: tight around lines, with room beside dots and bars."""
+    points = [(x, series) for series in chart.series for x, y in series.points if drawable(x) and drawable(y)]
+    xs = [x for x, _ in points]
+    if not xs:
+        return 0.0, 1.0
+    half = bar_width(chart.series) / 2.0 if any(series.kind == "bars" for _, series in points) else 0.0
+    low, high = min(xs) - half, max(xs) + half
+    xs += [mark.value for mark in chart.marks if mark.axis == "x" and drawable(mark.value)]
+    low, high = min([low, *xs]), max([high, *xs])
+    if high - low <= 1e-9 * max(abs(low), abs(high)):
+        room = max(1.0, 1e-6 * abs(low))
+        return low - room, high + room
+    room = 0.04 * (high - low) if all(series.kind == "dots" for _, series in points) else 0.0
+    return low - room, high + room
+
+
+def bar_width(every: Sequence[Series]) -> float:
+    """How wide bars are: the least distance between two of them, in any series; 1 where there is only one."""
+    xs = sorted({x for series in every if series.kind == "bars" for x, y in series.points if drawable(x)})
+    return min((high - low for low, high in pairwise(xs)), default=1.0)
+
+
+def nice_ticks(low: float, high: float, about: int = 5, *, whole: bool = False) -> list[float]:
+    """Round values within [low, high], a step of 1, 2 or 5 times a power of ten apart; about as many as asked for."""
+    rough = (high - low) / max(about, 1)
+    if not rough > 0.0 or not math.isfinite(rough):
+        return []
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = min((size * power for size in (1.0, 2.0, 5.0, 10.0)), key=lambda size: abs(math.log(size / rough)))
+    step = max(step, 1.0) if whole else step
+    first, last = math.ceil(low / step - 1e-6), math.floor(high / step + 1e-6)
+    return [place * step for place in range(first, min(last, first + 50) + 1)]
+
+
+def tick_label(value: float, step: float) -> str:
+    """A tick with as many digits as its neighbours need."""
+    size = max(abs(value), step)
+    if size >= 1e6 or size < 1e-3:
+        return short(0.0 if abs(value) < step * 1e-6 else value)
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    return f"{value:,.{digits}f}".replace("-", MINUS) if abs(value) >= step * 1e-6 else "0"
+
+
+def short(value: float) -> str:
+    """A value to two or three digits, for a label: 0.81, 12.4, 1,240, 3e-5."""
+    if math.isnan(value):
+        return "not a number"
+    if math.isinf(value):
+        return "∞" if value > 0 else f"{MINUS}∞"
+    size = abs(value)
+    if size != 0.0 and (size >= 1e6 or size < 1e-3):
+        mantissa, power = f"{value:.1e}".split("e")
+        text = f"{mantissa.removesuffix('.0')}e{int(power)}"
+    elif size >= 100.0 or value == int(value):
+        text = f"{value:,.0f}"
+    else:
+        text = f"{value:.{1 if size >= 10.0 else 2 if size >= 0.1 else 3}f}"
+    return text.replace("-", MINUS)
+
+
+def text_width(text: str, size: float) -> float:
+    """About how wide text is in a system font; wide scripts count double."""
+    return sum(1.0 if ord(letter) > 0x2E7F else 0.6 for letter in text) * size
+
+
+def runs_of(points: Sequence[Point]) -> list[list[Point]]:
+    """The points in order of x, split wherever a value has no place on the axis."""
+    runs: list[list[Point]] = [[]]
+    for x, y in sorted((point for point in points if drawable(point[0])), key=lambda point: point[0]):
+        if drawable(y):
+            runs[-1].append((x, y))
+        elif runs[-1]:
+            runs.append([])
+    return [run for run in runs if run]
+
+
+def thinned(points: list[Point], most: int = 600) -> list[Point]:
+    """At most about `most` points of a line, with every piece's lowest and highest kept, so that no spike is lost."""
+    if len(points) <= most:
+        return points
+    size = math.ceil(2 * len(points) / most)
+    kept = [points[0]]
+    for start in range(0, len(points), size):
+        piece = points[start : start + size]
+        ends = {min(piece, key=lambda point: point[1]), max(piece, key=lambda point: point[1])}
+        kept += sorted(ends)
+    return [*kept, points[-1]]

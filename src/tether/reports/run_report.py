@@ -1,23 +1,203 @@
-"""The report of one run, whatever its method: what it measured, in curves and plain words."""
+"""The report of one run, and whether its true score fell behind the proxy.
+
+Whether the true score fell behind the proxy that the policy was trained on (Gao et al. 2022), said in words.
+
+Both curves are smoothed with a moving mean. How much they jump from point to point says how noisy they are, and only a
+change larger than that noise can make counts as a change, so that neither the luck of one evaluation nor its scale
+decides. The two need not share a scale or their steps.
+
+The report of one run, whatever its method: what it measured, in curves and plain words.
+"""
 
 from __future__ import annotations
 
 import argparse
+import bisect
 import json
 import math
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from tether.reports.chart_scale import short
-from tether.reports.charts import Chart, ChartGroup, Series, group_charts
-from tether.reports.overoptimisation import judge_overoptimisation
+from tether.reports.charts import Chart, ChartGroup, Series, drawable, group_charts, short
 from tether.reports.report import Figure, NextStep, ReportContent, ReportFinding, Sample, ScorePart, write_report
-from tether.reports.run_options import open_for
-from tether.reports.runs_table import origin
+from tether.reports.run_table import open_for, origin
 from tether.store.read import RunSummary, find_run, read_run
 from tether.store.recorded import RecordedRun, StoredRollout
+
+MIN_POINTS = 6  # points of either curve below which nothing is said
+ERRORS = 4.0  # a change counts when it is this many standard errors of the difference of two smoothed points
+PART = 0.10  # and at least this part of the range that the smoothed curve covers
+LEVEL_PART = 0.25  # a level this part of the run long is a level
+
+Curve = Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class _Smooth:
+    """A smoothed curve, and how large a difference between two of its points must be to count."""
+
+    steps: list[float]
+    values: list[float]
+    margin: float
+    rose: bool  # from the first third of the run to its last
+
+    def at(self, step: float) -> float:
+        """The value at a step, on the straight line between its neighbours."""
+        place = bisect.bisect_left(self.steps, step)
+        if place == 0 or place == len(self.steps):
+            return self.values[min(place, len(self.values) - 1)]
+        low, high = self.steps[place - 1], self.steps[place]
+        part = (step - low) / (high - low)
+        return self.values[place - 1] * (1.0 - part) + self.values[place] * part
+
+    def change(self, start: float) -> int:
+        """From a step to the end: 1 for a rise, -1 for a fall, 0 for neither."""
+        difference = self.values[-1] - self.at(start)
+        return 0 if abs(difference) <= self.margin else (1 if difference > 0.0 else -1)
+
+
+def judge_overoptimisation(proxy: Curve, true: Curve) -> ReportFinding:
+    """What two curves of (step, score) say about over-optimisation; the numbers in the words are smoothed ones."""
+    proxy, true = _known(proxy), _known(true)
+    if min(len(proxy), len(true)) < MIN_POINTS:
+        return ReportFinding(
+            "note",
+            f"Too little data to judge over-optimisation. It takes at least {MIN_POINTS} measurements of both scores, "
+            f"and there are {len(proxy)} of the proxy and {len(true)} of the true score.",
+        )
+    start, end = max(proxy[0][0], true[0][0]), min(proxy[-1][0], true[-1][0])
+    if start >= end:
+        return ReportFinding(
+            "note",
+            "Too little data to judge over-optimisation. The two scores were not measured over the same steps.",
+        )
+    near, far = _smooth(proxy), _smooth(true)
+    peak = max(range(len(far.values)), key=lambda place: far.values[place])
+    if far.change(far.steps[peak]) < 0:
+        return _fell(near, far, peak)
+    if near.rose and not far.rose:
+        return _did_not_follow(near, far, start)
+    if near.rose and (levelled := _levelled_at(near, far)) is not None:
+        return ReportFinding(
+            "note",
+            f"The true score began to fall behind the proxy: it levelled off at about {short(far.values[-1])} from "
+            f"step {_step(levelled)}. Since then the proxy has still risen from {_span(near, levelled)}, so more steps "
+            f"buy proxy and nothing else. The true score has not fallen ({_margin(far)}).",
+        )
+    if far.rose:
+        return ReportFinding(
+            "good",
+            f"The true score kept pace with the proxy. The true score rose from {_span(far, start)}; the proxy went "
+            f"from {_span(near, start)}. The true score ends near its peak ({_margin(far)}).",
+        )
+    return ReportFinding(
+        "note",
+        f"Neither score moved by more than its noise, so over-optimisation cannot be judged. The proxy went from "
+        f"{_span(near, start)} ({_margin(near)}), the true score from {_span(far, start)} "
+        f"({_margin(far)}).",
+    )
+
+
+def _fell(near: _Smooth, far: _Smooth, peak: int) -> ReportFinding:
+    """The words where the true score ends well below its peak."""
+    step, top, last = far.steps[peak], far.values[peak], far.values[-1]
+    fall = (
+        f"fell, smoothed, from its peak of {short(top)} at step {_step(step)} to {short(last)} at step "
+        f"{_step(far.steps[-1])}, a loss of {short(top - last)} ({_margin(far)})"
+    )
+    direction = near.change(step)
+    if direction < 0:
+        return ReportFinding(
+            "warning",
+            f"Both scores fell, so this is not over-optimisation but training that came apart. The true score {fall}; "
+            f"the proxy fell over the same steps from {_span(near, step)}. Look at KL, entropy and the learning rate.",
+        )
+    went = "kept rising" if direction > 0 else "held"
+    return ReportFinding(
+        "warning",
+        f"The true score fell behind the proxy: the policy is over-optimised. The true score {fall}, while the proxy "
+        f"{went}, from {_span(near, step)}. The best model is near step {_step(step)}: stop there, "
+        "raise the KL coefficient, or improve the reward model.",
+    )
+
+
+def _did_not_follow(near: _Smooth, far: _Smooth, start: float) -> ReportFinding:
+    """The words where only the proxy rose for certain."""
+    rose = f"The proxy rose from {_span(near, start)}, the true score went from {_span(far, start)}"
+    if far.values[-1] - far.at(start) > far.margin / 2.0:
+        return ReportFinding(
+            "note",
+            f"The true score seems to follow the proxy, but too little to be told from noise. {rose} "
+            f"({_margin(far)}). More held-out prompts or more evaluations would tell.",
+        )
+    return ReportFinding(
+        "warning",
+        f"The true score fell behind the proxy: it never followed. {rose} ({_margin(far)}). "
+        "What the policy learned is not what the true rule rewards.",
+    )
+
+
+def _levelled_at(near: _Smooth, far: _Smooth) -> float | None:
+    """The step from which the true score stood still while the proxy went on; None where it did not.
+
+    Had it kept pace, it would have gained the same part of its whole gain since any step as the proxy did. The step is
+    the one since which it lacks the most of that; the lack must be more than noise, and what it did gain no more.
+    """
+    first, end = max(near.steps[0], far.steps[0]), far.steps[-1]
+    whole, true_whole = near.values[-1] - near.at(first), far.values[-1] - far.at(first)
+    steps = [step for step in far.steps if step >= first and end - step >= LEVEL_PART * (end - first)]
+    if whole <= 0.0 or true_whole <= 0.0 or not steps:
+        return None
+    gained = {step: far.values[-1] - far.at(step) for step in steps}
+    lack = {step: true_whole * (near.values[-1] - near.at(step)) / whole - gained[step] for step in steps}
+    step = max(lack, key=lambda step: lack[step])
+    stood = lack[step] > far.margin and abs(gained[step]) <= far.margin and near.change(step) > 0
+    return step if stood else None
+
+
+def _known(curve: Curve) -> list[tuple[float, float]]:
+    """The points that are numbers, in order of step; the last one of a step that comes twice."""
+    return sorted({float(step): float(value) for step, value in curve if drawable(step) and drawable(value)}.items())
+
+
+def _smooth(curve: list[tuple[float, float]]) -> _Smooth:
+    """A centred moving mean over about an eighth of the points, at least three; shorter at the ends.
+
+    Noise is read off second differences, in which a steady slope cancels: their mean square is 6 σ². A difference of
+    two means of w points then has the error σ √(2/w); at the ends w is the shorter count. Few differences measure σ
+    badly, so it is taken larger for them.
+    """
+    steps, raw = [step for step, _ in curve], [value for _, value in curve]
+    half = max(1, len(raw) // 16)
+    values = [_mean(raw[max(0, place - half) : place + half + 1]) for place in range(len(raw))]
+    bends = [one - 2.0 * two + three for one, two, three in zip(raw, raw[1:], raw[2:], strict=False)]
+    noise = math.sqrt(_mean([bend * bend for bend in bends]) / 6.0) * (1.0 + 2.0 / len(bends))
+    error = noise * math.sqrt(1.0 / (half + 1) + 1.0 / (2 * half + 1))
+    reach = max(values) - min(values)
+    third = len(raw) // 3
+    gain = _mean(raw[-third:]) - _mean(raw[:third])
+    rose = gain > max(ERRORS * noise * math.sqrt(2.0 / third), PART * reach)
+    return _Smooth(steps, values, max(ERRORS * error, PART * reach), rose)
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
+
+
+def _span(curve: _Smooth, step: float) -> str:
+    return f"{short(curve.at(step))} at step {_step(step)} to {short(curve.values[-1])}"
+
+
+def _margin(curve: _Smooth) -> str:
+    return f"a change counts from {short(curve.margin)}" if curve.margin > 0.0 else "any change counts"
+
+
+def _step(step: float) -> str:
+    return f"{step:,.0f}" if step == int(step) else short(step)
+
 
 BETTER, NEAR, SAFE, FAST = (
     "Did it get better?",

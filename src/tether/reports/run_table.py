@@ -1,11 +1,26 @@
-"""A run, a step and an answer as tables for the terminal."""
+"""Runs, steps and answers as tables for the terminal and as JSON.
+
+What the commands that read the run store share: their options, and printing.
+
+A list of runs, for people as a table and for programs as JSON.
+
+A run, a step and an answer as tables for the terminal.
+
+What `tether show` prints: reading is done here, the tables are in `show_text`.
+"""
 
 from __future__ import annotations
 
+import argparse
+import dataclasses
+import json
 import math
+import os
+import sys
 import time
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from rich.console import RenderableType
@@ -14,10 +29,141 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tether.reports.runs_table import STYLES
+from tether.errors import UsageError
 from tether.reports.safe_text import duration, visible
-from tether.store.read import RunSummary
+from tether.store.database.schema import without_infinities
+from tether.store.read import RunSummary, config_diff, find_run, list_runs, read_run
 from tether.store.recorded import RecordedRun, StoredRollout
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tether.store.read import OpenWorkspace
+
+
+def add_run_option(parser: argparse.ArgumentParser) -> None:
+    """RUN, the workspace, and --json."""
+    parser.add_argument("run", metavar="RUN", help="a run's name as `tether runs` lists it, or its folder")
+    add_workspace_options(parser)
+
+
+def add_workspace_options(parser: argparse.ArgumentParser) -> None:
+    """The workspace, and --json."""
+    parser.add_argument("--workspace", metavar="DIR", help="the folder of runs (by default runs, or what RUN lies in)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def open_for(options: argparse.Namespace) -> OpenWorkspace:
+    """The workspace that the options mean, open for reading."""
+    from tether.store.read import open_workspace, store_of
+
+    return open_workspace(*store_of(getattr(options, "run", ""), options.workspace))
+
+
+@contextmanager
+def printing() -> Iterator[Console]:
+    """A console whose text is printed at the end, all at once; rich would exit by itself on a closed pipe."""
+    from rich.console import Console
+
+    wide = sys.stdout.isatty() or "COLUMNS" in os.environ
+    console = Console(width=None if wide else 140, highlight=False)
+    with console.capture() as captured:
+        yield console
+    print(captured.get(), end="")
+
+
+STYLES = {"running": "green", "done": "", "stopped": "yellow", "interrupted": "yellow", "failed": "red"}
+
+
+def print_runs(options: argparse.Namespace) -> int:
+    """Print every run of a workspace."""
+    with open_for(options) as opened:
+        everything = list_runs(opened)
+    found = [run for run in everything if is_wanted(run, options.tag or (), options.group)]
+    if options.json:
+        print(json.dumps([summary_as_json(run) for run in found]))
+        return 0
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    for heading in ("run", "method", "state"):
+        table.add_column(heading, no_wrap=heading == "run")
+    for heading in ("steps", "score", "KL", "age"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("came from")
+    labelled = any(run.tags or run.group for run in found)
+    if labelled:
+        table.add_column("group and tags")
+    for run in found:
+        style = STYLES.get(run.state, "red")
+        table.add_row(
+            escape(visible(run.name)),
+            escape(run.method),
+            f"[{style}]{escape(run.state)}[/{style}]" if style else escape(run.state),
+            f"{run.steps_done}/{run.steps_target}",
+            _score(run),
+            _cell_number(run.latest.get("kl_ref_k3")),
+            duration(max(0.0, time.time() - run.updated)),
+            escape(visible(origin(run))),
+            *([escape(visible(labels_of(run)))] if labelled else []),
+        )
+    with printing() as console:
+        if found:
+            console.print(table)
+        elif everything:
+            console.print(f"None of the {len(everything)} runs in {opened.workspace.place} fits.", markup=False)
+        else:
+            console.print(f"No runs in {opened.workspace.place} yet.", markup=False)
+    return 0
+
+
+def is_wanted(run: RunSummary, tags: Sequence[str], group: str | None) -> bool:
+    """Whether a run has all of these tags and is in this group."""
+    return set(tags) <= set(run.tags) and group in (None, run.group)
+
+
+def labels_of(run: RunSummary) -> str:
+    """The group and the tags of a run, in one line."""
+    return "  ".join([*([run.group] if run.group else []), *(f"#{tag}" for tag in run.tags)])
+
+
+def summary_as_json(run: RunSummary) -> dict[str, Any]:
+    """A run without its steps; what was not finite is null."""
+    return {
+        "name": run.name,
+        "method": run.method,
+        "state": run.state,
+        "steps_done": run.steps_done,
+        "steps_target": run.steps_target,
+        "created": run.created,
+        "updated": run.updated,
+        "latest": without_infinities(dict(run.latest)),
+        "lineage": [
+            {"role": one.role, "source": one.source, "run": one.run, "sha256": one.sha256} for one in run.lineage
+        ],
+        "folder": str(run.folder),
+        "note": run.note,
+        "tags": list(run.tags),
+        "group": run.group,
+    }
+
+
+def origin(run: RunSummary) -> str:
+    """The runs that this one was made from, or else the model."""
+    runs = [f"{one.run} ({one.role})" for one in run.lineage if one.run]
+    models = [one.source for one in run.lineage if one.role == "model"]
+    return ", ".join(runs or models)
+
+
+def _score(run: RunSummary) -> str:
+    """The score; where there is none, the loss by name, for more of it is not better."""
+    if "score" in run.latest:
+        return _cell_number(run.latest["score"])
+    name = next((name for name in ("accuracy", "loss") if name in run.latest), None)
+    return "" if name is None else f"{name} {_cell_number(run.latest[name])}"
+
+
+def _cell_number(value: float | None) -> str:
+    return "" if value is None else "not finite" if not math.isfinite(value) else f"{value:.3g}"
+
 
 SHOWN_COLUMNS = {
     "behavior_logprob": "behaviour",
@@ -205,3 +351,113 @@ def _fixed(value: float) -> str:
 def _number(value: float) -> str:
     """Four digits, and no more places than they need."""
     return str(value) if not math.isfinite(value) else f"{value:.4g}"
+
+
+def show(options: argparse.Namespace) -> int:
+    """Print a run, a step or a sample, as the options say."""
+    if options.diff:
+        return show_diff(options)
+    with open_for(options) as opened:
+        summary, run = find_run(opened, options.run), read_run(opened, options.run)
+        step = _step(run, options)
+        rollouts = run.rollouts(step) if step is not None else ()
+    chosen = _sample(rollouts, options.sample)
+    if options.json:
+        print(json.dumps(without_infinities(_as_json(summary, run, step, rollouts, chosen))))
+        return 0
+    with printing() as console:
+        if chosen is not None:
+            parts = sample_tables(run, chosen)
+        elif step is not None:
+            parts = step_table(run, step, rollouts)
+        else:
+            parts = run_tables(summary, run)
+        for part in parts:
+            console.print(part)
+    return 0
+
+
+def show_diff(options: argparse.Namespace) -> int:
+    """Print the settings in which runs differ, a column a run, and their last metrics below."""
+    if options.step is not None or options.sample is not None:
+        raise UsageError("--diff compares whole runs: leave --step and --sample out")
+    with open_for(options) as opened:
+        compared = [find_run(opened, words) for words in (options.run, *options.diff)]
+    differing = config_diff([run.config for run in compared])
+    if options.json:
+        rows = {"runs": [summary_as_json(run) for run in compared], "differing": differing}
+        print(json.dumps(without_infinities(rows)))
+        return 0
+    with printing() as console:
+        console.print(diff_table(compared, differing))
+    return 0
+
+
+def _step(run: RecordedRun, options: argparse.Namespace) -> int | None:
+    """The step that is meant; None for the whole run."""
+    if options.step is None and options.sample is None:
+        return None
+    if not run.rollout_steps:
+        raise UsageError(f"--step: no answers of {run.name} were kept; `tether show {run.name}` shows its metrics")
+    step = run.rollout_steps[-1] if options.step in (None, -1) else options.step
+    if step not in run.rollout_steps:
+        nearest = min(run.rollout_steps, key=lambda kept: abs(kept - step))
+        raise UsageError(f"--step: the answers of step {step} were not kept; the nearest that were are of {nearest}")
+    return step
+
+
+def _sample(rollouts: Sequence[StoredRollout], row: int | None) -> StoredRollout | None:
+    if row is None:
+        return None
+    found = [rollout for rollout in rollouts if rollout.row == row]
+    if not found:
+        raise UsageError(f"--sample: step {rollouts[0].step} has samples 0 to {rollouts[-1].row}, and no {row}")
+    return found[0]
+
+
+def _as_json(
+    summary: RunSummary,
+    run: RecordedRun,
+    step: int | None,
+    rollouts: Sequence[StoredRollout],
+    chosen: StoredRollout | None,
+) -> dict[str, Any]:
+    if chosen is not None:
+        return rollout_as_json(chosen)
+    if step is not None:
+        return {"run": run.name, "step": step, "samples": [rollout_head(rollout) for rollout in rollouts]}
+    return {
+        **summary_as_json(summary),
+        "config": dict(summary.config),
+        "environment": dict(summary.environment),
+        "metrics": dict(run.metrics[-1]) if run.metrics else {},
+        "events": [dataclasses.asdict(event) for event in run.events],
+        "rollout_steps": list(run.rollout_steps),
+    }
+
+
+def rollout_head(rollout: StoredRollout) -> dict[str, Any]:
+    """A rollout without its tokens."""
+    return {
+        "step": rollout.step,
+        "sample": rollout.row,
+        "prompt_id": rollout.prompt_id,
+        "group_id": rollout.group_id,
+        "sample_id": rollout.sample_id,
+        "prompt": rollout.prompt_text,
+        "completion": rollout.completion,
+        "finish": rollout.finish,
+        "score": rollout.score,
+        "parts": dict(rollout.parts),
+        "temperature": rollout.temperature,
+        "final_value": rollout.final_value,
+    }
+
+
+def rollout_as_json(rollout: StoredRollout) -> dict[str, Any]:
+    """A rollout with every column as a list over its tokens, the derived KL and the top_logprobs included."""
+    columns = {name: column.tolist() for name, column in rollout.columns.items()}
+    if rollout.kl is not None:
+        columns["kl"] = rollout.kl.tolist()
+    others = {} if rollout.top_logprobs is None else {"top_logprobs": rollout.top_logprobs.at_each()}
+    return rollout_head(rollout) | {"piece": list(rollout.pieces)} | columns | others

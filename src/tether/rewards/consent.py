@@ -28,7 +28,7 @@ class Consent:
     @property
     def allowed(self) -> tuple[str, ...]:
         """Packages, modules and files that the user allowed, on the command line or in their config."""
-        from tether.config.user import allowed_by_user
+        from tether.config.allowed_code import allowed_by_user
 
         return (*self.given, *allowed_by_user())
 

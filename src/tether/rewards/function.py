@@ -1,4 +1,9 @@
-"""A user's function as a reward: called by its signature, here or in worker processes."""
+"""A user's function as a reward, in this process or in worker processes, and calling any reward safely.
+
+A user's function as a reward: called by its signature, here or in worker processes.
+
+Calling a reward safely: what it cannot score is marked invalid and counted, never read as zero.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +22,19 @@ from tether.rewards.calling import (
     Caller,
     CallError,
     Outcome,
+    Signature,
+    explain,
     outcome_of,
+    read_signature,
     read_values,
     timed_out,
 )
-from tether.rewards.combine import failed
-from tether.rewards.explain import explain
-from tether.rewards.plain import plain_rollout, private_copies, sample_of
+from tether.rewards.combine import failed, failure_errors, failure_reasons, plain_rollout, private_copies, sample_of
 from tether.rewards.pool import LostError, WorkerPool
 from tether.rewards.resolve import check_code, resolve
-from tether.rewards.signature import Signature, read_signature
 from tether.seeds import derive_seed
-from tether.time_limit import TimeLimitError, time_limit
 from tether.types import Prompt, Rollout, Score
-from tether.user_code import apart, is_its_own
+from tether.user_code import TimeLimitError, apart, is_its_own, time_limit
 
 CALL_SECONDS = 300.0  # of one call in this process, where the recipe says no other
 ASYNC_GRACE = 5.0  # seconds for which a worker may keep an async function that does not let itself be cancelled
@@ -232,3 +236,32 @@ def score_of(outcome: Outcome) -> Score:
 def named_reward(reference: str, field: str, seed: int = 0) -> FunctionReward:
     """The reward that a recipe's `field` names, read by its signature."""
     return FunctionReward(FunctionPart(kind="function", function=reference), field=field, seed=seed)
+
+
+def score_rollouts(reward: RewardFn, rollouts: Sequence[Rollout], *, max_failure_rate: float) -> list[Score]:
+    """One score for each rollout; more failures than `max_failure_rate` of them end the run.
+
+    A score that is not finite fails alone; a reward that raises has scored nothing, and ends the run. The reward gets
+    copies: what it does to them does not change the run.
+    """
+    try:
+        with apart():
+            given = read_values(reward(private_copies(rollouts)), len(rollouts))
+    except CallError as error:
+        raise DataError(f"the reward {error}") from error
+    except TetherError:
+        raise
+    except BaseException as error:
+        if not is_its_own(error):
+            raise
+        raise DataError(f"the reward raised {explain(error)}") from error
+    scores = [as_score(value) for value in given]
+    failed = sum(not score.usable for score in scores)
+    if failed > max_failure_rate * len(rollouts):
+        reasons, errors = failure_reasons(scores), failure_errors(scores)
+        raise DataError(
+            f"{failed} of {len(rollouts)} scores are missing or not finite{f' ({reasons})' if reasons else ''}, above "
+            f"reward.max_failure_rate = {max_failure_rate}: mend the reward, or raise the limit"
+            + (f". What went wrong: {'; '.join(errors)}" if errors else "")
+        )
+    return scores

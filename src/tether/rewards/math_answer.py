@@ -1,18 +1,108 @@
 """Whether two answers to a mathematical question are the same.
 
+What of a completion is the answer. Each way gives None where there is no such thing, and none of them raises.
+
+Whether two answers to a mathematical question are the same.
+
 `math_correct` finds the final answer of a completion; `same_answer` compares two answers. What is compared by value and
 what as text is in `math_terms`, units are in `units`. No text makes these functions raise, and none is evaluated.
+
+Answers compared by the package math-verify, which computes with them: `2+2` is 4 there, and `x(x+1)` is `x^2+x`.
+
+The final answer is found as for `math`; math-verify reads it as LaTeX and sympy compares. LaTeX is read by a grammar:
+what the model wrote is never evaluated as Python. Some texts take sympy for ever, so this is imported and called in
+worker processes.
 """
 
 from __future__ import annotations
 
+import itertools
+import logging
 import re
 from fractions import Fraction
 
-from tether.rewards.extract import boxed, first_sentence, last_line, marked
-from tether.rewards.math_terms import Group, Quantity, parse_quantity, parse_term, same_term, without_name
-from tether.rewards.numerals import DASHES, NUMERAL, close
-from tether.rewards.units import known_unit, split_unit
+from math_verify import LatexExtractionConfig, parse, verify
+
+from tether.config.rewards import Extract
+from tether.rewards.math_terms import (
+    DASHES,
+    NUMERAL,
+    Group,
+    Quantity,
+    close,
+    known_unit,
+    last_numeral,
+    number,
+    parse_quantity,
+    parse_term,
+    same_term,
+    split_unit,
+    without_name,
+)
+
+_MARKER = re.compile(r"\banswer\b[\s*_]*(?:is\b|:|=)[\s*_:]*([^\n]*)|^####([^\n]*)", re.IGNORECASE | re.MULTILINE)
+_TAG = re.compile(r"<(/?)answer>", re.IGNORECASE)
+_BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
+
+
+def extract(completion: str, how: Extract, reference: str | None = None) -> str | None:
+    """The answer in a completion.
+
+    whole: all of it. last_line: its last line that is not blank. marker: what the last `<answer>...</answer>`, or else
+    the last `answer:`, `answer is` or `####`, is followed by on its line. last_number: its last number. boxed: what is
+    in the last `\\boxed{...}`. auto: boxed, else marker, else the last line; where the reference is
+    a number, the last number in the box, in the marker's first sentence, or in all of it.
+    """
+    match how:
+        case "whole":
+            return completion.strip() or None
+        case "last_line":
+            return last_line(completion)
+        case "marker":
+            return marked(completion)
+        case "last_number":
+            return last_numeral(completion)
+        case "boxed":
+            return boxed(completion)
+        case "auto":
+            found = boxed(completion) or marked(completion)
+            if reference is not None and number(reference) is not None:
+                return last_numeral(completion if found is None else first_sentence(found))
+            return found or last_line(completion)
+
+
+def last_line(completion: str) -> str | None:
+    """The last line that is not blank."""
+    return next((line.strip() for line in reversed(completion.splitlines()) if line.strip()), None)
+
+
+def marked(completion: str) -> str | None:
+    """What stands in the last pair of answer tags, or else after the last marker on its line."""
+    tags = list(_TAG.finditer(completion))
+    for opening, closing in reversed(list(itertools.pairwise(tags))):
+        if not opening[1] and closing[1]:
+            return completion[opening.end() : closing.start()].strip() or None
+    matches = list(_MARKER.finditer(completion))
+    if not matches:
+        return None
+    return (matches[-1][1] or matches[-1][2] or "").strip(" \t\r*_`") or None
+
+
+def first_sentence(text: str) -> str:
+    """What comes before the first period with a space after it: the answer, in `7. I had 3 tries.`"""
+    return re.split(r"\.\s", text, maxsplit=1)[0]
+
+
+def boxed(completion: str) -> str | None:
+    """What stands in the last `\\boxed{...}` whose braces close."""
+    for opening in reversed(list(_BOX.finditer(completion))[-8:]):
+        depth = 1
+        for place in range(opening.end(), len(completion)):
+            depth += {"{": 1, "}": -1}.get(completion[place], 0)
+            if depth == 0:
+                return completion[opening.end() : place].strip() or None
+    return None
+
 
 MAX_CHARACTERS = 2_000  # a longer answer is no answer
 
@@ -183,3 +273,31 @@ def _last_number(text: str) -> str | None:
     in_expression = re.search(r"[-+*/^_×÷·{(]$|\\[a-z]+$", before) or re.match(r"[A-Za-z^({\\]|\s*[-+*/×÷·]", after)
     one_of_two = re.search(r"[0-9}]\s*(?:,|,?\s(?:or|and)(?:\s(?:maybe|perhaps|possibly))?)$", before)
     return None if in_expression or one_of_two else matches[-1].group().strip() + unit
+
+
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit of its own here
+
+
+def compare_by_math_verify(prompt: str, completion: str, answer: str) -> float:  # noqa: ARG001 a reward's parameters
+    """1.0 where the completion's final answer is the known one, else 0.0."""
+    return float(math_verified(completion, answer))
+
+
+def math_verified(completion: str, reference: str) -> bool:
+    """Whether math-verify finds the completion's final answer equal to the reference."""
+    # Only LaTeX is looked for: math-verify hands other expressions to sympy's parse_expr, which evaluates Python.
+    latex = [LatexExtractionConfig()]
+    known = parse(as_latex(reference), latex, parsing_timeout=0)
+    for answer in final_answers(completion):
+        if answer is not None:
+            found = parse(as_latex(answer), latex, parsing_timeout=0)
+            if verify(known, found, timeout_seconds=0):
+                return True
+    return False
+
+
+def as_latex(text: str) -> str:
+    """The text between dollar signs, as math-verify wants LaTeX marked."""
+    text = without_emphasis(text[:MAX_CHARACTERS]).replace("\\$", "").strip(" .,;:*_`\n")
+    inner = text.replace("$", " ").replace("\\(", " ").replace("\\)", " ").replace("\\[", " ").replace("\\]", " ")
+    return f"${inner.strip()}$"

@@ -1,12 +1,18 @@
-r"""The mathematical answers that are compared by value, as small trees.
+"""Mathematical answers as small trees, compared by value: numbers, units, terms.
+
+Numbers in a model's text, as exact fractions. No text makes these functions raise, and none is ever evaluated.
+
+Units behind a number: which letters are one, and which of them are the same.
+
+The mathematical answers that are compared by value, as small trees.
 
 A text becomes one of
 
-- `Quantity`: q * sqrt(n) * pi^k with q a fraction, n squarefree, such as `6\pi`, `\frac{\sqrt{3}}{2}`, `1,234.50`;
+- `Quantity`: q * sqrt(n) * pi^k with q a fraction, n squarefree, such as `6\\pi`, `\frac{\\sqrt{3}}{2}`, `1,234.50`;
 - `Group`: a set, a list, a union, a sum or a product, whose order does not matter; a tuple or an interval, whose does;
 - `Words`: everything else, compared letter by letter.
 
-Nothing is computed from what the model wrote: `2+2` is a sum and not 4, `14/2`, `\sqrt{16}` and `2/4` are words, for
+Nothing is computed from what the model wrote: `2+2` is a sum and not 4, `14/2`, `\\sqrt{16}` and `2/4` are words, for
 otherwise repeating the question would be an answer to it. No text makes these functions raise, and none is evaluated.
 """
 
@@ -17,7 +23,149 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-from tether.rewards.numerals import close, number
+MAX_DIGITS = 100  # a longer numeral, or a larger exponent, is no number: exact arithmetic on it could take for ever
+
+_NUMERAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,4})?|\.[0-9]+"
+# A dash is a sign only where it touches its number and does not follow another: "3-4" holds 3 and 4, "= -4" holds -4.
+NUMERAL = re.compile(rf"(?P<sign>(?<![0-9A-Za-z)\]}}%.])[-+])?(?P<currency>[$€£])?(?P<digits>{_NUMERAL})")
+DASHES = str.maketrans({"−": "-", "–": "-", "‑": "-"})  # minus, en dash, non-breaking hyphen
+
+
+def numerals(text: str) -> list[str]:
+    """Every number in the text as it is written, with its sign and without its currency or thousands separators."""
+    found = NUMERAL.finditer(text.translate(DASHES))
+    return [(match["sign"] or "") + match["digits"].replace(",", "") for match in found]
+
+
+def last_numeral(text: str) -> str | None:
+    """The last number in the text as it is written."""
+    return found[-1] if (found := numerals(text)) else None
+
+
+def number(text: str) -> Fraction | None:
+    """The value of a text that is one number and nothing else: `-1,234.50`, `$3`, `2e-3`."""
+    match = NUMERAL.fullmatch(text.strip().translate(DASHES))
+    if match is None:
+        return None
+    digits = match["digits"].replace(",", "")
+    mantissa, _, exponent = digits.lower().partition("e")
+    if len(mantissa) > MAX_DIGITS or abs(int(exponent or 0)) > MAX_DIGITS:
+        return None
+    return Fraction(digits) * (-1 if match["sign"] == "-" else 1)
+
+
+def plain_numeral(text: str) -> str | None:
+    """A text that is one number as `numerals` gives it, `6250` for `$6,250`; None for any other text."""
+    match = NUMERAL.fullmatch(text.translate(DASHES))
+    return None if match is None else (match["sign"] or "") + match["digits"].replace(",", "")
+
+
+def last_number(text: str) -> Fraction | None:
+    """The value of the last number in the text; None where there is none, or it is out of all proportion."""
+    written = last_numeral(text)
+    return None if written is None else number(written)
+
+
+def close(value: Fraction, reference: Fraction, tolerance: float) -> bool:
+    """Whole numbers are equal or they are not; other numbers are equal within `tolerance` times |reference|."""
+    if value == reference:
+        return True
+    if value.denominator == reference.denominator == 1:
+        return False
+    return abs(value - reference) <= Fraction(tolerance) * abs(reference)
+
+
+_NAMES = {
+    "mm": "mm millimeter millimetre",
+    "cm": "cm centimeter centimetre",
+    "m": "m meter metre",
+    "km": "km kilometer kilometre",
+    "in": "inch inches",  # not `in`, which is a word: there are 7 in all
+    "ft": "ft foot feet",
+    "yd": "yd yard",
+    "mi": "mi mile",
+    "mg": "mg milligram",
+    "g": "g gram gramme",
+    "kg": "kg kilogram kilogramme",
+    "t": "t ton tonne",
+    "lb": "lb pound",
+    "oz": "oz ounce",
+    "ml": "ml milliliter millilitre",
+    "l": "l liter litre",
+    "s": "s sec second",
+    "min": "min minute",
+    "h": "h hr hour",
+    "day": "day",
+    "week": "week",
+    "month": "month",
+    "year": "year yr",
+    "deg": "deg degree",
+    "rad": "rad radian",
+    "celsius": "celsius",
+    "fahrenheit": "fahrenheit",
+    "K": "kelvin",
+    "N": "n newton",
+    "J": "j joule",
+    "kJ": "kj kilojoule",
+    "W": "w watt",
+    "kW": "kw kilowatt",
+    "V": "v volt",
+    "A": "ampere amp",
+    "Hz": "hz hertz",
+    "Pa": "pa pascal",
+    "mph": "mph",
+    "dollar": "dollar usd buck",
+    "cent": "cent",
+    "euro": "euro eur",
+}
+UNITS = {alias: unit for unit, aliases in _NAMES.items() for alias in aliases.split()}
+_POWERS = {"square": "2", "sq": "2", "squared": "2", "cubic": "3", "cubed": "3"}
+_WORD = re.compile(r"[A-Za-z]+|\^\{?[23]\}?|/")
+_ATTACHED = "|".join(sorted((alias for alias in UNITS if len(alias) > 1), key=len, reverse=True))
+
+_DEGREES = r"(?:\^\{?\\circ\}?|°|º)\s*(?P<scale>[CF]\b)?"
+_ONE_LETTER = "[" + "".join(sorted({*"mgtlshNJWVACFKLG"})) + "]"
+_SPACED = rf"(?<=\s)(?:[A-Za-z]{{2,}}|{_ONE_LETTER})(?:(?:\s?/\s?|\s)[A-Za-z]+)*\.?\s?(?:\^\{{?[23]\}}?)?"
+UNIT = re.compile(
+    rf"(?P<number>.*[0-9}}\]i]|.*\\pi)\s*(?:{_DEGREES}|(?P<words>{_SPACED}|(?<=[0-9])(?:{_ATTACHED})\b(?:\^\{{?[23]\}}?)?))"
+)
+
+
+def split_unit(text: str) -> tuple[str, str | None]:
+    """The text without the unit behind its number, and that unit where it is one that is known by name."""
+    match = UNIT.fullmatch(text)
+    if match is None:
+        return text, None
+    if match["words"] is None:
+        named = {"C": "celsius", "F": "fahrenheit"}.get(match["scale"] or "", "deg")
+        return match["number"].strip(), named
+    return match["number"].strip(), known_unit(match["words"])
+
+
+def known_unit(words: str) -> str | None:
+    """`square meters` is m^2, `km per hour` km/h; None where any word is no unit, such as `apples`."""
+    named: list[str] = []
+    pending = ""
+    for word in _WORD.findall(words):
+        lower = word.lower()
+        if lower in ("/", "per"):
+            named.append("/")
+        elif lower in _POWERS:
+            pending = "^" + _POWERS[lower]
+            if lower in ("squared", "cubed") and named:
+                named[-1], pending = named[-1] + pending, ""
+        elif word.startswith("^"):
+            if not named:
+                return None
+            named[-1] += "^" + word.strip("^{}")
+        else:
+            unit = UNITS.get(lower) or UNITS.get(lower.removesuffix("s")) or UNITS.get(lower.removesuffix("es"))
+            if unit is None:
+                return None
+            named.append(unit + pending)
+            pending = ""
+    return "".join(named) or None
+
 
 MAX_MEMBERS = 16
 MAX_RADICAND = 1_000_000

@@ -17,22 +17,27 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.config.rewards import ModelPart
-from tether.data.chat import prompt_token_ids
-from tether.data.chat_template import render
-from tether.data.collate import attention_mask, pad_right
+from tether.data.chat import prompt_token_ids, render
+from tether.data.rows import attention_mask, pad_right
 from tether.device_transfer import brought
 from tether.errors import ConfigError, DataError
+from tether.files import check_saved
 from tether.learner.batching import micro_batches
-from tether.models.classifier import ClassifierModel, RewardModel, load_reward_model, reward_model_folder
 from tether.models.ends import Ends, find_ends
-from tether.models.heads import BIAS_FILE, ScalarModel
+from tether.models.heads import (
+    BIAS_FILE,
+    ClassifierModel,
+    RewardModel,
+    ScalarModel,
+    load_reward_model,
+    reward_model_folder,
+)
 from tether.models.load import NO_LIMIT, LoadedModel, choose_pad_id, embedding_count
 from tether.models.lora import CONFIG
 from tether.models.roles import onto
-from tether.models.tokenizers import load_tokenizer, tokenizer_difference
+from tether.models.tokenizer import load_tokenizer, tokenizer_difference
 from tether.protocols import RewardFn
 from tether.rewards.combine import CombinedReward, failed
-from tether.seal import check_saved
 from tether.store.find import find_model
 from tether.types import Message, Prompt, Rollout, Score, Sequences
 

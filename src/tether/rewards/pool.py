@@ -1,4 +1,8 @@
-"""Processes that run a user's function: with a time limit that holds, several at once, replaced where one is lost.
+"""Worker processes and threads for reward calls, with a time limit that holds.
+
+Several calls at the same time, with results in the order of what they were called with.
+
+Processes that run a user's function: with a time limit that holds, several at once, replaced where one is lost.
 
 A worker is `python -m tether.rewards.worker`, told by name which function to import. Requests and replies are lines of
 JSON over its pipes. Each worker leads a process group of its own: Ctrl-C in the terminal does not reach it, and what
@@ -17,14 +21,56 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tether.errors import ConfigError, DataError
 from tether.processes import environment, python
 from tether.rewards import consent
-from tether.rewards.concurrent import in_order
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+def in_order(function: Callable[[Item], Result], items: Sequence[Item], at_once: int) -> list[Result]:
+    """`[function(item) for item in items]` by up to `at_once` threads.
+
+    The first exception is raised here, and no further item is begun. The threads are daemons: neither an exception nor
+    Ctrl-C waits for calls that are under way.
+    """
+    if at_once <= 1 or len(items) <= 1:
+        return [function(item) for item in items]
+    waiting: queue.SimpleQueue[int] = queue.SimpleQueue()
+    for place in range(len(items)):
+        waiting.put(place)
+    done: queue.SimpleQueue[tuple[int, Any, BaseException | None]] = queue.SimpleQueue()
+    over = threading.Event()
+
+    def work() -> None:
+        while not over.is_set():
+            try:
+                place = waiting.get_nowait()
+            except queue.Empty:
+                return
+            try:
+                done.put((place, function(items[place]), None))
+            except BaseException as error:
+                done.put((place, None, error))
+
+    for number in range(min(at_once, len(items))):
+        threading.Thread(target=work, daemon=True, name=f"tether-reward-{number}").start()
+    results: dict[int, Any] = {}
+    try:
+        while len(results) < len(items):
+            place, result, error = done.get()
+            if error is not None:
+                raise error
+            results[place] = result
+    finally:
+        over.set()
+    return [results[place] for place in range(len(items))]
+
 
 START_SECONDS = 300.0  # in which a worker must have imported the function
 ROOT = str(Path(__file__).parents[2])  # the folder that `tether` is imported from

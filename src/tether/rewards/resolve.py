@@ -1,21 +1,179 @@
-"""Finding an object that a recipe names as `package.module:name` or `file.py:name`."""
+"""Importing an object that a recipe names as `package.module:name` or `file.py:name`.
+
+Importing the user's own code: from its source alone, and from the working folder for that code alone.
+
+The working folder is not on `sys.path`. A finder at the end of Python's list serves it, so that a `queue.py` there
+hides nothing, and it answers only imports which the user's own code makes: a library that looks for an optional package
+never finds a file of the working folder. Bytecode is neither read nor written: what runs is what was digested.
+
+Finding an object that a recipe names as `package.module:name` or `file.py:name`.
+"""
 
 from __future__ import annotations
 
 import importlib
 import inspect
 import sys
-from types import ModuleType
+import threading
+from collections.abc import Sequence
+from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, ModuleSpec
+from importlib.machinery import SourceFileLoader as _SourceFileLoader
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import CodeType, FrameType, ModuleType
 from typing import Any
 
-from tether.config.code_names import BUILT_IN, CodeName
+from tether.config.allowed_code import BUILT_IN, CodeName
 from tether.errors import ConfigError
 from tether.rewards import consent
-from tether.rewards.agree import agree_to_code
-from tether.rewards.explain import explain
-from tether.rewards.locate import Code, is_allowed, locate
-from tether.rewards.user_modules import FILES, import_code
+from tether.rewards.agree import Code, agree_to_code, is_allowed, locate
+from tether.rewards.calling import explain
 from tether.user_code import is_its_own
+
+FILES = "tether_user_file"  # the prefix of the names that modules read from files have in sys.modules
+
+
+class SourceLoader(_SourceFileLoader):
+    """Compiles the source; a `.pyc` beside it may hold other code."""
+
+    def get_code(self, fullname: str) -> CodeType:
+        """The code of a module."""
+        path = self.get_filename(fullname)
+        return self.source_to_code(self.get_data(path), path)
+
+
+LOADERS = ((SourceLoader, SOURCE_SUFFIXES), (ExtensionFileLoader, EXTENSION_SUFFIXES))
+
+
+class _Finders:
+    """The finders of the user's modules; one pair for a process."""
+
+    def __init__(self) -> None:
+        self.folders: list[Path] = []
+        self.served: set[str] = set()  # modules that were found here
+        self.asked = threading.local()  # the name that a recipe gives, while it is imported
+        self.first, self.last = _First(self), _Last(self)
+
+    def add(self, folders: Sequence[Path]) -> None:
+        """Serve these folders too."""
+        self.folders += [folder for folder in folders if folder not in self.folders]
+        if self.first not in sys.meta_path:
+            sys.meta_path.insert(0, self.first)
+        if self.last not in sys.meta_path:
+            sys.meta_path.append(self.last)
+
+    def find(self, name: str, folders: Sequence[Path | str]) -> ModuleSpec | None:
+        """The module in the first of the folders that holds it."""
+        spaces: list[str] = []
+        for folder in folders:
+            spec = FileFinder(str(folder), *LOADERS).find_spec(name)
+            if spec is not None and spec.loader is not None:
+                self.served.add(name)
+                return spec
+            spaces += (spec.submodule_search_locations or []) if spec is not None else []
+        if not spaces:
+            return None
+        self.served.add(name)
+        space = ModuleSpec(name, None, is_package=True)
+        space.submodule_search_locations = spaces
+        return space
+
+
+class _First:
+    """First of all finders: the module that a recipe names, and those inside packages that were found here."""
+
+    def __init__(self, ours: _Finders) -> None:
+        self.ours = ours
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """The module named, or one of a package of the user's."""
+        del target
+        if path is None:
+            place = getattr(self.ours.asked, "place", None)
+            return self.ours.find(name, [place]) if place is not None and self.ours.asked.name == name else None
+        return self.ours.find(name, list(path)) if name.rpartition(".")[0] in self.ours.served else None
+
+
+class _Last:
+    """Last of all finders: what nobody else has, where the user's own code asks for it."""
+
+    def __init__(self, ours: _Finders) -> None:
+        self.ours = ours
+
+    def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
+        """A top-level module of the working folder."""
+        del target
+        if path is not None or not (getattr(self.ours.asked, "name", None) == name or _asked_by_user_code()):
+            return None
+        return self.ours.find(name, self.ours.folders)
+
+
+_finders = _Finders()
+
+
+def _asked_by_user_code() -> bool:
+    """Whether the import that is under way stands in a module which was loaded here."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith("<frozen importlib") and file not in (__file__, importlib.__file__):
+            return isinstance(frame.f_globals.get("__loader__"), SourceLoader)
+        frame = frame.f_back
+    return False
+
+
+def import_module_from(folder: Path, name: str) -> ModuleType:
+    """A module by its name alone, also from `folder`, which comes last: for a name that the user typed."""
+    _finders.add([folder.resolve()])
+    _finders.asked.name = name.partition(".")[0]
+    try:
+        return importlib.import_module(name)
+    finally:
+        _finders.asked.name = None
+
+
+def import_code(code: Code, root: Path) -> ModuleType:
+    """The module, imported; one of the same name from another folder makes room for it."""
+    if code.file is None:
+        return importlib.import_module(code.module)
+    assert code.folder is not None
+    _finders.add([code.folder, root])
+    if not code.module:
+        return _from_file(code.file, root)
+    known = sys.modules.get(code.module)
+    if known is not None and getattr(known, "__file__", None) not in (None, str(code.file)):
+        _forget(code.module.partition(".")[0])
+    _finders.folders.sort(key=lambda folder: folder != code.folder)
+    _finders.asked.name, _finders.asked.place = code.module.partition(".")[0], code.folder
+    try:
+        return importlib.import_module(code.module)
+    finally:
+        _finders.asked.name = _finders.asked.place = None
+
+
+def _forget(top: str) -> None:
+    for name in [name for name in sys.modules if name == top or name.startswith(f"{top}.")]:
+        if name in _finders.served:
+            del sys.modules[name]
+            _finders.served.discard(name)
+
+
+def _from_file(file: Path, root: Path) -> ModuleType:
+    """The module in a file; its own folder can be imported from, as for a script."""
+    name = f"{FILES}.{file.relative_to(root).with_suffix('').as_posix().replace('/', '.')}"
+    if (known := sys.modules.get(name)) is not None and known.__file__ == str(file):
+        return known
+    _finders.folders.sort(key=lambda folder: folder != file.parent)
+    spec = spec_from_file_location(name, file, loader=SourceLoader(name, str(file)))
+    assert spec is not None and spec.loader is not None, "a file that ends in .py has a loader"
+    module = module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
 
 
 def resolve(reference: str, field: str) -> Any:

@@ -18,9 +18,8 @@ from tether.config.rewards import (
 )
 from tether.protocols import RewardFn
 from tether.rewards.combine import failed
-from tether.rewards.extract import extract
-from tether.rewards.math_answer import math_correct
-from tether.rewards.numerals import close, last_number, number, plain_numeral
+from tether.rewards.math_answer import extract, math_correct
+from tether.rewards.math_terms import close, last_number, number, plain_numeral
 from tether.types import Rollout, Score
 
 RulePart = LengthPart | RegexPart | JSONPart | ExactPart | NumericPart | MathPart | EndedPart

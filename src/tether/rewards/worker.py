@@ -19,10 +19,8 @@ from typing import Any, TextIO
 
 from tether.errors import ConfigError
 from tether.rewards import consent
-from tether.rewards.calling import Caller, CallError, Outcome
-from tether.rewards.explain import explain
+from tether.rewards.calling import Caller, CallError, Outcome, explain, read_signature
 from tether.rewards.resolve import resolve
-from tether.rewards.signature import read_signature
 
 GRACE = 10.0  # seconds past the limit, by which the parent has killed this process unless it is gone itself
 
@@ -59,7 +57,7 @@ def answer(caller: Caller, request: dict[str, Any], seconds: float | None) -> di
     samples = request["samples"]
     rollouts = []
     if caller.signature.takes == "rollouts":
-        from tether.rewards.plain import rollout_from  # torch is imported only where a function wants tensors
+        from tether.rewards.combine import rollout_from  # torch is imported only where a function wants tensors
 
         rollouts = [rollout_from(sample) for sample in samples]
     set_timer(None if seconds is None else seconds + GRACE)

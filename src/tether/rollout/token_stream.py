@@ -13,7 +13,7 @@ from tether.errors import DataError
 from tether.models.load import LoadedModel
 from tether.ops.sampling import Draw, check_sampling, draw, log_softmax, sample_uniforms
 from tether.protocols import Sampling
-from tether.rollout.cached_batch import CachedBatch
+from tether.rollout.native import CachedBatch
 
 HALF = "\ufffd"  # what a decoder writes for a character of which some bytes are still to come
 MAX_HALVES = 3  # of one character: it has four bytes at most, and some decoders write one for each

@@ -1,7 +1,13 @@
-"""The routes: /v1/models, /v1/chat/completions, /v1/completions and /health."""
+"""The routes of `tether serve`, and the layer in front of them.
+
+The layer in front of every route: Host, rate of strangers, token, size. A pure ASGI middleware, so streams pass.
+
+The routes: /v1/models, /v1/chat/completions, /v1/completions and /health.
+"""
 
 from __future__ import annotations
 
+import hmac
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any, TypeVar
@@ -15,16 +21,53 @@ from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from tether.errors import TetherError
+from tether.rate_limit import RateLimit, network_of
 from tether.redact import redact
 from tether.rollout.token_stream import Token
-from tether.server.api_errors import ApiError
-from tether.server.auth import TokenGate
-from tether.server.generate import Job, ServedModel, Turnstile
-from tether.server.openai_replies import OpenAIAnswer, event
-from tether.server.schema import ChatRequest, CompletionRequest, GenerationRequest
-from tether.studio.big_json import read_json
-from tether.studio.replies import Reply
+from tether.server.generate import Job, OpenAIAnswer, ServedModel, Turnstile, event
+from tether.server.schema import ApiError, ChatRequest, CompletionRequest, GenerationRequest
+from tether.studio.auth import MAX_BYTES, Asked, host_name, limited, read_asked, says_length
+from tether.studio.replies import Reply, read_json
 from tether.studio.settings import StudioSettings
+
+OPEN = ("/health",)  # told to everyone who may name this host
+
+
+class TokenGate:
+    """Lets requests through that bear the token, and are for a name of this server."""
+
+    def __init__(self, app: ASGIApp, settings: StudioSettings) -> None:
+        self._app, self._settings = app, settings
+        self._strangers = RateLimit(settings.stranger_rate)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Let the request through, or answer it here."""
+        if scope["type"] == "lifespan":
+            await self._app(scope, receive, send)
+        elif scope["type"] == "http":
+            refusal = self._refusal(read_asked(scope, self._settings))
+            if refusal is not None:
+                await refusal.reply()(scope, receive, send)
+            else:
+                await self._app(scope, limited(receive, MAX_BYTES), send)
+
+    def _refusal(self, asked: Asked) -> ApiError | None:
+        """A right token is judged only while wrong ones are, and is not counted."""
+        headers, network = asked.headers, network_of(asked.address)
+        if not self._settings.allows_host(host_name(headers.get("host", ""))):
+            return ApiError(403, "this server is not called that: use the address that it printed")
+        if asked.path in OPEN:
+            return None
+        given = headers.get("authorization", "").encode("latin-1", "replace")
+        if given and (wait := self._strangers.take(network)):
+            return ApiError(429, f"too many wrong tokens: try again in {wait} s", code="rate_limit_exceeded")
+        if not hmac.compare_digest(given, f"Bearer {self._settings.owner_token}".encode()):
+            return ApiError(401, "the bearer token (api_key) is missing or wrong", code="invalid_api_key")
+        self._strangers.give_back(network)
+        if says_length(headers) > MAX_BYTES:
+            return ApiError(413, f"a request may have {MAX_BYTES >> 20} MiB at most")
+        return None
+
 
 AnyRequest = TypeVar("AnyRequest", bound=GenerationRequest)
 Tokens = Iterator[tuple[int, Token]]

@@ -12,8 +12,7 @@ from tether.errors import ConfigError, UsageError
 from tether.store.find import find_model
 from tether.store.folder import is_run
 from tether.studio.serve import listen, proxy_settings, serve_until_stopped
-from tether.studio.settings import StudioSettings, is_loopback
-from tether.studio.tokens import chosen_token
+from tether.studio.settings import StudioSettings, chosen_token, is_loopback
 
 TOKEN_VARIABLE = "TETHER_SERVE_TOKEN"  # noqa: S105 (the variable's name, not a secret)
 EXPOSED = """{host} can be reached from outside, and HTTP is not encrypted: put a server with TLS in front of it, or use
@@ -30,8 +29,7 @@ def serve(options: argparse.Namespace) -> int:
     except ImportError as error:
         raise UsageError(f"serve needs the package {error.name}: pip install 'tether-rl[serve]'") from None
     from tether.models.load import load_causal_lm
-    from tether.studio.connections import http_options, write_sparingly
-    from tether.studio.freeze_gc import freeze_gc
+    from tether.studio.connections import freeze_gc, http_options, write_sparingly
 
     token, chosen = find_token(options)
     listening = listen(options.host, options.port)  # first, so that a port in use is told before a model is loaded

@@ -1,4 +1,6 @@
-"""Checkpoints: each a folder that is written whole or not at all, and read only if every byte is what was written.
+"""Checkpoints: each a folder that is written whole or not at all, in the background.
+
+Checkpoints: each a folder that is written whole or not at all, and read only if every byte is what was written.
 
     checkpoints/step-00000012/
         learner-00000.safetensors ...   tensors, in files of at most SHARD_BYTES
@@ -7,6 +9,8 @@
 
 A folder is written under another name, flushed to the disk file by file, and then renamed; the name is on the disk when
 `write` returns. What is hashed on reading is what is loaded, so nothing can change in between.
+
+Writing checkpoints while training goes on: a step waits for the copy, not for the disk.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,8 +33,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor
 
 from tether.errors import StorageError
-from tether.plain_file import read_plain
-from tether.seal import REPLACED, canonical, recover, sealed, swap
+from tether.files import REPLACED, canonical, read_plain, recover, sealed, swap
 from tether.store.folder import sync_folder
 
 FORMAT = 1
@@ -235,3 +239,42 @@ def _read_checked(path: Path, about: Mapping[str, Any]) -> bytes:
     if hashlib.sha256(content).hexdigest() != about["sha256"]:
         raise DamagedCheckpoint(f"{path} is not what was written: its SHA-256 differs")
     return content
+
+
+class CheckpointWriter:
+    """Writes checkpoints one after the other from a thread of its own, and keeps the newest few.
+
+    A checkpoint that cannot be written is told to `notify`; those that are there stay, and training goes on.
+    """
+
+    def __init__(self, folder: Path, *, keep: int, keep_every: int, notify: Callable[[str], None]) -> None:
+        self.folder = folder.absolute()  # a reward may change the working folder while the thread writes
+        self.keep = keep
+        self.keep_every = keep_every
+        self.notify = notify
+        self._known_whole: set[Path] = set()
+        self._thread: threading.Thread | None = None
+        clear_leftovers(folder)
+
+    def save(self, checkpoint: Checkpoint, before_naming: Callable[[], object] = lambda: None) -> None:
+        """Begin to write a checkpoint, once the one before it is done; its tensors must not change any more.
+
+        `before_naming` is called in the thread when all its bytes are on disk and it has no name yet.
+        """
+        self.wait()
+        self._thread = threading.Thread(target=self._write, args=(checkpoint, before_naming), daemon=True)
+        self._thread.start()
+
+    def wait(self) -> None:
+        """Until nothing is being written."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def _write(self, checkpoint: Checkpoint, before_naming: Callable[[], object]) -> None:
+        try:
+            self._known_whole.add(write(self.folder, checkpoint, before_naming))
+            prune(self.folder, self.keep, self.keep_every, self._known_whole)
+        except Exception as error:  # whatever it is, training can go on without this checkpoint
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            self.notify(f"The checkpoint of step {checkpoint.step} was not written ({reason}): {self.folder}")

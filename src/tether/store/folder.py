@@ -12,11 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from tether.config import Recipe
-from tether.config.code_names import SEAL, code_names, seal_record
+from tether.config.allowed_code import SEAL, code_names, seal_record
 from tether.errors import ConfigError, StorageError
-from tether.plain_file import read_plain_json
+from tether.files import read_plain_json, sealed, unsealed
 from tether.redact import redact_url, secret_in
-from tether.seal import sealed, unsealed
 
 RECIPE = "recipe.json"  # what makes a folder a run's
 HEADER = "run.json"  # the same, sealed: see tether.store.header
@@ -123,7 +122,7 @@ class RunFolder:
     @property
     def is_free(self) -> bool:
         """Whether the run here took no step and nobody is about to."""
-        from tether.store.database.spool import is_being_recorded
+        from tether.store.database.journal import is_being_recorded
 
         return (self.path / UNSTARTED).is_file() and not is_being_recorded(self.path)
 

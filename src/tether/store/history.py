@@ -20,11 +20,20 @@ from sqlalchemy.exc import SQLAlchemyError
 
 from tether.errors import TetherError
 from tether.store.database.apply import put_event_back, put_step_back
-from tether.store.database.digests import COVERED, row_digest, step_digest
 from tether.store.database.open import Workspace, is_inside, open_engine
-from tether.store.database.run_log import FILE as LOG
-from tether.store.database.run_log import Logged, read_log, write_log
-from tether.store.database.schema import events, lineage, metrics, rollouts, runs, steps
+from tether.store.database.records import FILE as LOG
+from tether.store.database.records import Logged, read_log, write_log
+from tether.store.database.schema import (
+    COVERED,
+    events,
+    lineage,
+    metrics,
+    rollouts,
+    row_digest,
+    runs,
+    step_digest,
+    steps,
+)
 from tether.store.database.verify_rows import (
     CHECKED_AT_RESUME,
     StoredHistory,

@@ -20,13 +20,11 @@ from typing import Any, Protocol
 
 from tether.errors import StorageError
 from tether.redact import redact
-from tether.store.database.journal import Journal
+from tether.store.database.apply import KeepRollouts
+from tether.store.database.journal import Journal, Spool, recording_lock
 from tether.store.database.open import Workspace
-from tether.store.database.records import RecordSource, StoreRecord, plain
-from tether.store.database.run_log import RunLog
-from tether.store.database.spool import Spool, recording_lock
+from tether.store.database.records import RecordSource, RunLog, StoreRecord, plain
 from tether.store.recorded import StoredRollout
-from tether.store.retention import KeepRollouts
 from tether.store.token_codec import encode_rollout
 
 Pieces = Callable[[Sequence[int]], list[str]]

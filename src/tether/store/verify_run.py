@@ -10,18 +10,23 @@ from typing import Any
 from sqlalchemy.exc import SQLAlchemyError
 
 from tether.errors import ConfigError, TetherError
-from tether.plain_file import read_plain, read_plain_json
-from tether.seal import files_damage, recover
+from tether.files import files_damage, read_plain, read_plain_json, recover
 from tether.store.database.apply import apply_record
+from tether.store.database.journal import Spool, is_being_recorded
 from tether.store.database.open import Workspace, open_engine
-from tether.store.database.records import StoreRecord
-from tether.store.database.run_log import read_log
-from tether.store.database.spool import Spool, is_being_recorded
+from tether.store.database.records import StoreRecord, read_log
 from tether.store.database.verify_rows import duplicate_ids, file_faults, reason, vote_faults
 from tether.store.folder import FINISHED, FORKED, HEADER, RECIPE, RunFolder, write_whole
-from tether.store.header import RunHeader, changed_sentence, header_file, origin_trouble, read_header
+from tether.store.header import (
+    RunHeader,
+    changed_sentence,
+    check_own_files,
+    header_file,
+    origin_trouble,
+    read_header,
+    stray_file,
+)
 from tether.store.history import DEPTHS, settle_history, take_over
-from tether.store.own_files import check_own_files, stray_file
 
 
 @dataclass

@@ -1,45 +1,100 @@
-"""The application: the workspace behind it, the gate before it, and its routes."""
+"""The Studio application: its workspace, its middleware, its routes and static files.
+
+The page's own files, by a list made once: a path that is not in it does not exist.
+
+The application: the workspace behind it, the gate before it, and its routes.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import mimetypes
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI, Request
+from starlette.responses import Response
 
 from tether import __version__
 from tether.store.database.open import Workspace
 from tether.store.read import OpenWorkspace, open_store, open_workspace
-from tether.studio import (
-    chat_routes,
-    item_routes,
-    label_routes,
-    launch_routes,
-    run_routes,
-    session_routes,
-    static_files,
-    stream,
-    train_routes,
-)
+from tether.studio import chat_routes, label_routes, run_routes, stream, train_routes
 from tether.studio.auth import Gate
 from tether.studio.context import Studio
-from tether.studio.diagnoses import Consultations
-from tether.studio.imports import Imports
-from tether.studio.label_store import Labels
+from tether.studio.import_export import Imports
+from tether.studio.label_store import Labels, VoteWriter
 from tether.studio.launcher import Launcher
 from tether.studio.metric_cache import MetricCache
 from tether.studio.model_host import ModelHost
-from tether.studio.people import Auth
-from tether.studio.replies import add_error_replies
-from tether.studio.rollout_view import PromptIndex
+from tether.studio.people import Auth, Streams
+from tether.studio.replies import Reply, add_error_replies
+from tether.studio.run_queries import Consultations, PromptIndex
 from tether.studio.settings import StudioSettings
-from tether.studio.stream_count import Streams
-from tether.studio.vote_writer import VoteWriter
+
+FOLDER = Path(__file__).parent / "static"
+
+KINDS = {
+    ".html": "text/html; charset=utf-8",
+    ".css": "text/css; charset=utf-8",
+    ".js": "text/javascript; charset=utf-8",
+    ".svg": "image/svg+xml",
+    ".png": "image/png",
+    ".ico": "image/x-icon",
+    ".json": "application/json",
+}
+
+
+@dataclass(frozen=True)
+class StaticFiles:
+    """The files under a folder by their addresses. Nothing that a request says is ever joined to a path."""
+
+    folder: Path = FOLDER
+
+    def find(self, address: str) -> Path | None:
+        """The file at an address; `/` is the page itself."""
+        return self._known.get("index.html" if address in ("", "/") else address.removeprefix("/"))
+
+    def content(self, path: Path) -> tuple[bytes, str]:
+        """What a file holds, and its tag. Read once: the page opens also while every thread waits for the database."""
+        if path not in self._read:
+            found = path.read_bytes()
+            self._read[path] = found, f'"{hashlib.sha256(found).hexdigest()[:32]}"'
+        return self._read[path]
+
+    @cached_property
+    def _read(self) -> dict[Path, tuple[bytes, str]]:
+        return {}
+
+    @cached_property
+    def _known(self) -> dict[str, Path]:
+        files = (path for path in self.folder.rglob("*") if path.is_file() and not path.is_symlink())
+        return {path.relative_to(self.folder).as_posix(): path for path in files}
+
+
+FILES = StaticFiles()
+static_router = APIRouter(include_in_schema=False)
+
+
+@static_router.api_route("/{address:path}", methods=["GET", "HEAD"])
+async def static_file(request: Request, address: str) -> Response:
+    """A file of the page."""
+    found = FILES.find(address)
+    if found is None or address.startswith("api/") or address == "api":
+        return Reply({"error": "there is nothing at this address"}, 404)
+    kind = KINDS.get(found.suffix) or mimetypes.guess_type(found.name)[0] or "application/octet-stream"
+    content, tag = FILES.content(found)
+    if tag in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers={"etag": tag})
+    return Response(content, media_type=kind, headers={"etag": tag})
+
 
 KEPT_CONNECTIONS = 8
 ROUTERS = (
-    *(run_routes.router, stream.router, label_routes.router, launch_routes.router),
-    *(item_routes.router, train_routes.router, chat_routes.router, session_routes.router),
+    *(run_routes.router, stream.router, label_routes.router, train_routes.launch_router),
+    *(label_routes.item_router, train_routes.router, chat_routes.router, label_routes.session_router),
 )
 
 
@@ -69,7 +124,7 @@ def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:
     add_error_replies(app)
     for router in ROUTERS:
         app.include_router(router)
-    app.include_router(static_files.router)  # last: it takes every address that is left
+    app.include_router(static_router)  # last: it takes every address that is left
     app.add_middleware(Gate, settings=settings, auth=studio.door)
     return app
 

@@ -1,4 +1,9 @@
-"""The routes that ask models: a conversation, and an arena of two models whose answers are judged blind."""
+"""The routes that ask models: a conversation, and an arena of two models.
+
+An answer to a conversation as it is being written, for the page.
+
+The routes that ask models: a conversation, and an arena of two models whose answers are judged blind.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +11,50 @@ import json
 import math
 from collections import Counter, defaultdict
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from threading import Lock
+from typing import Annotated, Any, Literal
 
 from fastapi import Path, Request
 from pydantic import Field
 
-from tether.errors import TetherError
+from tether.data.chat import prompt_token_ids
+from tether.errors import DataError, TetherError
+from tether.models.load import LoadedModel
+from tether.ops.sampling import check_sampling
+from tether.protocols import Sampling
 from tether.redact import redact
+from tether.rollout.token_stream import Token, growing_text, stream_tokens
 from tether.store.read import RunSummary, read_rollouts
 from tether.studio.context import Studio, person_of, studio_of
 from tether.studio.label_queues import NewItem
-from tether.studio.model_host import Said, answers_of_item
-from tether.studio.model_threads import in_model_thread
-from tether.studio.people import Person
+from tether.studio.label_records import verdict
+from tether.studio.model_host import Said, answers_of_item, in_model_thread
+from tether.studio.people import EventStream, Person
 from tether.studio.queue_items import messages_of
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.run_queries import kept_steps, run_with_id
 from tether.studio.stream import message
-from tether.studio.stream_count import EventStream
-from tether.studio.votes import verdict
+from tether.types import Message, Prompt
 
-if TYPE_CHECKING:
-    from tether.studio.answer_stream import Token
+__all__ = ["Token", "as_prompt", "growing_text", "stream_answer"]
+
+
+def stream_answer(loaded: LoadedModel, prompt: Prompt, sampling: Sampling, seed: int, turn: Lock) -> Iterator[Token]:
+    """The answer that the engine gives for this seed, token by token; `turn` as for `stream_tokens`."""
+    check_sampling(sampling)
+    ids = prompt_token_ids(loaded.tokenizer, prompt)
+    if len(ids) + sampling.max_new_tokens > loaded.context_length:
+        raise DataError(
+            f"the conversation has {len(ids)} tokens, and with an answer of {sampling.max_new_tokens} exceeds the "
+            f"model's context of {loaded.context_length}: start over, or allow fewer tokens"
+        )
+    yield from stream_tokens(loaded, ids, sampling, seed, turn, name=prompt.id)
+
+
+def as_prompt(turns: Sequence[dict[str, Any]], name: str) -> Prompt:
+    """A conversation as a prompt."""
+    return Prompt(name, tuple(Message(role=turn["role"], content=turn["content"]) for turn in turns))
+
 
 router = api_router()
 
@@ -237,7 +264,7 @@ def win_rate(said: Counter[str]) -> dict[str, Any]:
     votes = said.total()
     if votes == 0:
         return {"votes": 0, "win_rate": None, "low": None, "high": None}
-    from tether.evaluation.intervals import wilson
+    from tether.evaluation.metrics import wilson
 
     estimate = wilson(said["0"] + 0.5 * (said["tie"] + said["both_bad"]), votes)
     return {"votes": votes, "win_rate": estimate.value, "low": estimate.low, "high": estimate.high}

@@ -7,17 +7,14 @@ from dataclasses import dataclass
 from fastapi import Request
 
 from tether.store.read import OpenWorkspace
-from tether.studio.diagnoses import Consultations
-from tether.studio.imports import Imports
-from tether.studio.label_store import Labels
+from tether.studio.import_export import Imports
+from tether.studio.label_store import Labels, VoteWriter
 from tether.studio.launcher import Launcher
 from tether.studio.metric_cache import MetricCache
 from tether.studio.model_host import ModelHost
-from tether.studio.people import Auth, Entry, Person
-from tether.studio.rollout_view import PromptIndex
+from tether.studio.people import Auth, Entry, Person, Streams
+from tether.studio.run_queries import Consultations, PromptIndex
 from tether.studio.settings import StudioSettings
-from tether.studio.stream_count import Streams
-from tether.studio.vote_writer import VoteWriter
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,11 @@
-"""The routes by which people judge: queues, what to ask next, votes, agreement, export and import, raters."""
+"""The routes of labeling: queues, votes, items, people and their sessions.
+
+The routes by which people judge: queues, what to ask next, votes, agreement, export and import, raters.
+
+The owner's routes to single items and people: what was said of them, who judges them, gold, tags, exclusion.
+
+The routes by which people are put out: sessions that are open, and tokens that count no more.
+"""
 
 from __future__ import annotations
 
@@ -8,27 +15,43 @@ from typing import Annotated, Any, Literal
 
 from fastapi import Path, Query, Request
 from pydantic import Field
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from tether.errors import StorageError
-from tether.studio.context import Studio, link_for, person_of, studio_of
-from tether.studio.import_export import as_lines, export_records, imported, read_lines
-from tether.studio.imports import BackgroundImport
-from tether.studio.label_items import gold_accuracy
+from tether.studio.context import Studio, entry_of, link_for, person_of, studio_of
+from tether.studio.import_export import BackgroundImport, as_lines, export_records, imported, read_lines
+from tether.studio.label_items import ItemFilter, Status, Vote, agreement, gold_accuracy
 from tether.studio.label_queues import NewItem, queue_settings
-from tether.studio.label_records import item_from_record
-from tether.studio.label_sampling import write_sampling_plan
+from tether.studio.label_records import (
+    AXES,
+    HIGHEST_RATING,
+    LOWEST_RATING,
+    MAX_COMMENT,
+    MAX_RANKED,
+    MAX_TAG,
+    MAX_TAGS,
+    MIN_RANKED,
+    SKIPPED,
+    item_from_record,
+    tags_of,
+)
 from tether.studio.label_staging import ItemWithVotes
 from tether.studio.label_store import CastVote
-from tether.studio.model_threads import in_model_thread
+from tether.studio.model_host import in_model_thread
 from tether.studio.people import Role
-from tether.studio.queue_items import RANKED, items_from_run, with_repeats
-from tether.studio.rater_agreement import Vote, agreement
+from tether.studio.queue_items import (
+    RANKED,
+    ask_doubtful_first,
+    items_from_run,
+    reward_model,
+    scored_by,
+    with_repeats,
+    write_sampling_plan,
+)
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.run_queries import run_with_id
 from tether.studio.run_routes import as_download
-from tether.studio.uncertainty import ask_doubtful_first, reward_model, scored_by
-from tether.studio.votes import AXES, HIGHEST_RATING, LOWEST_RATING, MAX_COMMENT, MAX_RANKED, MIN_RANKED, SKIPPED
 
 router = api_router()
 
@@ -194,7 +217,7 @@ def _sample(studio: Studio, queue: int, kind: str, wanted: Fill) -> dict[str, An
     plan |= {"answers": wanted.answers or (2 if kind == "pair" else RANKED)}
     plan |= {"workspace": str(studio.opened.workspace.directory)}
     path = write_sampling_plan(studio.launcher.folder(), plan, records)
-    job = studio.launcher.python(f"queue {queue}", "fill", ["-m", "tether.studio.label_sampling", str(path)])
+    job = studio.launcher.python(f"queue {queue}", "fill", ["-m", "tether.studio.queue_items", str(path)])
     return {"job": job.id}
 
 
@@ -334,3 +357,131 @@ def add_rater(request: Request, new: NewRater) -> Any:
     person, token = studio_of(request).labels.add_rater(person_of(request), new.name, new.role, new.queue_id)
     link = link_for(request, token)
     return Reply({"id": person.id, "name": person.name, "role": person.role, "token": token, "link": link})
+
+
+item_router = api_router()
+
+Rank = Annotated[int, Field(ge=0, lt=MAX_RANKED)]
+MAX_ITEMS = 20_000
+
+
+class Assignment(Body):
+    """Which items go to whom. No items: all of the queue. No raters: everyone may judge them again."""
+
+    items: list[Place] = Field(default_factory=list, max_length=MAX_ITEMS)
+    raters: list[Place] = Field(default_factory=list, max_length=200)
+    each: Annotated[int, Field(ge=1, le=200)] | None = None  # so many raters an item, in turn; by default all
+
+
+class Gold(Body):
+    """The right ranks of an item's answers, in their own order, 0 for the best; null: it is no gold item."""
+
+    ranks: (
+        Annotated[list[Annotated[int, Field(ge=0, lt=MAX_RANKED)]], Field(min_length=2, max_length=MAX_RANKED)] | None
+    )
+
+
+class Tags(Body):
+    """An item's tags."""
+
+    tags: list[Annotated[str, Field(min_length=1, max_length=MAX_TAG)]] = Field(max_length=MAX_TAGS)
+
+
+class RaterChange(Body):
+    """Whether a person's votes are left out of training and export."""
+
+    excluded: bool
+
+
+@item_router.get("/label/queues/{queue}/items")
+def items(
+    request: Request,
+    queue: Id,
+    status: Status = "any",
+    rater: Annotated[int | None, Query(ge=0, le=BIGGEST)] = None,
+    disagreement: bool = False,
+    gold: Literal["any", "yes", "no"] = "any",
+    tag: Annotated[str, Query(max_length=MAX_TAG)] = "",
+    text: Annotated[str, Query(max_length=500)] = "",
+    limit: Annotated[int, Query(ge=1, le=200)] = 50,
+    offset: Annotated[int, Query(ge=0, le=BIGGEST)] = 0,
+) -> Any:
+    """The items of a queue that fit a filter, with every vote on them."""
+    wanted = ItemFilter(status, rater, disagreement, None if gold == "any" else gold == "yes", tag, text)
+    return Reply(studio_of(request).labels.listed(queue, wanted, limit, offset))
+
+
+@item_router.post("/label/queues/{queue}/assign")
+def assign(request: Request, queue: Id, wanted: Assignment) -> Any:
+    """Give items to named annotators; no one else is asked them."""
+    people = list(dict.fromkeys(wanted.raters))
+    labels = studio_of(request).labels
+    return Reply({"items": labels.assign(person_of(request), queue, wanted.items, people, wanted.each)})
+
+
+@item_router.post("/label/items/{item}/gold")
+def gold(request: Request, item: Id, wanted: Gold) -> Any:
+    """Mark an item with its known right answer. Annotators see an item like any other."""
+    studio_of(request).labels.set_gold(person_of(request), item, wanted.ranks)
+    return Reply({"id": item, "gold": wanted.ranks})
+
+
+@item_router.post("/label/items/{item}/tags")
+def tags(request: Request, item: Id, wanted: Tags) -> Any:
+    """Give an item other tags."""
+    found = tags_of(wanted.tags, "tags")
+    studio_of(request).labels.set_tags(person_of(request), item, found)
+    return Reply({"id": item, "tags": found})
+
+
+@item_router.post("/raters/{rater}")
+def change_rater(request: Request, rater: Id, change: RaterChange) -> Any:
+    """Leave a person's votes out of training and export, or take them in again."""
+    studio_of(request).labels.exclude(person_of(request), rater, change.excluded)
+    return Reply({"id": rater, "excluded": change.excluded})
+
+
+session_router = api_router()
+
+SessionId = Annotated[str, Path(pattern="^[0-9a-f]{16}$")]
+
+
+@session_router.post("/logout")
+async def log_out(request: Request) -> Any:
+    """End one's own session."""
+    entry = entry_of(request)
+    if entry.session is not None:
+        studio_of(request).door.sessions.end_key(entry.session)
+    return Reply({"ended": entry.session is not None})
+
+
+@session_router.get("/sessions")
+async def sessions(request: Request) -> Any:
+    """Every session that is open, with whose it is; the one used last first."""
+    return Reply({"sessions": studio_of(request).door.sessions.listed(entry_of(request).session)})
+
+
+@session_router.post("/sessions/{session}/end")
+async def end_session(request: Request, session: SessionId) -> Any:
+    """End a session. Whose it was can enter again with their link."""
+    ended = studio_of(request).door.sessions.end(session)
+    if ended is None:
+        raise Refused(404, "there is no such session: it may have ended by itself")
+    return Reply({"id": session, "person": ended.person.id})
+
+
+@session_router.post("/raters/{rater}/revoke")
+async def revoke(request: Request, rater: Id) -> Any:
+    """Make a person's link worthless, and end their sessions. Their votes stay."""
+    studio = studio_of(request)
+    await run_in_threadpool(studio.labels.revoke, person_of(request), rater)
+    return Reply({"id": rater, "sessions": studio.door.forget(rater)})
+
+
+@session_router.post("/raters/{rater}/link")
+async def new_link(request: Request, rater: Id) -> Any:
+    """Another link for a person, told this once; the one before is worthless, and their sessions end."""
+    studio = studio_of(request)
+    person, token = await run_in_threadpool(studio.labels.new_token, person_of(request), rater)
+    studio.door.forget(rater)
+    return Reply({"id": person.id, "name": person.name, "token": token, "link": link_for(request, token)})

@@ -22,8 +22,8 @@ from tether.errors import StorageError
 from tether.store.database.schema import items, queues, votes
 from tether.studio.label_items import Items
 from tether.studio.label_queues import INSERT_AUDITS, NewItem
+from tether.studio.label_records import Ratings
 from tether.studio.people import Person
-from tether.studio.votes import Ratings
 
 TOGETHER = 200  # records in one transaction
 BREATH = 0.5  # of the time that a transaction took, for others

@@ -1,11 +1,16 @@
-"""A run's metrics in memory, column by column: read once, and then only what is new.
+"""A run's metrics in memory, thinned for drawing: read once, then only what is new.
+
+A run's metrics in memory, column by column: read once, and then only what is new.
 
 A page asks for a few curves of a run again and again. The database has all of them step by step, a million numbers
 for a long run. A curve is read when it is first asked for, and from then on only its newest steps.
+
+Long curves made short enough to draw, without losing a spike: each bucket keeps its mean, its low and its high.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from array import array
 from collections import OrderedDict, defaultdict
@@ -195,3 +200,24 @@ def _new_rows(
     cursor: Any = connection.execute(chosen.order_by(metrics.c.step)).cursor
     while rows := cursor.fetchmany(ROWS_AT_A_TIME):
         yield rows
+
+
+def shown_series(series: MetricSeries, points: int) -> dict[str, Any]:
+    """`{steps, values}`, and where it is longer than `points`, one entry a bucket with `low` and `high` as well."""
+    if len(series.steps) <= points:
+        return {"steps": series.steps.tolist(), "values": _plain(series.values)}
+    edges = np.linspace(0, len(series.steps), points + 1).astype(int)  # bucket i is [edges[i], edges[i + 1])
+    starts = edges[:-1]
+    finite = np.isfinite(series.values)
+    counts = np.add.reduceat(finite.astype(np.int64), starts)
+    sums = np.add.reduceat(np.where(finite, series.values, 0.0), starts)
+    return {
+        "steps": series.steps[edges[1:] - 1].tolist(),
+        "values": _plain(np.divide(sums, counts, out=np.full(points, np.nan), where=counts > 0)),
+        "low": _plain(np.fmin.reduceat(np.where(finite, series.values, np.inf), starts)),
+        "high": _plain(np.fmax.reduceat(np.where(finite, series.values, -np.inf), starts)),
+    }
+
+
+def _plain(values: NDArray[Any]) -> list[float | None]:
+    return [value if math.isfinite(value) else None for value in values.tolist()]

@@ -1,18 +1,52 @@
-"""Models that the page talks to: loaded on first use, a few kept, one question at a time."""
+"""Models that the page talks to: loaded on first use, a few kept, in threads of their own.
+
+Threads for requests that wait for a model.
+
+Routes share a pool of 40 threads. An answer takes seconds, and models answer one request at a time: without a limit of
+their own, 40 questions at once would hold every thread, and all other routes would wait for them.
+
+Models that the page talks to: loaded on first use, a few kept, one question at a time.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar, cast
 
-from tether.studio.freeze_gc import freeze_gc
+import anyio
+import anyio.to_thread
+from anyio.lowlevel import RunVar
+
+from tether.studio.connections import freeze_gc
 
 if TYPE_CHECKING:
-    from tether.studio.answer_stream import Token
+    from tether.studio.chat_routes import Token
+
+
+AT_ONCE = 8
+
+P = ParamSpec("P")
+T = TypeVar("T")
+_waiting: RunVar[anyio.CapacityLimiter] = RunVar("model_threads")
+
+
+async def in_model_thread(call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
+    """What `call` returns, run in one of `AT_ONCE` threads that are kept for models."""
+    return await anyio.to_thread.run_sync(lambda: call(*given, **named), limiter=_limiter())
+
+
+def _limiter() -> anyio.CapacityLimiter:
+    try:
+        return _waiting.get()
+    except LookupError:
+        made = anyio.CapacityLimiter(AT_ONCE)
+        _waiting.set(made)
+        return made
+
 
 MAX_MODELS = 2  # in memory at a time
 
@@ -69,9 +103,9 @@ class ModelHost:
         samples: int = 1,
     ) -> list[Said]:
         """What the model of a run says to each conversation, `samples` times each, in order."""
-        from tether.data.sampled import tokenizer_digest
+        from tether.data.records import tokenizer_digest
         from tether.protocols import Sampling
-        from tether.studio.answer_stream import as_prompt
+        from tether.studio.chat_routes import as_prompt
 
         prompts = [as_prompt(turns, f"studio-{place}") for place, turns in enumerate(conversations)]
         with self._lock:
@@ -96,7 +130,7 @@ class ModelHost:
     ) -> Iterator[Token]:
         """What `answer` would say to one conversation, token by token."""
         from tether.protocols import Sampling
-        from tether.studio.answer_stream import as_prompt, stream_answer
+        from tether.studio.chat_routes import as_prompt, stream_answer
 
         with self._lock:
             loaded = self._engine(folder).loaded
@@ -106,7 +140,7 @@ class ModelHost:
     def scores(self, folder: Path, answers: Sequence[Scored]) -> list[float]:
         """What the reward model of a run gives each answer."""
         from tether.data.examples import RowEncoder
-        from tether.data.sampled import SampledIds
+        from tether.data.records import SampledIds
         from tether.types import Message
 
         with self._lock:
@@ -144,7 +178,7 @@ def _reward_model(folder: Path) -> Any:
     from tether.config.rewards import ModelPart
     from tether.config.sections import RolesSettings
     from tether.models.load import load_causal_lm
-    from tether.models.sharing import build_sharing
+    from tether.models.roles import build_sharing
     from tether.rewards.model import RewardModelReward
     from tether.store.find import find_model, run_config
 

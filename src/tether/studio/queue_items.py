@@ -1,20 +1,41 @@
-"""What to ask people: answers that runs gave, as items of a queue."""
+"""Filling a queue: answers of runs, answers of any model to any prompts, uncertain pairs first.
+
+What to ask people: answers that runs gave, as items of a queue.
+
+Which pairs a reward model is least sure of: those whose two answers it scores most alike.
+
+Filling a queue with answers of any model to any prompts: a plan, and a process of its own that carries it out.
+
+`python -m tether.studio.queue_items PLAN.json` samples the answers and puts them into the queue, batch by batch.
+"""
 
 from __future__ import annotations
 
 import json
+import sys
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from tether.errors import DataError
-from tether.store.read import OpenWorkspace, RunSummary, read_rollouts
+from tether.errors import ConfigError, DataError, TetherError
+from tether.store.find import find_model
+from tether.store.folder import write_whole
+from tether.store.read import OpenWorkspace, RunSummary, list_runs, read_rollouts
 from tether.store.recorded import StoredRollout
+from tether.studio.context import Studio
 from tether.studio.label_queues import NewItem
-from tether.studio.run_queries import kept_steps, spread
-from tether.studio.votes import MIN_RANKED
+from tether.studio.label_records import MAX_RANKED, MIN_RANKED, item_from_record, prompt_of
+from tether.studio.model_host import Scored, answers_of_item
+from tether.studio.people import Person
+from tether.studio.replies import Refused
+from tether.studio.run_queries import kept_steps, run_with_id, spread
+
+if TYPE_CHECKING:
+    from tether.evaluation.sample_answers import Sampled
+
 
 STEPS_READ = 8  # of each run, spread from the first to the last
 REPEAT_AFTER = 8  # items between one and its hidden repeat
@@ -188,3 +209,161 @@ def with_repeats(items: Sequence[NewItem], fraction: float) -> list[NewItem]:
             place = places[number - REPEAT_AFTER]
             mixed.append(replace(mixed[place], repeats=place))
     return mixed
+
+
+MAX_SCORED = 4000  # answers in one go
+
+
+def reward_model(studio: Studio, run_id: int | None) -> RunSummary | None:
+    """The reward model that is named, or else the newest that is finished; None where there is none yet."""
+    if run_id is not None:
+        named = run_with_id(studio.opened, run_id)
+        if named.method != "reward":
+            raise Refused(422, f"reward_run: {named.name} is no reward model")
+        return named
+    found = [run for run in list_runs(studio.opened) if run.method == "reward" and _has_model(run)]
+    return max(found, key=lambda run: run.id, default=None)  # ids grow, and the clock may go back
+
+
+def _has_model(run: RunSummary) -> bool:
+    try:
+        return run.state == "done" and bool(find_model(str(run.folder)))
+    except ConfigError:
+        return False
+
+
+def scored_by(studio: Studio, model: RunSummary, answers: Sequence[QueueAnswer]) -> list[QueueAnswer]:
+    """The answers with this reward model's scores in place of those that they were given when they were sampled."""
+    few = answers[:MAX_SCORED]
+    asked = [Scored(one.messages, one.text, one.ended, one.ids, one.prompt_ids, one.tokenizer) for one in few]
+    told = studio.models.scores(model.folder, asked)
+    return [replace(one, score=score) for one, score in zip(few, told, strict=True)]
+
+
+def ask_doubtful_first(studio: Studio, person: Person, queue: int, model: RunSummary) -> int:
+    """Put a queue's pairs into the order of this reward model's doubt, the closest first; how many there are."""
+    if studio.labels.queue(queue).kind != "pair":
+        raise DataError(f"queue {queue} holds no pairs, and only of those can a reward model be unsure")
+    rows = studio.labels.items(queue)[: MAX_SCORED // 2]
+    told = studio.models.scores(model.folder, [answer for row in rows for answer in answers_of_item(row)])
+    margins = [abs(one - other) for one, other in zip(told[0::2], told[1::2], strict=True)]
+    priorities = {row.id: -margin for row, margin in zip(rows, margins, strict=True) if margin == margin}
+    studio.labels.set_priorities(person, queue, priorities, model=model.name)
+    return len(priorities)
+
+
+Plan = dict[str, Any]
+
+
+def write_sampling_plan(folder: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> Path:
+    """The plan and its prompts as files; the plan's. Prompts that make no sense are told here."""
+    place = folder / f"sample-{plan['queue']}-{plan['uid']}.json"
+    if records:
+        prompts = place.with_suffix(".prompts.jsonl")
+        asked = [_prompt_record(record, f"record {number}") for number, record in enumerate(records, start=1)]
+        prompts.write_text("".join(json.dumps(record) + "\n" for record in asked), encoding="utf-8")
+        plan |= {"prompts": str(prompts)}
+    write_whole(place, plan)
+    return place
+
+
+def _prompt_record(record: dict[str, Any], place: str) -> dict[str, Any]:
+    kept = {name: record[name] for name in ("id", "tools", "tags", "category") if record.get(name) is not None}
+    return {"prompt": prompt_of(record, place)} | kept
+
+
+def carry_out(plan: Plan) -> int:
+    """Sample, and put the items into the queue; how many there are."""
+    from tether.data.prompts import read_prompts
+    from tether.data.records import tokenizer_digest
+    from tether.evaluation.sample_answers import sample_answers, unique_prompts
+    from tether.models.load import load_causal_lm
+    from tether.protocols import Sampling
+    from tether.store.database.open import workspace_at
+    from tether.store.find import find_model
+    from tether.store.read import OpenWorkspace, open_store
+    from tether.studio.label_store import Labels
+
+    prompts = unique_prompts(read_prompts(plan["prompts"]))[: plan["count"]]
+    loaded = load_causal_lm(find_model(plan["model"]), dtype="auto", device="auto", seed=plan["seed"])
+    sampling = Sampling(plan["max_new_tokens"], plan["temperature"], plan["top_p"])
+    workspace = workspace_at(plan["workspace"])
+    opened = OpenWorkspace(workspace, open_store(workspace))
+    labels, added = Labels(opened), 0
+    owner, digest = labels.owner(), tokenizer_digest(loaded.tokenizer)
+    kind = labels.queue(plan["queue"]).kind
+    waiting: list[NewItem] = []
+    origin = {"from": "model", "model": plan["model"], "prompts": plan["prompts"]}
+
+    def put() -> None:
+        nonlocal added, waiting
+        if waiting:
+            labels.add_items(owner, plan["queue"], with_repeats(waiting, plan["repeats"]), origin=origin)
+            added += len(waiting)
+            waiting = []
+
+    try:
+        for sampled in sample_answers(
+            loaded,
+            prompts,
+            plan["answers"],
+            sampling,
+            plan["seed"],
+            _report,
+            skip=lambda _, why: print(f"skipped: {why}"),
+        ):
+            waiting += items_of(kind, sampled, digest, plan["model"])
+            if len(waiting) >= PUT_AT:
+                put()
+        put()
+    finally:
+        opened.close()
+    return added
+
+
+PUT_AT = 50  # items in one transaction
+
+
+def _report(done: int, of: int) -> None:
+    print(f"sampled {done} of {of} prompts", flush=True)
+
+
+def items_of(kind: str, sampled: Sampled, digest: str, model: str) -> Iterator[NewItem]:
+    """A ranking of all different answers to a prompt, or pairs with each answer in one of them."""
+    rollouts = sampled.different().rollouts[:MAX_RANKED]
+    groups = [rollouts[at : at + 2] for at in range(0, len(rollouts) - 1, 2)] if kind == "pair" else [rollouts]
+    for group in groups:
+        if len(group) < MIN_RANKED:
+            continue
+        prompt = group[0].prompt
+        record = {name: prompt.meta[name] for name in ("tags", "category") if name in prompt.meta}
+        record |= {"tools": list(prompt.tools)} if prompt.tools else {}
+        record |= {
+            "prompt": [dict(message) for message in prompt.messages],
+            "prompt_id": prompt.id,
+            "answers": [one.completion for one in group],
+            "ended": [one.finish == "stop" for one in group],
+            "token_ids": [one.token_ids[one.response_mask].tolist() for one in group],
+            "prompt_token_ids": group[0].token_ids[~group[0].response_mask].tolist(),
+            "tokenizer": digest,
+        }
+        item = item_from_record(kind, record, f"prompt {prompt.id}")
+        answers = [dict(answer) | {"source": {"model": model}} for answer in item.answers]
+        yield NewItem(item.prompt, answers, item.meta)
+
+
+def main(words: Sequence[str]) -> int:
+    """The exit code."""
+    try:
+        added = carry_out(json.loads(Path(words[0]).read_text(encoding="utf-8")))
+        if not added:
+            raise DataError("no prompt got two different answers: raise the temperature or the number of answers")
+    except TetherError as error:
+        print(f"tether: {error}", flush=True)
+        return 2
+    print(f"{added} items are in the queue", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -11,17 +11,25 @@ from starlette.responses import Response
 
 from tether import __version__
 from tether.config import RECIPES
-from tether.config.notes import MAX_GROUP, MAX_NOTE, MAX_TAGS
+from tether.config.base import MAX_GROUP, MAX_NOTE, MAX_TAGS
 from tether.config.schema import REQUIRED, Leaf, describe, union_members
 from tether.doctor.findings import Finding, Healthy
 from tether.reports.export_data import write_table
-from tether.store.notes import change_notes, config_diff
-from tether.store.read import list_runs, read_rollouts
+from tether.store.read import change_notes, config_diff, list_runs, read_rollouts
 from tether.studio.context import person_of, studio_of
-from tether.studio.downsample import shown_series
+from tether.studio.metric_cache import shown_series
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
-from tether.studio.rollout_view import answers_at, listed, token_page
-from tether.studio.run_queries import kept_steps, run_page, run_with_id, seconds_left, sparks, summary_row
+from tether.studio.run_queries import (
+    answers_at,
+    kept_steps,
+    listed,
+    run_page,
+    run_with_id,
+    seconds_left,
+    sparks,
+    summary_row,
+    token_page,
+)
 
 router = api_router()
 

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from tether.errors import ConfigError, StorageError, UsageError
 from tether.store.database.open import workspace_at
-from tether.studio.freeze_gc import freeze_gc
-from tether.studio.settings import StudioSettings, is_loopback, public_origin, trusted_networks
-from tether.studio.tokens import chosen_token
+from tether.studio.connections import freeze_gc
+from tether.studio.settings import StudioSettings, chosen_token, is_loopback, public_origin, trusted_networks
 
 if TYPE_CHECKING:
     from uvicorn import Server

@@ -19,10 +19,9 @@ from starlette.concurrency import run_in_threadpool
 from tether.errors import StorageError
 from tether.store.database.schema import without_infinities
 from tether.studio.context import Studio, entry_of, person_of, studio_of
-from tether.studio.people import Entry
+from tether.studio.people import Entry, EventStream
 from tether.studio.replies import BIGGEST
 from tether.studio.run_queries import Pulse, event_row, last_event, news, pulses, run_with_id
-from tether.studio.stream_count import EventStream
 
 router = APIRouter(prefix="/api")
 

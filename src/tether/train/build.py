@@ -13,10 +13,17 @@ import torch
 from tether.algorithms.algorithm import ExtraGradient
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
 from tether.algorithms.select import build_algorithm
-from tether.config.methods import DPOSettings
-from tether.config.recipes import DPORecipe, PPORecipe, Recipe, RecordsRecipe, RewardRecipe, RLRecipe, SFTRecipe
+from tether.config.recipes import (
+    DPORecipe,
+    DPOSettings,
+    PPORecipe,
+    Recipe,
+    RecordsRecipe,
+    RewardRecipe,
+    RLRecipe,
+    SFTRecipe,
+)
 from tether.config.sections import DataSettings, OptimizerSettings
-from tether.data.cursor import DataOrder
 from tether.data.examples import (
     Ranking,
     collate_pairs,
@@ -24,27 +31,25 @@ from tether.data.examples import (
     collate_rows,
     encode_demonstrations,
     encode_rankings,
+    read_texts,
 )
+from tether.data.order import DataOrder, Example, split_by_prompt
 from tether.data.rows import RowEncoder
-from tether.data.split import Example, split_by_prompt
-from tether.data.texts import read_texts
 from tether.errors import ConfigError
-from tether.learner.batching import micro_batches
+from tether.learner.batching import micro_batches, within_memory
 from tether.learner.learner import Learner, LearnerSettings
-from tether.learner.out_of_memory import within_memory
 from tether.models.backbones import recompute_layers
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel, load_causal_lm, resolve_device
-from tether.models.roles import ActorCritic, ReferencePolicy, Roles
-from tether.models.sharing import Sharing, build_sharing
+from tether.models.roles import ActorCritic, ReferencePolicy, Roles, Sharing, build_sharing
 from tether.models.tokenizer import TextModel
 from tether.protocols import Sampling
 from tether.rewards.combine import check_reward
 from tether.rewards.parts import build_reward
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
+from tether.store.database.apply import KeepRollouts
 from tether.store.find import find_model
-from tether.store.retention import KeepRollouts
 from tether.train.critic_init import check_critic_start, load_critic
 from tether.train.inputs import Inputs, checked, read_inputs
 from tether.train.objects import Objects

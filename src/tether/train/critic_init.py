@@ -6,12 +6,12 @@ from pathlib import Path
 
 from tether.config.recipes import Recipe
 from tether.errors import ConfigError, TetherError
+from tether.files import check_saved
 from tether.models.heads import ScalarModel
 from tether.models.load import LoadedModel, check_same_vocabulary
 from tether.models.lora import CONFIG
-from tether.models.sharing import Sharing
+from tether.models.roles import Sharing
 from tether.rewards.model import load_vocabulary
-from tether.seal import check_saved
 from tether.store.find import find_model
 
 FIELD = "roles.critic_init"

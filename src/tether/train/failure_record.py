@@ -16,8 +16,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from tether.errors import StorageError
-from tether.learner.nonfinite import Fault, NonfiniteTensor
-from tether.plain_file import read_plain_json
+from tether.files import read_plain_json
+from tether.learner.gradients import Fault, NonfiniteTensor
 from tether.types import (
     EvaluatedBatch,
     Experience,

@@ -14,10 +14,9 @@ from typing import Any
 
 import torch
 
-from tether.models.digest import weights_digest
+from tether.files import file_digest, read_plain_json
 from tether.models.load import LoadedModel
-from tether.plain_file import read_plain_json
-from tether.seal import file_digest
+from tether.models.save import weights_digest
 from tether.store.header import flat
 
 IGNORED = {

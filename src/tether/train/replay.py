@@ -18,8 +18,8 @@ from tether.algorithms.select import build_algorithm
 from tether.config.load import change_settings, recipe_from_record
 from tether.config.recipes import RLRecipe
 from tether.errors import ConfigError
-from tether.ops.statistics import masked_mean, masked_variance
-from tether.reports.run_options import open_for, printing
+from tether.ops.masks import masked_mean, masked_variance
+from tether.reports.run_table import open_for, printing
 from tether.store.database.schema import without_infinities
 from tether.store.read import read_run
 from tether.store.recorded import RecordedRun, StoredRollout

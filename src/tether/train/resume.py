@@ -8,12 +8,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tether.config.code_names import code_names
+from tether.config.allowed_code import code_names
 from tether.config.load import change_settings, recipe_from_record
 from tether.config.recipes import Recipe, RecordsRecipe, RLRecipe
 from tether.config.rewards import ModelPart
 from tether.config.sections import PromptSettings, TaskSettings
-from tether.data.sampled import tokenizer_digest
+from tether.data.records import tokenizer_digest
 from tether.errors import ConfigError, UsageError
 from tether.models.load import resolve_device
 from tether.models.precision import AUTO
@@ -22,11 +22,9 @@ from tether.progress import say
 from tether.rewards.agree import agree_to_names, agree_to_run
 from tether.store import checkpoints
 from tether.store.database.open import FILE, absolute
-from tether.store.environment import describe_environment
 from tether.store.folder import RECIPE, RunFolder, is_run, recipe_record, run_path
-from tether.store.header import protected_recipe
-from tether.store.lineage import models_of
-from tether.store.own_files import check_own_files
+from tether.store.header import check_own_files, protected_recipe
+from tether.store.lineage import describe_environment, models_of
 from tether.train.build import load_policy
 from tether.train.objects import Objects, check_objects
 from tether.train.provenance import ground_of, other_models

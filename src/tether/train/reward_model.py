@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from tether.data.examples import Ranking, Row, collate_rows
-from tether.evaluation.intervals import wilson
+from tether.evaluation.metrics import wilson
 from tether.models.heads import ScalarModel
 from tether.train.supervised import SupervisedParts
 

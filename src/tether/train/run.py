@@ -19,12 +19,11 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tether.config.recipes import Recipe
-from tether.ending import silence
-from tether.errors import ConfigError, Stopped, StorageError
+from tether.errors import ConfigError, Stopped, StorageError, silence
 from tether.models.load import resolve_device
 from tether.models.precision import precision_notice, with_precision
-from tether.plan.memory_fit import free_memory
 from tether.plan.model_shape import Shape
+from tether.plan.plan import free_memory
 from tether.plan.table import plan_text
 from tether.progress import PlainProgress, numbers_of, say
 from tether.reports.safe_text import clean

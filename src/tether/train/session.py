@@ -12,29 +12,26 @@ from typing import Any
 from safetensors import SafetensorError
 
 from tether.config.recipes import Recipe
-from tether.data.sampled import tokenizer_digest
+from tether.data.records import tokenizer_digest
 from tether.doctor.answer_metrics import step_measures
 from tether.doctor.doctor import LiveDoctor
 from tether.errors import ConfigError, StorageError, TetherError
+from tether.files import files_damage, recover
 from tether.models.load import LoadedModel
 from tether.models.save import save_model
 from tether.protocols import Tracker
-from tether.seal import files_damage, recover
-from tether.store.checkpoint_writer import CheckpointWriter
-from tether.store.checkpoints import Checkpoint, listed, read_newest
+from tether.store.checkpoints import Checkpoint, CheckpointWriter, listed, read_newest
+from tether.store.database.apply import KeepRollouts
 from tether.store.database.open import workspace_at
 from tether.store.database.records import RecordSource
-from tether.store.environment import describe_environment
 from tether.store.folder import RunFolder, recipe_record
 from tether.store.header import RunHeader, origin_trouble, read_header
 from tether.store.history import Identity, runs_by_id, settle_history, take_over
-from tether.store.lineage import models_of, sources_of
+from tether.store.lineage import describe_environment, models_of, sources_of
 from tether.store.read import open_workspace, read_run
 from tether.store.recorded import StoredRollout
 from tether.store.recorder import RunRecorder, RunStart
-from tether.store.retention import KeepRollouts
-from tether.store.token_text import token_pieces
-from tether.store.tokens import StepRollouts
+from tether.store.tokens import StepRollouts, token_pieces
 from tether.store.trackers import TrackedRun, open_trackers
 from tether.train.best import BestSoFar
 from tether.train.failure_record import FaultRecorder

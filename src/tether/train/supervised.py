@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
-from tether.data.cursor import DataOrder
+from tether.data.order import DataOrder
 from tether.learner.learner import Learner
 from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import Objective

@@ -12,7 +12,7 @@ from tether.algorithms.objectives import Clip, PolicyObjective
 from tether.device_transfer import brought
 from tether.ops.kl import log_ratio
 from tether.ops.logprobs import places_of
-from tether.ops.policy_losses import clip_cases
+from tether.ops.losses import clip_cases
 from tether.types import Experience, Loss, TokenOutputs, extend
 
 

@@ -1,4 +1,8 @@
-"""Writing one record into the database: the whole of it, within the caller's transaction.
+"""Writing one record into the database within a transaction, and which rollouts are kept.
+
+Which steps' rollouts are kept: they are most of what a run writes.
+
+Writing one record into the database: the whole of it, within the caller's transaction.
 
 Applying a record twice is the same as applying it once. A process can die after a commit and before it forgets the
 record's file; whoever finds the file may then apply it again.
@@ -6,15 +10,39 @@ record's file; whoever finds the file may then apply it again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from sqlalchemy import Connection, bindparam, case, delete, func, insert, select, update
 
-from tether.store.database.digests import row_digest, step_digest
-from tether.store.database.records import StoreRecord, plain
-from tether.store.database.run_log import SITTINGS
-from tether.store.database.schema import events, lineage, metrics, rollouts, runs, steps
-from tether.store.retention import KeepRollouts
+from tether.store.database.records import SITTINGS, StoreRecord, plain
+from tether.store.database.schema import events, lineage, metrics, rollouts, row_digest, runs, step_digest, steps
+
+
+@dataclass(frozen=True)
+class KeepRollouts:
+    """`every`: the rollouts of every so many steps, 1 for all and 0 for none. `most`: of at most so many steps."""
+
+    every: int = 1
+    most: int | None = 200  # None: however many there are
+
+    def wants(self, step: int) -> bool:
+        """Whether a step's rollouts are written at all."""
+        return self.every > 0 and step % self.every == 0
+
+    def to_drop(self, steps: Sequence[int]) -> list[int]:
+        """Which of the kept steps, in order, must go; the first and the last stay, and the rest stay spread out.
+
+        Again and again the one goes whose neighbours are closest together, the older one of equals: what remains
+        covers the whole run, as evenly as it can.
+        """
+        kept, dropped = list(steps), []
+        while self.most is not None and len(kept) > max(self.most, 2):
+            places = range(1, len(kept) - 1)
+            dropped.append(kept.pop(min(places, key=lambda place: kept[place + 1] - kept[place - 1])))
+        return dropped
+
 
 # Built once: building a statement costs more than running it.
 _FIND = select(runs.c.id, runs.c.uid, runs.c.created).where(

@@ -12,7 +12,8 @@ from collections.abc import Generator
 from threading import Lock
 from typing import Any
 
-from psycopg import Connection, OperationalError
+import psycopg
+from psycopg import OperationalError
 from sqlalchemy import URL, Engine, create_engine, event
 from sqlalchemy.exc import TimeoutError as StoreAway
 from sqlalchemy.pool import QueuePool
@@ -24,7 +25,7 @@ AWAY_SECONDS = 1.0  # after a failure, until the next look
 LOOK_SECONDS = CONNECT_SECONDS + PING_SECONDS + 1  # by then a look has ended
 
 
-class PatientConnection(Connection[Any]):
+class PatientConnection(psycopg.Connection[Any]):
     """A connection that stops waiting after `patience` seconds, and is closed then."""
 
     patience = 60.0 + GRACE_SECONDS

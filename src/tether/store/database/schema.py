@@ -1,5 +1,15 @@
 """The tables of the run store, for SQLite and PostgreSQL alike.
 
+JSON values as the store writes them.
+
+Digests of rows: what the run store hands out is what was written, or it is said that it is not.
+
+A row's digest is over the columns below, in this order, in one spelling for both databases. `run_id` and other keys
+that a database gives out are left out, so that a run's rows can be copied or moved to another store as they are; that
+they belong together is held by foreign keys, and by counts.
+
+The tables of the run store, for SQLite and PostgreSQL alike.
+
     runs ─┬─ steps ─┬─ metrics     one number by run, step and name
           │         └─ rollouts    one row a rollout, its tokens as one compressed blob
           ├─ events
@@ -15,7 +25,10 @@ are made by the migrations beside this file; a test holds that the two agree.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from sqlalchemy import (
@@ -37,8 +50,92 @@ from sqlalchemy import (
 from sqlalchemy.engine import Dialect
 from sqlalchemy.types import TypeDecorator
 
-from tether.store.database.digests import on_insert
-from tether.store.database.values import without_infinities
+
+def without_infinities(value: Any) -> Any:
+    """The same JSON value with null for every number that is not finite."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): without_infinities(inner) for key, inner in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_infinities(inner) for inner in value]
+    return value
+
+
+COVERED: dict[str, dict[str, str]] = {
+    "runs": {
+        "uid": "text",
+        "method": "text",
+        "created": "number",
+        "steps_target": "count",
+        "config": "json",
+        "environment": "json",
+    },
+    "lineage": {"position": "count", "role": "text", "source": "text", "sha256": "text"},
+    "rollouts": {
+        "step": "count",
+        "place": "count",
+        "group_id": "count",
+        "sample_id": "count",
+        "finish": "text",
+        "score": "number",
+        "tokens": "count",
+        "content": "bytes",
+    },
+    "events": {"uid": "text", "time": "number", "kind": "text", "text": "json", "step": "count", "data": "json"},
+    "items": {"queue_id": "count", "kind": "text", "prompt": "json", "answers": "json", "repeat_of": "count"},
+    "votes": {
+        "client_uid": "text",
+        "item_id": "count",
+        "rater_id": "count",
+        "order": "json",
+        "choice": "json",
+        "seconds": "number",
+        "created": "number",
+        "comment": "json",
+        "ratings": "json",
+    },
+}
+"""The columns that a digest covers, by table. Of a vote, `undone` changes later: the audits tell of it."""
+
+LENGTH = 32  # hexadecimal digits that are kept: 128 bits
+
+
+def _spelt(kind: str, value: Any) -> Any:
+    if value is None:
+        return None
+    if kind == "number":
+        return (float(value) + 0.0).hex()  # SQLite keeps -0.0 as 0.0
+    if kind == "count":
+        return int(value)
+    if kind == "bytes":
+        return hashlib.sha256(value).hexdigest()
+    return without_infinities(value) if kind == "json" else str(value)
+
+
+def row_digest(table: str, values: Mapping[str, Any]) -> str:
+    """The digest of a row of a table; JSON columns are given as values."""
+    return _digest([_spelt(kind, values.get(name)) for name, kind in COVERED[table].items()])
+
+
+def step_digest(step: int, metrics: Mapping[str, float | None]) -> str:
+    """The digest of a step: all its metrics, by name, to the bit."""
+    return _digest([step, sorted((name, _spelt("number", value)) for name, value in metrics.items())])
+
+
+def _digest(values: Any) -> str:
+    text = json.dumps(values, sort_keys=True, separators=(",", ":"), allow_nan=False, default=str)
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:LENGTH]
+
+
+def on_insert(table: str) -> Callable[[Any], str]:
+    """What fills the digest of a new row in."""
+
+    def of_row(context: Any) -> str:
+        return row_digest(table, context.get_current_parameters())
+
+    return of_row
+
 
 HEAD = "0007"
 """The migration that makes the tables as they are below."""
@@ -66,8 +163,8 @@ def _run_id() -> Column[int]:
     return Column("run_id", Integer, ForeignKey("runs.id", ondelete="CASCADE"), primary_key=True)
 
 
-def _digest(table: str) -> Column[str]:
-    """Of the row, filled in when it is written: see tether.store.database.digests."""
+def _digest_column(table: str) -> Column[str]:
+    """Of the row, filled in when it is written: see tether.store.database.schema."""
     return Column("digest", Text, default=on_insert(table))
 
 
@@ -89,7 +186,7 @@ runs = Table(
     Column("note", JSONText, nullable=False, server_default='""'),  # what people say about it
     Column("tags", JSONText, nullable=False, server_default="[]"),
     Column("run_group", JSONText, nullable=False, server_default='""'),
-    _digest("runs"),
+    _digest_column("runs"),
     UniqueConstraint("workspace", "name"),
 )
 
@@ -102,7 +199,7 @@ lineage = Table(
     Column("source", Text, nullable=False),  # a path or a name, as the recipe has it
     Column("source_run_id", Integer, ForeignKey("runs.id", ondelete="SET NULL"), index=True),
     Column("sha256", Text),  # of a data file
-    _digest("lineage"),
+    _digest_column("lineage"),
 )
 
 steps = Table(
@@ -143,7 +240,7 @@ rollouts = Table(
     Column("score", Double),
     Column("tokens", Integer, nullable=False),  # how many, prompt and answer
     Column("content", LargeBinary, nullable=False),  # see tether.store.token_codec
-    _digest("rollouts"),  # null where an older Tether recorded it
+    _digest_column("rollouts"),  # null where an older Tether recorded it
     _of_a_step(),
 )
 
@@ -158,7 +255,7 @@ events = Table(
     Column("text", JSONText, nullable=False),
     Column("step", Integer),
     Column("data", JSONText, nullable=False),
-    _digest("events"),
+    _digest_column("events"),
     Index("events_of_a_run", "run_id", "time"),
 )
 
@@ -200,7 +297,7 @@ items = Table(
     Column("repeat_of", Integer, ForeignKey("items.id", ondelete="CASCADE"), index=True),
     Column("priority", Double, nullable=False),  # higher ones are asked first
     Column("gold", JSONText),  # the known right ranks of the answers, where the item tests annotators
-    _digest("items"),
+    _digest_column("items"),
 )
 Index("items_in_order", items.c.queue_id, items.c.priority.desc(), items.c.id)
 
@@ -218,7 +315,7 @@ votes = Table(
     Column("undone", Boolean, nullable=False),
     Column("comment", JSONText),
     Column("ratings", JSONText),  # of each answer as shown, {axis: 1 to 7}
-    _digest("votes"),
+    _digest_column("votes"),
     Index("votes_of_a_rater", "rater_id", "id"),  # in the order in which they were kept
 )
 Index(

@@ -9,9 +9,9 @@ from typing import Any
 from sqlalchemy import Connection, Table, func, select, text
 from sqlalchemy.exc import SQLAlchemyError
 
-from tether.store.database.digests import COVERED, row_digest, step_digest
 from tether.store.database.open import Workspace
 from tether.store.database.schema import (
+    COVERED,
     events,
     items,
     label_audits,
@@ -20,7 +20,9 @@ from tether.store.database.schema import (
     queues,
     raters,
     rollouts,
+    row_digest,
     runs,
+    step_digest,
     steps,
     votes,
 )

@@ -13,7 +13,7 @@ from typing import Any
 import sqlalchemy as sa
 from alembic import op
 
-from tether.store.database.digests import COVERED, row_digest, step_digest
+from tether.store.database.schema import COVERED, row_digest, step_digest
 
 revision = "0007"
 down_revision = "0006"

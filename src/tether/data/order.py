@@ -1,14 +1,21 @@
-"""Holding out a part of the training records: by prompt, so that no prompt is on both sides."""
+"""Holding out a part of the records, and the order in which a run takes them.
+
+Holding out a part of the training records: by prompt, so that no prompt is on both sides.
+
+Where a run is in its data: one integer, from which everything else follows.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import torch
 
 from tether.data.examples import Ranking, Row
 from tether.errors import DataError
+from tether.seeds import derive_seed
 
 Example = TypeVar("Example", Row, Ranking)
 
@@ -48,3 +55,31 @@ def prompt_key(example: Row | Ranking) -> bytes:
     trained = row.response_mask.nonzero()
     before = int(trained[0]) if len(trained) else len(row.tokens)
     return row.tokens[: before if before > 1 else None].numpy().tobytes()
+
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class DataOrder(Generic[Item]):
+    """Items in an order that is shuffled anew each epoch; `take` is a function of the position alone."""
+
+    items: Sequence[Item]
+    seed: int
+
+    def __post_init__(self) -> None:
+        if not self.items:
+            raise ValueError("there is nothing to train on: the data set is empty")
+
+    def take(self, position: int, count: int) -> list[Item]:
+        """The `count` items from `position` on, running over into the next epochs."""
+        taken: list[Item] = []
+        while len(taken) < count:
+            epoch, start = divmod(position + len(taken), len(self.items))
+            order = self._order(epoch)[start : start + count - len(taken)]
+            taken += [self.items[index] for index in order]
+        return taken
+
+    def _order(self, epoch: int) -> list[int]:
+        generator = torch.Generator().manual_seed(derive_seed(self.seed, "order", epoch))
+        return torch.randperm(len(self.items), generator=generator).tolist()

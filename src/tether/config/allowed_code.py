@@ -1,0 +1,231 @@
+"""Code and addresses that a recipe names, and the user's own list of what may run.
+
+The user's own folder: which packages they allow recipes to run, which code they have run before, and a key.
+
+`config.yaml` in it is written by the user; the rest is written by Tether. No recipe, run folder or model can change it.
+
+What a recipe names that lies outside it: code that would be run, and addresses that answers would be sent to.
+
+A run's folder keeps a seal over these, made with the user's key. A folder whose seal is missing or wrong came from
+somebody else, or was changed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import os
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import parse_qsl, urlencode
+
+import yaml
+
+from tether.config.recipes import Recipe, RLRecipe
+from tether.config.rewards import FunctionPart, RemotePart
+from tether.config.sections import TaskSettings
+from tether.errors import ConfigError
+
+VARIABLE = "TETHER_CONFIG"
+FILE = "config.yaml"
+KNOWN = "known-code.txt"  # one line for each piece of code that was run: its digest, a space, and what it was
+KEY = "key"  # 32 random bytes, readable by the user alone, by which runs are recognised as the user's own
+MAX_CONFIG_BYTES = 100_000  # of config.yaml
+
+
+def user_folder() -> Path:
+    """$TETHER_CONFIG, else $XDG_CONFIG_HOME/tether, else ~/.config/tether."""
+    if chosen := os.environ.get(VARIABLE):
+        return Path(chosen).expanduser().absolute()
+    shared = Path(os.environ.get("XDG_CONFIG_HOME", ""))
+    try:
+        return (shared if shared.is_absolute() else Path.home() / ".config") / "tether"
+    except RuntimeError as error:  # of Path.home()
+        raise ConfigError(f"there is no home folder to keep settings in: set HOME or {VARIABLE} ({error})") from error
+
+
+def allowed_by_user() -> tuple[str, ...]:
+    """`allow` in config.yaml: packages, modules or files whose code a recipe may name."""
+    file = user_folder() / FILE
+    try:
+        with file.open("rb") as opened:
+            text = opened.read(MAX_CONFIG_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
+        return ()
+    except OSError as error:
+        raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+    if len(text) > MAX_CONFIG_BYTES:
+        raise ConfigError(
+            f"{file} is longer than {MAX_CONFIG_BYTES} bytes: it holds no more than `allow: [PACKAGE, ...]`"
+        )
+    try:
+        found = yaml.safe_load(text.decode("utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        raise ConfigError(f"{file} is no YAML file: write `allow: [PACKAGE, ...]` in it") from error
+    if found is None:
+        return ()
+    allow = found.get("allow", []) if isinstance(found, dict) else None
+    if not isinstance(found, dict) or set(found) - {"allow"} or not isinstance(allow, list):
+        raise ConfigError(f"{file} holds one key, `allow`, which is a list of packages: allow: [my_package]")
+    if wrong := [word for word in allow if not isinstance(word, str)]:
+        raise ConfigError(f"allow in {file}: {wrong[0]!r} is no name of a package")
+    return tuple(allow)
+
+
+def is_known(digest: str) -> bool:
+    """Whether this was run or agreed to before."""
+    try:
+        lines = (user_folder() / KNOWN).read_text(encoding="utf-8", errors="replace").splitlines()
+    except (OSError, ConfigError):
+        return False
+    return any(line.partition(" ")[0] == digest for line in lines)
+
+
+def remember(digest: str, what: str) -> None:
+    """Add a line to the list of known code; where the folder cannot be written, it is asked or told again next time."""
+    line = f"{digest} {' '.join(what.split())}\n".encode()
+    with suppress(OSError, ConfigError):
+        folder = user_folder()
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        descriptor = os.open(folder / KNOWN, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
+        try:
+            os.write(descriptor, line)  # one write: lines of two processes do not mix
+        finally:
+            os.close(descriptor)
+
+
+def seal_of(message: bytes) -> str | None:
+    """An HMAC-SHA256 by the user's key, which nobody else can make; None where no key can be kept."""
+    key = _key()
+    return hmac.new(key, message, hashlib.sha256).hexdigest() if key is not None else None
+
+
+def _key() -> bytes | None:
+    try:
+        file = user_folder() / KEY
+        with suppress(FileNotFoundError):
+            return _whole(file.read_bytes())
+        file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        unfinished = file.with_name(f".{KEY}-{os.getpid()}-{secrets.token_hex(4)}")
+        descriptor = os.open(unfinished, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
+        try:
+            os.write(descriptor, secrets.token_bytes(32))
+        finally:
+            os.close(descriptor)
+        try:
+            os.link(unfinished, file)  # of two processes that make a key, the first one's counts
+        except FileExistsError:
+            pass
+        except OSError:  # a disk without links
+            unfinished.replace(file)
+        unfinished.unlink(missing_ok=True)
+        return _whole(file.read_bytes())
+    except (OSError, ConfigError):
+        return None
+
+
+def _whole(key: bytes) -> bytes | None:
+    return key if len(key) == 32 else None
+
+
+SEAL = "begun-by.json"  # in a run's folder
+REASONING = "reasoning-gym:"
+OBJECT = "object:"  # before the name of a task that a Python program passed
+MAX_SEAL_BYTES = 1_000_000  # of a seal
+PLACE_KEYS = ("host", "hostaddr", "port", "dbname", "service", "servicefile", "passfile")  # in a database's query
+
+BUILT_IN = frozenset(("tether.demo.rule:DemoTask", "tether.rewards.math_answer:compare_by_math_verify"))
+"""The names of Tether's own code that recipes use."""
+
+
+@dataclass(frozen=True)
+class CodeName:
+    """One name: `field` is the recipe's key, `detail` what it is called or sent with."""
+
+    field: str
+    reference: str
+    detail: str = ""
+    is_address: bool = False
+
+
+def names_in(task: TaskSettings | None, parts: Sequence[Any]) -> tuple[CodeName, ...]:
+    """The names in a task and in the parts of a reward; Tether's own are left out."""
+    found: list[CodeName] = []
+    if task is not None:
+        name = task.name or ""
+        if ":" in name and not name.startswith((REASONING, OBJECT)) and task.prompts is None:
+            found.append(CodeName("task.name", name, json.dumps(task.options, sort_keys=True)))
+        if task.reward:
+            found.append(CodeName("task.reward", task.reward))
+    for place, part in enumerate(parts):
+        if isinstance(part, FunctionPart):
+            found.append(CodeName(f"reward.parts[{place}].function", part.function))
+        elif isinstance(part, RemotePart):
+            found.append(CodeName(f"reward.parts[{place}].url", part.url, part.token_env or "", is_address=True))
+    return tuple(each for each in found if each.reference not in BUILT_IN)
+
+
+def not_typed(names: Iterable[CodeName], flags: Sequence[str]) -> tuple[CodeName, ...]:
+    """The names that stand in a file: those whose key is no flag of the command line."""
+    keys = {flag.partition("=")[0].removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")}
+    return tuple(name for name in names if name.field.partition("[")[0] not in keys)
+
+
+def code_names(recipe: Recipe) -> tuple[CodeName, ...]:
+    """All names in a recipe."""
+    names = names_in(recipe.task, recipe.reward.parts) if isinstance(recipe, RLRecipe) else ()
+    if recipe.store.url is not None:
+        names = (*names, CodeName("store.url", without_secrets(recipe.store.url), is_address=True))
+    return names
+
+
+def names_of_record(record: Mapping[str, Any]) -> tuple[CodeName, ...]:
+    """The same for a recipe as a run keeps it; nothing where it is none of this version."""
+    from tether.config.load import recipe_from_record
+
+    try:
+        return code_names(recipe_from_record(record))
+    except ValueError:
+        return ()
+
+
+def without_secrets(url: str) -> str:
+    """A database's address: scheme, host and path, and what of the query says where it is."""
+    scheme, _, rest = url.partition("://")
+    place, _, query = rest.partition("?")
+    host, slash, path = place.partition("/")
+    where = sorted(pair for pair in parse_qsl(query) if pair[0] in PLACE_KEYS)
+    return f"{scheme}://{host.rpartition('@')[2]}{slash}{path}" + (f"?{urlencode(where)}" if where else "")
+
+
+def seal_record(names: Iterable[CodeName], root: Path) -> dict[str, Any]:
+    """What a run's folder keeps; empty where the recipe names nothing, or no key can be kept."""
+    names = tuple(names)
+    seal = seal_of(_message(names, str(root))) if names else None
+    return {"folder": str(root), "seal": seal} if seal is not None else {}
+
+
+def begun_in(folder: Path, names: Iterable[CodeName]) -> str | None:
+    """The folder from which this user began the run with these names; None where the seal does not say so."""
+    file = folder / SEAL
+    try:
+        if not file.is_file():  # a named pipe would be waited for
+            return None
+        with file.open("rb") as opened:
+            record = json.loads(opened.read(MAX_SEAL_BYTES))
+        root, seal = record["folder"], record["seal"]
+        expected = seal_of(_message(tuple(names), root))
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return None
+    ours = expected is not None and isinstance(seal, str) and hmac.compare_digest(expected.encode(), seal.encode())
+    return root if ours else None
+
+
+def _message(names: tuple[CodeName, ...], root: str) -> bytes:
+    rows = [[name.field, name.reference, name.detail] for name in names]
+    return json.dumps(["tether run", root, rows]).encode()

@@ -1,0 +1,201 @@
+"""Losses of policies and of preferences, and what each is averaged over.
+
+What a loss is averaged over: per-token weights, and the size that the weighted sum is divided by.
+
+A sum divided by a size that is known before the forward pass makes micro-batches, packing and ranks leave the gradient
+unchanged: sum over micro-batches of (sum_i w_i l_i) / size is the same number however the rows are split.
+
+Per-token policy losses (to be minimised), all (B, T), with r = exp(new - old) the ratio of probabilities.
+
+The exponent is clamped from above (`ops.kl.log_ratio`). Without that, r overflows, and even where the clip takes the
+other branch of the minimum the backward pass multiplies 0 by infinity, which is NaN.
+
+Clipping only ever removes an *incentive*: where A < 0 and r > 1 + eps the loss is not bounded, on purpose.
+
+Losses of preferences: reward models from pairs and rankings, and DPO.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from tether.ops.kl import Estimator, kl_estimate, log_ratio
+from tether.ops.masks import masked_sum
+from tether.tensor_cache import tensor_cached
+
+
+@tensor_cached
+def true_places(mask: Tensor) -> float:
+    """How many places of `mask` (B, T) are True."""
+    return float(mask.sum())
+
+
+@tensor_cached
+def true_rows(mask: Tensor) -> float:
+    """How many rows of `mask` (B, T) have a True place."""
+    return float(mask.any(dim=1).sum())
+
+
+@dataclass(frozen=True)
+class Aggregation:
+    """Which mean a loss is.
+
+    token      sum over sampled tokens / their number
+    sequence   mean over rows of each row's own mean (Shao et al. 2024); a row with no sampled token is not one
+    fixed      sum over sampled tokens / (rows * fixed_length) (Liu et al. 2025)
+    """
+
+    over: Literal["token", "sequence", "fixed"] = "token"
+    fixed_length: int | None = None
+
+    def size(self, mask: Tensor) -> float:
+        """What the sum over `mask` (B, T) is divided by."""
+        if self.over == "token":
+            return true_places(mask)
+        if self.over == "sequence":
+            return true_rows(mask)
+        assert self.fixed_length is not None
+        return float(mask.shape[0] * self.fixed_length)
+
+    def total(self, losses: Tensor, mask: Tensor) -> Tensor:
+        """Scalar: the weighted sum of `losses` (B, T) over True places."""
+        if self.over == "sequence":
+            losses = losses / mask.sum(dim=1, keepdim=True).clamp_min(1)
+        return masked_sum(losses, mask)
+
+
+def reinforce_loss(logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """-A log pi (Williams 1992); its gradient is -A grad log pi."""
+    return -advantages * logprobs
+
+
+def unclipped_loss(logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> Tensor:
+    """-r A: the surrogate L^CPI (Kakade and Langford 2002; PPO paper, equation 6)."""
+    return -torch.exp(log_ratio(logprobs, old_logprobs)) * advantages
+
+
+def clip_loss(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> Tensor:
+    """-min(r A, clip(r, 1 - clip_low, 1 + clip_high) A): the pessimistic bound L^CLIP (PPO paper, equation 7).
+
+    With `dual_clip` c > 1, where A < 0: -max(min(...), c A) (Ye et al. 2020).
+    """
+    ratio = torch.exp(log_ratio(logprobs, old_logprobs))
+    clipped = ratio.clamp(1.0 - clip_low, 1.0 + clip_high)
+    loss = torch.maximum(-ratio * advantages, -clipped * advantages)
+    if dual_clip is not None:
+        loss = torch.where(advantages < 0, torch.minimum(loss, -dual_clip * advantages), loss)
+    return loss
+
+
+@dataclass(frozen=True)
+class ClipCases:
+    """(B, T) bool each: where the ratio lies outside the range, by the sign of A and the side; and where that bound."""
+
+    positive_high: Tensor  # A > 0, r above: the clip binds, no more incentive to raise
+    positive_low: Tensor  # A > 0, r below: the clip does not bind, the token is still pulled up
+    negative_high: Tensor  # A < 0, r above: the clip does not bind, the token is still pushed down
+    negative_low: Tensor  # A < 0, r below: the clip binds, no more incentive to lower
+    clipped: Tensor  # the gradient is removed
+
+
+def clip_cases(
+    logprobs: Tensor,
+    old_logprobs: Tensor,
+    advantages: Tensor,
+    *,
+    clip_low: float,
+    clip_high: float,
+    dual_clip: float | None = None,
+) -> ClipCases:
+    """Which of the four cases each token is in; a token with A = 0 is in none."""
+    ratio = torch.exp(log_ratio(logprobs, old_logprobs))
+    high, low = ratio > 1.0 + clip_high, ratio < 1.0 - clip_low
+    positive, negative = advantages > 0, advantages < 0
+    clipped = (positive & high) | (negative & low)
+    if dual_clip is not None:
+        clipped = clipped | (negative & (ratio > dual_clip))
+    return ClipCases(positive & high, positive & low, negative & high, negative & low, clipped)
+
+
+def truncated_importance(old_logprobs: Tensor, behavior_logprobs: Tensor, *, cap: float) -> Tensor:
+    """min(old / behavior, cap), a weight for tokens drawn from `behavior` as if the old policy had drawn them.
+
+    Without a cap the weight is unbiased and its variance unbounded (Ionides 2008; for engines that round otherwise than
+    the trainer, Yao et al. 2025). Exactly 1 where the two agree to the bit and the cap is at least 1.
+    """
+    return torch.exp(log_ratio(old_logprobs, behavior_logprobs)).clamp(max=cap)
+
+
+def kl_penalty_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, beta: float, estimator: Estimator
+) -> Tensor:
+    """-r A + beta * k(old || new): the penalised surrogate L^KLPEN (PPO paper, equation 8), tokens drawn from old."""
+    return unclipped_loss(logprobs, old_logprobs, advantages) + beta * kl_estimate(old_logprobs, logprobs, estimator)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> Tensor:
+    """(v - R)^2 / 2; with `clip`, the larger of that and the same at old + clamp(v - old, -clip, clip).
+
+    The clipped form is the one in the PPO authors' released code.
+    """
+    loss = (values - returns) ** 2 / 2
+    if clip is None:
+        return loss
+    clipped = old_values + (values - old_values).clamp(-clip, clip)
+    return torch.maximum(loss, (clipped - returns) ** 2 / 2)
+
+
+def pairwise_losses(chosen: Tensor, rejected: Tensor) -> Tensor:
+    """(N,) -log sigmoid(s_chosen - s_rejected): the Bradley-Terry loss (Christiano et al. 2017)."""
+    return -F.logsigmoid(chosen - rejected)
+
+
+def ranked_pairs(ranks: Tensor, group_ids: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """`(better, worse, pairs)`, each (P,): the rows of every pair with rank_better < rank_worse in one prompt.
+
+    `ranks` (0 is best) and `group_ids` are (B,). Ties make no pair. `pairs` is how many the pair's prompt has: weighed
+    by 1 / pairs, all pairs of a prompt make one example, and a prompt with many answers is not fitted many times over
+    (Ouyang et al. 2022).
+    """
+    same = group_ids[:, None] == group_ids[None, :]
+    wins = (ranks[:, None] < ranks[None, :]) & same  # (B, B)
+    better, worse = torch.argwhere(wins).unbind(dim=1)
+    pairs_of_prompt = same.float() @ wins.sum(dim=1).float()
+    return better, worse, pairs_of_prompt[better]
+
+
+def count_ranked_prompts(ranks: Tensor, group_ids: Tensor) -> float:
+    """How many prompts have at least one pair; a prompt whose answers all tie has nothing to teach."""
+    return round(float((1.0 / ranked_pairs(ranks, group_ids)[2]).sum()))
+
+
+def kwise_total(scores: Tensor, ranks: Tensor, group_ids: Tensor) -> Tensor:
+    """Scalar: the sum over prompts of the mean of -log sigmoid(s_i - s_j) over the prompt's pairs, i ranked better.
+
+    `scores` (B,). With two answers a prompt this is the sum of `pairwise_losses`.
+    """
+    better, worse, pairs = ranked_pairs(ranks, group_ids)
+    return (pairwise_losses(scores[better], scores[worse]) / pairs.to(scores.dtype)).sum()
+
+
+def dpo_margins(chosen: Tensor, rejected: Tensor, ref_chosen: Tensor, ref_rejected: Tensor, *, beta: float) -> Tensor:
+    """(N,) beta * [(log pi - log ref)(chosen) - (log pi - log ref)(rejected)], from sequence log-probs (N,)."""
+    return beta * ((chosen - ref_chosen) - (rejected - ref_rejected))
+
+
+def dpo_losses(margins: Tensor, *, label_smoothing: float = 0.0) -> Tensor:
+    """(N,) -(1 - e) log sigmoid(margin) - e log sigmoid(-margin) (Rafailov et al. 2023; e from Mitchell 2023)."""
+    return -(1.0 - label_smoothing) * F.logsigmoid(margins) - label_smoothing * F.logsigmoid(-margins)
