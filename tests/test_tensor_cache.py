@@ -7,7 +7,7 @@ import weakref
 
 import torch
 
-from tether.tensor_cache import tensor_cached
+from tether.device_transfer import tensor_cached
 
 
 def test_a_question_is_asked_once_of_each_tensor():

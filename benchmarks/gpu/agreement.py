@@ -26,7 +26,7 @@ from torch import Tensor
 
 from tether.config.load import load_recipe
 from tether.data.rows import collate
-from tether.learner.evaluate import evaluate_tokens
+from tether.learner.batching import evaluate_tokens
 from tether.ops.kl import kl_estimate
 from tether.seeds import derive_seed
 from tether.train.build import build_rl, load_policy

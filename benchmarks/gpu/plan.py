@@ -27,8 +27,8 @@ from tether.config.load import load_recipe
 from tether.models.load import LoadedModel
 from tether.plan import plan as planning
 from tether.plan.machine import machine_for
-from tether.plan.model_shape import Shape as PlannedShape
 from tether.plan.workload import Lengths
+from tether.plan.workload import Shape as PlannedShape
 from tether.train.build import build_rl
 from tether.train.rl import train_rl
 

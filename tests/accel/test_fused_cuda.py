@@ -22,14 +22,12 @@ from tether.accel.fused_pass.lora_swiglu import GateAdapters
 from tether.accel.fused_pass.packed import packed_states
 from tether.device_transfer import brought, sent
 from tether.hub.tiny_model import VOCABULARY, tiny_model
-from tether.models.backbones import Backbone
-from tether.models.forward import hidden_states
+from tether.models.backbones import Backbone, hidden_states
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import inject_lora, lora_config
 from tether.models.precision import hold_in
 from tether.models.roles import Roles, Separate, onto
-from tether.ops.masks import last_places
-from tether.ops.packing import Packing
+from tether.ops.masks import Packing, last_places
 from tether.types import Sequences
 
 SHAPE = {

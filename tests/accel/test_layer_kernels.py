@@ -23,7 +23,7 @@ from tether.accel.fused_pass.lora_swiglu import GateAdapters
 from tether.accel.fused_pass.packed import packed_states
 from tether.models.lora import inject_lora, lora_config
 from tether.ops.logprobs import chunked_logprobs
-from tether.ops.packing import Packing
+from tether.ops.masks import Packing
 from tether.types import Sequences
 
 

@@ -23,10 +23,9 @@ from transformers import (
 )
 
 from tether.accel.fused_pass.packed import packed_states
-from tether.models.backbones import Backbone, backbone_notices
-from tether.models.forward import hidden_states
+from tether.models.backbones import Backbone, backbone_notices, hidden_states
 from tether.models.shared_backbone import SharedBackbone, TopBackbone
-from tether.ops.packing import Packing
+from tether.ops.masks import Packing
 from tether.types import Sequences
 
 SHAPE = {

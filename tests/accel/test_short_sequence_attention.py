@@ -15,7 +15,7 @@ from tether.accel.fused_pass import short_sequence_attention
 from tether.accel.fused_pass.flash import Attention
 from tether.accel.fused_pass.packed import packed_states
 from tether.accel.fused_pass.short_sequence_attention import TILES, AttentionTiles, Tile
-from tether.ops.packing import Packing, Rows
+from tether.ops.masks import Packing, Rows
 from tether.types import Sequences
 
 LENGTHS = (1, 130, 2, 63, 64, 256, 65)

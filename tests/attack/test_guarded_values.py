@@ -13,7 +13,7 @@ from tether.errors import ConfigError, StorageError
 from tether.redact import redact, redact_url
 from tether.reports.export_data import write_table
 from tether.store.database.open import is_inside, workspace_at
-from tether.store.token_codec import decode_rollout, rollout_head_of
+from tether.store.recorded import decode_rollout, rollout_head_of
 
 VALUES = [
     "--run.directory=/x",

@@ -23,7 +23,7 @@ from tether.models.heads import load_reward_model
 from tether.models.load import load_causal_lm
 from tether.models.lora import load_lora
 from tether.models.tokenizer import load_tokenizer, read_tokenizer
-from tether.plan.model_shape import read_config
+from tether.plan.workload import read_config
 
 LOADERS: dict[str, Callable[[Path], object]] = {
     "model": lambda folder: load_causal_lm(str(folder), dtype="float32", device="cpu", seed=0),

@@ -12,7 +12,7 @@ from tether.algorithms.ppo import ppo
 from tether.config.recipes import PPOSettings
 from tether.config.sections import KLSettings, RewardSettings
 from tether.hub.tiny_model import tiny_model
-from tether.learner.evaluate import evaluate_tokens
+from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner, LearnerSettings
 from tether.models.heads import ScalarHead
 from tether.models.roles import Roles, Separate

@@ -13,7 +13,7 @@ from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_exp
 
 from tether.algorithms.algorithm import Coefficients, MinibatchEpochs
 from tether.learner.adamw import cannot_overflow
-from tether.learner.evaluate import evaluate_tokens
+from tether.learner.batching import evaluate_tokens
 from tether.learner.gradients import Fault, outputs_to_check, sound
 from tether.learner.learner import Learner, LearnerSettings
 from tether.types import Experience, Loss, Metrics, ScoreOutputs, TokenOutputs

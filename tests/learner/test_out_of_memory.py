@@ -13,8 +13,7 @@ from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_exp
 from tether.algorithms.algorithm import Coefficients, MinibatchEpochs
 from tether.errors import StorageError
 from tether.learner import batching
-from tether.learner.batching import is_out_of_memory, smaller_budget, within_memory
-from tether.learner.evaluate import evaluate_tokens
+from tether.learner.batching import evaluate_tokens, is_out_of_memory, smaller_budget, within_memory
 from tether.learner.learner import Learner, LearnerSettings
 from tether.models.roles import Roles
 from tether.types import PairBatch

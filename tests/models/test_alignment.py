@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tether.hub.tiny_model import tiny_model
-from tether.models.forward import backbone_of
+from tether.models.backbones import backbone_of
 from tether.models.roles import Roles, Separate
 from tether.types import Sequences
 

@@ -9,7 +9,7 @@ from test_backbone_memory import rows
 from tether.config.sections import RolesSettings
 from tether.errors import StorageError
 from tether.hub.tiny_model import tiny_model
-from tether.models.forward import backbone_of
+from tether.models.backbones import backbone_of
 from tether.models.shared_backbone import BackboneCache, SharedBackbone
 from tether.types import Sequences
 

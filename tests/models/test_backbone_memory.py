@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tether.hub.tiny_model import PAD_ID, tiny_model
-from tether.models.forward import backbone_of
+from tether.models.backbones import backbone_of
 from tether.models.shared_backbone import SharedBackbone
 from tether.types import Sequences
 

@@ -13,8 +13,7 @@ from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel
 from tether.models.roles import Roles, build_sharing
 from tether.plan.memory import Held, memory_of, micro_pass
-from tether.plan.model_shape import Shape
-from tether.plan.workload import Lengths, work_of
+from tether.plan.workload import Lengths, Shape, work_of
 from tether.types import Sequences
 
 

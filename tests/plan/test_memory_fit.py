@@ -11,9 +11,8 @@ from tether.config.load import load_recipe
 from tether.errors import ConfigError
 from tether.models.precision import with_precision
 from tether.plan.machine import Machine, resolve_device
-from tether.plan.model_shape import Shape, shape_of_config
 from tether.plan.plan import GIB, free_memory, make_plan, weights_fit, whole_fits
-from tether.plan.workload import Lengths
+from tether.plan.workload import Lengths, Shape, shape_of_config
 from tether.train.build import load_policy
 from tether.train.run_plan import RunPlan, check_room, check_weights
 from tether.train.training import build_training

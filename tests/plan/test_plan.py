@@ -13,10 +13,9 @@ from tether.config.load import load_recipe
 from tether.errors import ConfigError
 from tether.models.precision import with_precision
 from tether.plan.machine import Machine, machine_for, parse_memory
-from tether.plan.model_shape import Shape, shape_of, shape_of_config
 from tether.plan.plan import advice, make_plan
 from tether.plan.table import Measured
-from tether.plan.workload import Lengths, work_of
+from tether.plan.workload import Lengths, Shape, shape_of, shape_of_config, work_of
 
 GIB = 2**30
 BIG = Machine("cuda", "a device", 80 * GIB, 400e12, 3e12, "as given")

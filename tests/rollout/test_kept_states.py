@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from tether.data.rows import attention_mask, pad_right
-from tether.models.forward import backbone_of
+from tether.models.backbones import backbone_of
 from tether.models.load import LoadedModel
 from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import Sampling

@@ -40,7 +40,7 @@ from tiny_recipes import tiny
 from tether.config.recipes import Recipe
 from tether.store import checkpoints
 from tether.store.folder import RunFolder, run_path
-from tether.store.token_codec import decode_rollout
+from tether.store.recorded import decode_rollout
 
 STEPS_PER_KILL, CHECKPOINT_EVERY, MIN_STEPS = 2, 2, 12
 SHOWN = 8  # of the names that differ

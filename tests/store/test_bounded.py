@@ -16,7 +16,7 @@ from recording import synthetic
 from tether.data import formats
 from tether.errors import DataError, StorageError
 from tether.reports.export_data import csv_cell, write_table
-from tether.store.token_codec import decode_rollout, encode_rollout, rollout_head_of
+from tether.store.recorded import decode_rollout, encode_rollout, rollout_head_of
 
 FIELDS = {"step": 0, "row": 0, "group_id": 0, "sample_id": 0, "finish": "stop", "score": 0.0}
 
@@ -36,7 +36,7 @@ import sys
 sys.path.insert(0, sys.argv[1])
 from test_bounded import FIELDS, bomb
 from tether.errors import StorageError
-from tether.store.token_codec import decode_rollout
+from tether.store.recorded import decode_rollout
 row = bomb(b"\\x02\\0\\0\\0{}", 3 << 30)
 assert len(row) < 4 << 20, len(row)
 try:

@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from recording import experience, rollouts_of, same, same_columns, synthetic
 
 from tether.errors import StorageError
-from tether.store.recorded import TOKEN_COLUMNS, StoredRollout, TopLogprobs
-from tether.store.token_codec import decode_rollout, encode_rollout
+from tether.store.recorded import TOKEN_COLUMNS, StoredRollout, TopLogprobs, decode_rollout, encode_rollout
 from tether.store.tokens import StepRollouts, padded_columns, stored_experience, stored_rollouts
 from tether.types import Experience
 

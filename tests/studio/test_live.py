@@ -15,8 +15,8 @@ from studio_clients import pairs
 
 from tether.store.database.open import open_engine, workspace_at
 from tether.store.database.schema import votes
+from tether.studio.run_routes import Cursor, message, read_cursor
 from tether.studio.serve import listen
-from tether.studio.stream import Cursor, message, read_cursor
 
 
 def test_steps_events_and_the_end_of_a_run_arrive(tmp_path: Path, store_url):

@@ -9,7 +9,7 @@ import pytest
 from studio_browser import Served, Visitor, a_rollout, expect, serving, start_run
 
 from tether.store.database.open import workspace_at
-from tether.studio.stream import message
+from tether.studio.run_routes import message
 
 CODE = "window.hit=1"
 ELSEWHERE = "http://evil.invalid/x"

@@ -15,9 +15,8 @@ from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.roles import Adapters, Separate, Sharing, Tops
 from tether.models.save import save_model
 from tether.plan.machine import Machine
-from tether.plan.model_shape import shape_of
 from tether.plan.plan import make_plan
-from tether.plan.workload import Lengths
+from tether.plan.workload import Lengths, shape_of
 from tether.train.build import build_rl, load_policy
 from tether.train.rl import RLParts, train_rl
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from tether.algorithms.algorithm import (
     Algorithm,
     Controllers,
+    GroupRelative,
     MinibatchEpochs,
     advantage_settings,
     aggregation,
     kl_in_loss,
     reference_controller,
 )
-from tether.algorithms.estimators import GroupRelative
 from tether.algorithms.objectives import Clip, PolicyObjective
 from tether.config.recipes import GRPOSettings
 from tether.config.sections import KLSettings, RewardSettings

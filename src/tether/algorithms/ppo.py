@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tether.algorithms.algorithm import (
+    GAE,
     Algorithm,
     Coefficients,
     Controllers,
@@ -14,7 +15,6 @@ from tether.algorithms.algorithm import (
     penalty_controller,
     reference_controller,
 )
-from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped, ValueObjective
 from tether.config.recipes import PPOSettings
 from tether.config.sections import KLSettings, RewardSettings

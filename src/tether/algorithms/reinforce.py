@@ -6,12 +6,12 @@ from tether.algorithms.algorithm import (
     Algorithm,
     Controllers,
     MinibatchEpochs,
+    PolicyGradientWeights,
     advantage_settings,
     aggregation,
     kl_in_loss,
     reference_controller,
 )
-from tether.algorithms.estimators import PolicyGradientWeights
 from tether.algorithms.objectives import PolicyObjective, Reinforce
 from tether.config.recipes import ReinforceSettings
 from tether.config.sections import KLSettings, RewardSettings

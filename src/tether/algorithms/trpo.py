@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tether.algorithms.algorithm import (
+    GAE,
     Algorithm,
     Controllers,
     ExtraGradient,
@@ -18,7 +19,6 @@ from tether.algorithms.algorithm import (
     advantage_settings,
     reference_controller,
 )
-from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import PolicyObjective, Unclipped, ValueObjective
 from tether.config.recipes import TRPOSettings
 from tether.config.sections import KLSettings, RewardSettings

@@ -3,9 +3,8 @@
 Every function goes through the recipe, the checks and the loop of the command line.
 """
 
-from tether.api.evaluating import evaluate
 from tether.api.run import Answer, Run, load_run
-from tether.api.training import Step, dpo, grpo, ppo, reward_model, sft, train_recipe
+from tether.api.training import Step, dpo, evaluate, grpo, ppo, reward_model, sft, train_recipe
 
 __all__ = [
     "Answer",

@@ -18,10 +18,9 @@ from tether.hub.catalog import EMBEDDED, cached_model
 from tether.models.precision import resolve_dtype, with_precision
 from tether.models.tokenizer import read_tokenizer
 from tether.plan.machine import machine_for, planned_device
-from tether.plan.model_shape import shape_of
 from tether.plan.plan import advice, make_plan
 from tether.plan.table import plan_text
-from tether.plan.workload import ASSUMED_PROMPT, PROMPTS_LOOKED_AT, Lengths
+from tether.plan.workload import ASSUMED_PROMPT, PROMPTS_LOOKED_AT, Lengths, shape_of
 from tether.reports.run_table import printing
 from tether.rewards.tasks import prompts_without_code
 from tether.store.find import find_model

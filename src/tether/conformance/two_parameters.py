@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tether.algorithms.algorithm import AdvantageSettings, Algorithm, MinibatchEpochs
-from tether.algorithms.estimators import GAE
+from tether.algorithms.algorithm import GAE, AdvantageSettings, Algorithm, MinibatchEpochs
 from tether.algorithms.objectives import Clip, PolicyObjective, Unclipped
 from tether.algorithms.trpo import TrustRegion, TrustRegionStep, surrogate_at_old
 from tether.config.recipes import TRPOSettings

@@ -31,7 +31,7 @@ from tether.errors import ConfigError, DataError, Stopped
 from tether.evaluation.evaluate import Evaluation, WinRate, compare, evaluate_model, with_kl
 from tether.evaluation.judges import ScoreJudge
 from tether.evaluation.measure import visible
-from tether.models.forward import backbone_of
+from tether.models.backbones import backbone_of
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.models.shared_backbone import BackboneCache
 from tether.progress import PlainProgress, working

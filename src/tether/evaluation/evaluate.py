@@ -34,7 +34,7 @@ from tether.evaluation.metrics import (
     wilson,
 )
 from tether.learner.batching import micro_batches
-from tether.models.forward import OutputLayer, backbone_of
+from tether.models.backbones import OutputLayer, backbone_of
 from tether.models.load import LoadedModel, check_same_vocabulary
 from tether.models.roles import ReferencePolicy
 from tether.models.shared_backbone import side_by_side

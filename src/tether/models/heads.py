@@ -30,8 +30,7 @@ from transformers import (
 from tether.errors import ConfigError
 from tether.hub.catalog import looks_like_path
 from tether.hub.folder_check import check_folder
-from tether.models.backbones import Backbone
-from tether.models.forward import OutputLayer, backbone_of
+from tether.models.backbones import Backbone, OutputLayer, backbone_of
 from tether.models.load import ask_hub, attention_options, disable_dropout, resolve_device
 from tether.models.lora import has_lora, save_lora
 from tether.models.precision import hold_in, resolve_dtype

@@ -22,19 +22,16 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.config.sections import RolesSettings
-from tether.device_transfer import sent
+from tether.device_transfer import sent, tensor_cached
 from tether.errors import ConfigError
 from tether.models import acceleration
-from tether.models.backbones import Backbone, Waiting, own_top, shared_tree, top_parameters
-from tether.models.forward import OutputLayer, backbone_of
+from tether.models.backbones import Backbone, OutputLayer, Waiting, backbone_of, own_top, shared_tree, top_parameters
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import CONFIG, are_transposed, inject_lora, load_lora, lora_config, saved_config, target_names
 from tether.models.shared_backbone import BackboneCache, SharedBackbone, TopBackbone, check_split
 from tether.ops.logprobs import places_before, places_of, top_tokens
 from tether.ops.losses import true_places, true_rows
-from tether.ops.masks import last_places
-from tether.ops.packing import packing_of, rows_of
-from tether.tensor_cache import tensor_cached
+from tether.ops.masks import last_places, packing_of, rows_of
 from tether.types import BatchT, Sequences, TokenOutputs
 
 

@@ -31,8 +31,7 @@ from transformers import (
 from tether.errors import ConfigError, DataError
 from tether.files import list_files, swap
 from tether.hub.folder_check import check_folder
-from tether.models.backbones import Backbone
-from tether.models.forward import backbone_of
+from tether.models.backbones import Backbone, backbone_of
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import (
     LoadedModel,

@@ -27,8 +27,7 @@ from transformers import PreTrainedModel
 
 from tether.errors import ConfigError, StorageError
 from tether.models.acceleration import unsupported_reason
-from tether.models.backbones import Backbone, PackedBackend, layer_list, layers_between, probe_batch
-from tether.models.forward import hidden_states
+from tether.models.backbones import Backbone, PackedBackend, hidden_states, layer_list, layers_between, probe_batch
 from tether.models.save import weights_digest
 from tether.types import Sequences
 

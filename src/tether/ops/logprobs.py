@@ -17,8 +17,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tether.device_transfer import at
-from tether.tensor_cache import tensor_cached
+from tether.device_transfer import at, tensor_cached
 
 StateLogprobs = Callable[..., tuple[Tensor, Tensor]]  # as `chunked_logprobs`
 CHUNK_ELEMENTS = 2**23  # logits held at a time: 32 MiB in fp32, small enough to stay near the cores

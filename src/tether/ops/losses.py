@@ -24,9 +24,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tether.device_transfer import tensor_cached
 from tether.ops.kl import Estimator, kl_estimate, log_ratio
 from tether.ops.masks import masked_sum
-from tether.tensor_cache import tensor_cached
 
 
 @tensor_cached

@@ -24,8 +24,7 @@ from tether.config.recipes import Recipe, RLRecipe
 from tether.errors import ConfigError
 from tether.models.load import resolve_device
 from tether.plan.memory import Held, Memory, slots_of
-from tether.plan.model_shape import Shape
-from tether.plan.workload import Work
+from tether.plan.workload import Shape, Work
 
 CUDA_OWN = 700 * 2**20  # bytes that the driver, libraries and captured graphs keep for themselves
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12, "g": 2**30, "m": 2**20}

@@ -36,8 +36,7 @@ from tether.learner.adamw import BLOCK, BUCKET, PART
 from tether.models.acceleration import FUSED_CHUNK_ELEMENTS as FUSED_CHUNK
 from tether.models.acceleration import MAX_WORK
 from tether.ops.logprobs import CHUNK_ELEMENTS
-from tether.plan.model_shape import Shape
-from tether.plan.workload import Work
+from tether.plan.workload import Shape, Work
 
 Backend = Literal["plain", "fused", "modules"]
 CHUNK = {"fused": FUSED_CHUNK, "plain": CHUNK_ELEMENTS, "modules": CHUNK_ELEMENTS}  # logits at a time

@@ -24,8 +24,7 @@ from tether.config.load import change_settings
 from tether.config.recipes import Recipe, RLRecipe
 from tether.plan.machine import CUDA_OWN, Machine, device_memory, seconds_of
 from tether.plan.memory import Memory, memory_of, slots_of
-from tether.plan.model_shape import Shape, critic_shape_of
-from tether.plan.workload import Lengths, Work, work_of
+from tether.plan.workload import Lengths, Shape, Work, critic_shape_of, work_of
 
 GIB = 2**30
 

@@ -1,11 +1,21 @@
-"""What one iteration of a recipe does: rows, tokens, optimiser steps, and who runs over them."""
+"""What one iteration of a recipe computes: the model's shape, rows, tokens, optimizer steps.
+
+The shape of a model, from its config alone: no weight is read, and none is made.
+
+What one iteration of a recipe does: rows, tokens, optimiser steps, and who runs over them.
+"""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from tether.config.recipes import (
     DPORecipe,
@@ -20,7 +30,187 @@ from tether.config.recipes import (
     TRPORecipe,
 )
 from tether.data.chat import Encoder, prompt_token_ids
+from tether.errors import ConfigError
+from tether.hub.catalog import EMBEDDED, cached_model, check_digests, looks_like_path
+from tether.hub.folder_check import check_folder, check_model_path
+from tether.hub.tiny_model import tiny_model
+from tether.models.acceleration import unsupported_reason
+from tether.models.backbones import PROBE_LENGTH, layer_list
+from tether.models.load import ask_hub
+from tether.models.lora import CONFIG as ADAPTER_CONFIG
+from tether.models.lora import saved_config
+from tether.store.find import find_model
 from tether.types import Prompt
+
+TINY = "tiny-bytes"
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What costs depend on. Counts are of parameters; `linears` are (name, in, out) of one layer's matrices."""
+
+    layers: int
+    hidden: int
+    inner: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocabulary: int
+    context: int
+    embedding: int
+    output: int  # of an output layer of its own: 0 where it is the embedding
+    layer: int  # of one layer
+    norm: int  # of what is left: the final norm
+    linears: tuple[tuple[str, int, int], ...]
+    head_norms: bool  # whether queries and keys are normed by head
+    packed: bool  # whether the pass over packed tokens is written for its kind
+
+    @property
+    def parameters(self) -> int:
+        """All of them, each counted once."""
+        return self.backbone + self.output
+
+    @property
+    def backbone(self) -> int:
+        """Without an output layer of its own."""
+        return self.embedding + self.layers * self.layer + self.norm
+
+    @property
+    def queries(self) -> int:
+        """Features of all query heads together."""
+        return self.heads * self.head_dim
+
+    @property
+    def keys(self) -> int:
+        """Features of all key heads together; values have as many."""
+        return self.kv_heads * self.head_dim
+
+    @property
+    def products(self) -> int:
+        """Numbers in the matrices that every token is multiplied with: those of the layers."""
+        return self.layers * sum(inputs * outputs for _, inputs, outputs in self.linears)
+
+    def adapters(self, rank: int, targets: str) -> int:
+        """Parameters of one role's adapters: rank x (in + out) for each layer that has one."""
+        named = None if targets == "all-linear" else {name.strip() for name in targets.split(",")}
+        sides = sum(a + b for name, a, b in self.linears if named is None or name in named)
+        return self.layers * rank * sides
+
+    @classmethod
+    def of(cls, model: PreTrainedModel) -> Shape:
+        """Read off a model, be it on the meta device."""
+        if getattr(model, "is_quantized", False):  # its weights are packed: their shapes are in the config
+            return replace(shape_of_config(model.config), packed=False)
+        config: Any = model.config.get_text_config()
+        backbone: Any = model.base_model
+        layers = _layers(backbone)
+        heads = getattr(config, "num_attention_heads", None) or 1  # a model without attention has none
+        embedding = model.get_input_embeddings().weight.numel()  # pyright: ignore[reportCallIssue, reportAttributeAccessIssue]
+        whole = sum(parameter.numel() for parameter in backbone.parameters())
+        layer = sum(parameter.numel() for each in layers for parameter in each.parameters()) // len(layers)
+        return cls(
+            layers=len(layers),
+            hidden=config.hidden_size,
+            inner=getattr(config, "intermediate_size", None) or 4 * config.hidden_size,
+            heads=heads,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            vocabulary=config.vocab_size,
+            context=getattr(config, "max_position_embeddings", None) or 0,
+            embedding=embedding,
+            output=sum(parameter.numel() for parameter in model.parameters()) - whole,
+            layer=layer,
+            norm=whole - embedding - layer * len(layers),
+            linears=_matrices(layers[0]),
+            head_norms=any(
+                name.endswith(("q_norm.weight", "k_norm.weight")) for name, _ in layers[0].named_parameters()
+            ),
+            packed=unsupported_reason(backbone, PROBE_LENGTH) is None,
+        )
+
+
+def _matrices(layer: nn.Module) -> tuple[tuple[str, int, int], ...]:
+    """(name, in, out) of every matrix that tokens are multiplied with; `Conv1D` holds them the other way round."""
+    found: list[tuple[str, int, int]] = []
+    for name, parameter in layer.named_parameters():
+        if parameter.dim() == 2:
+            owner = name.rpartition(".")[0]
+            outputs, inputs = parameter.shape
+            if type(layer.get_submodule(owner)).__name__ == "Conv1D":
+                outputs, inputs = inputs, outputs
+            found.append((owner.rpartition(".")[2], inputs, outputs))
+    return tuple(found)
+
+
+def _layers(backbone: PreTrainedModel) -> list[nn.Module]:
+    """The backbone's layers; where they cannot be told apart, the whole backbone counts as one."""
+    try:
+        return list(layer_list(backbone)[1])
+    except ConfigError:
+        return [backbone]
+
+
+def shape_of(path: str) -> Shape:
+    """The shape of the model that `model.path` names: tiny-bytes, a cached or local folder, or a Hugging Face id."""
+    if path == TINY:
+        return Shape.of(tiny_model(0))
+    return shape_of_config(read_config(path))
+
+
+def critic_shape_of(recipe: Recipe) -> Shape | None:
+    """The shape of a separate critic that starts as another model; None where it has the policy's."""
+    start = recipe.roles.critic_init
+    if start is None or recipe.roles.mode != "separate":
+        return None
+    try:
+        return shape_of_config(read_config(find_model(start)))
+    except ConfigError as error:
+        raise ConfigError(f"roles.critic_init {start!r} has no config that can be read: {error}") from error
+
+
+def shape_of_config(config: PretrainedConfig) -> Shape:
+    """The shape that a config describes."""
+    try:
+        with torch.device("meta"):
+            model: Any = AutoModelForCausalLM.from_config(config, trust_remote_code=False)
+        return Shape.of(model)
+    except ConfigError:
+        raise
+    except Exception as error:
+        reason = str(error).strip().partition("\n")[0][:300]
+        raise ConfigError(f"the model's config describes no model ({type(error).__name__}: {reason})") from error
+
+
+def read_config(path: str) -> PretrainedConfig:
+    """The config at `path`; of adapters, that of the model they are for. No weights are fetched."""
+    if path in EMBEDDED:
+        found = cached_model(path)
+        if found is None:
+            raise ConfigError(f"model.path {path!r} is not in the cache yet: fetch it with `tether models pull {path}`")
+        check_digests(found.path, path)
+        path = str(found.path)
+    check_model_path(path)
+    folder = Path(path).expanduser()
+    if (folder / ADAPTER_CONFIG).is_file():
+        return read_config(str(saved_config(folder).get("base_model_name_or_path") or ""))
+    if folder.is_dir():
+        check_folder(folder)
+    reason = ""
+    local = folder.is_dir() or looks_like_path(path)
+    for only_local in (True,) if local else (True, False):
+        if not only_local:
+            ask_hub(path)
+        try:
+            return AutoConfig.from_pretrained(
+                str(folder) if folder.is_dir() else path, local_files_only=only_local, trust_remote_code=False
+            )
+        except Exception as error:  # a file that somebody made can bring any of a library's errors
+            reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
+    raise ConfigError(
+        f"model.path {path!r} has no config that can be read, and a plan needs no more than that: name the folder with "
+        f"its config.json, {TINY!r}, or a model's name ({reason})"
+    )
+
 
 ASSUMED_PROMPT = 64  # tokens, where nobody can say
 PROMPTS_LOOKED_AT = 256

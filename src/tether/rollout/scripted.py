@@ -9,7 +9,7 @@ import torch
 from tether.data.chat import prompt_token_ids
 from tether.errors import DataError
 from tether.protocols import RolloutEngine, Sampling
-from tether.rollout.assemble import Tokenizer, assemble_rollout, check_request
+from tether.rollout.native import Tokenizer, assemble_rollout, check_request
 from tether.types import Finish, Prompt, Rollout
 
 Answers = Mapping[str, Sequence[str]] | Callable[[Prompt, int], str]

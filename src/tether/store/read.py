@@ -28,8 +28,7 @@ from tether.store.database.schema import events, lineage, metrics, rollouts, run
 from tether.store.database.verify_rows import is_whole, spans
 from tether.store.folder import is_run
 from tether.store.header import kept_recipe
-from tether.store.recorded import Event, RecordedRun, StoredRollout
-from tether.store.token_codec import MAX_STEP_BYTES, decode_rollout, inflated_size
+from tether.store.recorded import MAX_STEP_BYTES, Event, RecordedRun, StoredRollout, decode_rollout, inflated_size
 
 LATEST = ("score", "kl_ref_k3", "loss", "accuracy", "held_out/score")
 """The metrics that a list of runs shows, as the last step had them."""

@@ -24,8 +24,7 @@ from tether.store.database.apply import KeepRollouts
 from tether.store.database.journal import Journal, Spool, recording_lock
 from tether.store.database.open import Workspace
 from tether.store.database.records import RecordSource, RunLog, StoreRecord, plain
-from tether.store.recorded import StoredRollout
-from tether.store.token_codec import encode_rollout
+from tether.store.recorded import StoredRollout, encode_rollout
 
 Pieces = Callable[[Sequence[int]], list[str]]
 """The text of each token of a row, such that joined they are the row's text."""

@@ -33,7 +33,7 @@ from tether.studio.people import EventStream, Person
 from tether.studio.queue_items import messages_of
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
 from tether.studio.run_queries import kept_steps, run_with_id
-from tether.studio.stream import message
+from tether.studio.run_routes import message
 from tether.types import Message, Prompt
 
 __all__ = ["Token", "as_prompt", "growing_text", "stream_answer"]

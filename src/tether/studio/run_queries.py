@@ -25,8 +25,7 @@ from tether.doctor.doctor import Doctor, Examination
 from tether.store.database.open import is_inside
 from tether.store.database.schema import events, metrics, rollouts, runs, steps
 from tether.store.read import LATEST, OpenWorkspace, RunSummary, list_runs, recorded, state_now
-from tether.store.recorded import Column, StoredRollout
-from tether.store.token_codec import rollout_head_of
+from tether.store.recorded import Column, StoredRollout, rollout_head_of
 from tether.studio.metric_cache import MetricCache
 from tether.studio.replies import Refused
 

@@ -12,14 +12,14 @@ from torch import Tensor
 from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
 from tether.data.order import DataOrder
 from tether.data.rows import collate
-from tether.learner.evaluate import evaluate_tokens
+from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner
 from tether.models.roles import Roles
 from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import RewardFn, RolloutEngine, Sampling
 from tether.rewards.combine import failure_errors, part_metrics
 from tether.rewards.function import score_rollouts
-from tether.rollout.assemble import check_rollouts
+from tether.rollout.native import check_rollouts
 from tether.seeds import derive_seed
 from tether.train.timers import Timers
 from tether.train.token_stats import TokenStats

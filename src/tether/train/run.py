@@ -22,9 +22,9 @@ from tether.config.recipes import Recipe
 from tether.errors import ConfigError, Stopped, StorageError, silence
 from tether.models.load import resolve_device
 from tether.models.precision import precision_notice, with_precision
-from tether.plan.model_shape import Shape
 from tether.plan.plan import free_memory
 from tether.plan.table import plan_text
+from tether.plan.workload import Shape
 from tether.progress import PlainProgress, numbers_of, say
 from tether.reports.safe_text import clean
 from tether.rewards import consent

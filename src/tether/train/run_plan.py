@@ -11,10 +11,9 @@ from tether.data.examples import Ranking
 from tether.errors import ConfigError
 from tether.models.load import LoadedModel, resolve_device
 from tether.plan.machine import Machine, device_memory, device_name, machine_for
-from tether.plan.model_shape import Shape, shape_of
 from tether.plan.plan import Plan, free_memory, make_plan, weights_fit, weights_on_disk, whole_fits
 from tether.plan.table import Measured
-from tether.plan.workload import PROMPTS_LOOKED_AT, Lengths
+from tether.plan.workload import PROMPTS_LOOKED_AT, Lengths, Shape, shape_of
 from tether.store.find import find_model
 from tether.train.training import FromRecords, FromRollouts, Training
 

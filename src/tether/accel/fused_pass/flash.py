@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tether.accel.fused_pass import short_sequence_attention
-from tether.ops.packing import Packing, Rows
+from tether.ops.masks import Packing, Rows
 
 
 class Attention:

@@ -24,7 +24,7 @@ from tether.accel.fused_pass.lora_linear import AdaptedLinear, Readers
 from tether.accel.fused_pass.lora_swiglu import GateAdapters
 from tether.accel.fused_pass.side_stream import Aside
 from tether.accel.gradient_accumulation import Gradients
-from tether.ops.packing import Packing, Rows
+from tether.ops.masks import Packing, Rows
 
 
 @dataclass(frozen=True)

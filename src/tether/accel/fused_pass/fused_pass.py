@@ -27,7 +27,7 @@ from tether.accel.fused_pass.fused_layer import (
 from tether.accel.fused_pass.fused_ops import add_norm
 from tether.accel.fused_pass.side_stream import Aside
 from tether.accel.gradient_accumulation import Gradients
-from tether.ops.packing import Packing, Rows
+from tether.ops.masks import Packing, Rows
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tether.accel.fused_pass import plain_ops as plain
 from tether.device_transfer import at
-from tether.ops.packing import Packing, Rows, packing_of, rows_of
+from tether.ops.masks import Packing, Rows, packing_of, rows_of
 from tether.types import Sequences
 
 HALF = (torch.bfloat16, torch.float16)

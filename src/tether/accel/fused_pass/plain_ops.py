@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tether.ops.packing import Packing, Rows
+from tether.ops.masks import Packing, Rows
 
 
 def norm(module: Any, x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from tether.accel.kernels.attention import forward_kernel, grad_key_kernel, grad_query_kernel
-from tether.ops.packing import Packing, Rows
+from tether.ops.masks import Packing, Rows
 
 SHORT_ROWS = True  # whether these kernels are used at all
 MAX_LENGTH = 512  # tokens in a row; above, flash attention is good

@@ -239,7 +239,7 @@ rollouts = Table(
     Column("finish", Text, nullable=False),
     Column("score", Double),
     Column("tokens", Integer, nullable=False),  # how many, prompt and answer
-    Column("content", LargeBinary, nullable=False),  # see tether.store.token_codec
+    Column("content", LargeBinary, nullable=False),  # see tether.store.recorded
     _digest_column("rollouts"),  # null where an older Tether recorded it
     _of_a_step(),
 )
