@@ -18,11 +18,11 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-TESTS = Path(__file__).parents[1] / "tests" / "audit"
+TESTS = Path(__file__).parents[1] / "tests" / "doctor"
 sys.path[:0] = [str(TESTS)]
 
 from recipes_of_runs import SICK  # noqa: E402  # pyright: ignore[reportMissingImports]
-from stored_runs import RECORDED, read_recorded  # noqa: E402  # pyright: ignore[reportMissingImports]
+from stored_runs import read_recorded, recorded_names  # noqa: E402  # pyright: ignore[reportMissingImports]
 
 from tether.doctor.doctor import Doctor, LiveDoctor  # noqa: E402
 from tether.doctor.findings import Finding  # noqa: E402
@@ -64,14 +64,14 @@ def diseases() -> list[dict[str, Any]]:
 def healthy() -> list[dict[str, Any]]:
     """One row for each healthy run: its set, and what was said of it."""
     rows: list[dict[str, Any]] = []
-    for path in sorted(RECORDED.glob("healthy-*.json")):
-        run = read_recorded(path.stem)
+    for name in recorded_names("healthy-"):
+        run = read_recorded(name)
         findings = Doctor().examine(run)
         live = [finding for _, finding in watched(run)]
         rows.append(
             {
-                "run": path.stem,
-                "set": set_of(path.stem),
+                "run": name,
+                "set": set_of(name),
                 "method": run.method,
                 "false_alarms": names(findings, ("warning", "alarm")),
                 "notes": names(findings, ("note",)),

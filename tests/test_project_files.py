@@ -67,3 +67,15 @@ def test_forms_are_what_github_reads(form: Path):
 
 def test_there_is_a_form_for_each_kind_of_issue():
     assert [form.stem for form in FORMS] == ["bug", "feature", "wrong_result"]
+
+
+def test_benchmarks_and_tools_name_folders_that_exist():
+    """They extend the search path by folders of the tests, which no import check sees."""
+    found = 0
+    for file in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "tools").glob("*.py"), *(ROOT / "tests").rglob("*.py")]:
+        for folder in re.findall(r'parents\[\d\] / ("[^)\n]+")', file.read_text(encoding="utf-8")):
+            parts = re.findall(r'"([^"]+)"', folder)
+            if parts[0] in ("tests", "docs", "src", "benchmarks", "recipes"):
+                found += 1
+                assert ROOT.joinpath(*parts[:2]).exists(), f"{file.relative_to(ROOT)} names {'/'.join(parts[:2])}"
+    assert found >= 10

@@ -1,11 +1,11 @@
-"""Train the tiny runs that the doctor is tested on, and keep what they recorded as small JSON files.
+"""Train the tiny runs that the doctor is tested on, and keep what they recorded in `recorded.zip`.
 
 Run it from the root of the repository, for all runs or for some of them by name:
 
     OMP_NUM_THREADS=1 python tests/doctor/record_runs.py [NAME ...]
     python tests/doctor/record_runs.py --copy NAME FOLDER      a run that was trained elsewhere, without rollouts
 
-`recorded/NAME.json` then has the recipe, every metric of every step (a list for each metric, to six digits) and, of
+`NAME.json` in the archive has the recipe, every metric of every step (a list for each metric, to six digits) and, of
 the first and the last step, some of the rollouts with their token columns.
 """
 
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 sys.path[:0] = [str(HERE)]  # sick_tasks
 
 from recipes_of_runs import RUNS, RunToRecord  # noqa: E402
-from stored_runs import from_json  # noqa: E402
+from stored_runs import from_json, keep_recorded  # noqa: E402
 
 from tether.config.load import load_recipe  # noqa: E402
 from tether.config.recipes import RLRecipe  # noqa: E402
@@ -72,11 +72,10 @@ def main(words: Sequence[str]) -> None:
 
 
 def write(recorded: dict[str, Any]) -> None:
-    """Keep a run as a small file."""
-    path = HERE / "recorded" / f"{recorded['name']}.json"
-    path.parent.mkdir(exist_ok=True)
-    path.write_text(json.dumps(recorded, separators=(",", ":"), allow_nan=False) + "\n", encoding="utf-8")
-    print(f"{path.stem}: {len(recorded['metrics']['step'])} steps, {path.stat().st_size / 1e3:.0f} kB", flush=True)
+    """Keep a run in the archive."""
+    text = json.dumps(recorded, separators=(",", ":"), allow_nan=False) + "\n"
+    keep_recorded(recorded["name"], text)
+    print(f"{recorded['name']}: {len(recorded['metrics']['step'])} steps, {len(text) / 1e3:.0f} kB", flush=True)
 
 
 def record(run: RunToRecord) -> dict[str, Any]:

@@ -6,17 +6,35 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import numpy as np
 
 from tether.store.recorded import TOKEN_COLUMNS, RecordedRun, StoredRollout
 
-RECORDED = Path(__file__).parent / "recorded"
+ARCHIVE = Path(__file__).parent / "recorded.zip"
+
+
+def recorded_names(prefix: str = "") -> list[str]:
+    """The runs of the archive whose names begin with `prefix`, sorted."""
+    with ZipFile(ARCHIVE) as archive:
+        return sorted(name.removesuffix(".json") for name in archive.namelist() if name.startswith(prefix))
+
+
+def keep_recorded(name: str, text: str) -> None:
+    """Put a run into the archive, in place of one of that name. The same runs give the same bytes."""
+    with ZipFile(ARCHIVE) as archive:
+        runs = {entry: archive.read(entry) for entry in archive.namelist()}
+    runs[f"{name}.json"] = text.encode("utf-8")
+    with ZipFile(ARCHIVE, "w", ZIP_DEFLATED) as archive:
+        for entry, content in sorted(runs.items()):
+            archive.writestr(ZipInfo(entry), content, ZIP_DEFLATED)  # ZipInfo's own date never changes
 
 
 def read_recorded(name: str) -> RecordedRun:
-    """One of the files of `recorded/`."""
-    found = json.loads((RECORDED / f"{name}.json").read_text(encoding="utf-8"))
+    """One of the runs of the archive."""
+    with ZipFile(ARCHIVE) as archive:
+        found = json.loads(archive.read(f"{name}.json"))
     columns: dict[str, list[Any]] = found["metrics"]
     metrics = [
         {

@@ -2,11 +2,11 @@
 
 import pytest
 from recipes_of_runs import HEALTHY
-from stored_runs import RECORDED, read_recorded
+from stored_runs import read_recorded, recorded_names
 
 from tether.doctor.doctor import Doctor, LiveDoctor
 
-NAMES = sorted(path.stem for path in RECORDED.glob("healthy-*.json"))
+NAMES = recorded_names("healthy-")
 
 
 def test_there_are_at_least_twenty_of_every_kind_that_is_trained():
