@@ -26,7 +26,7 @@ ORDER = [
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
 ABOVE["conformance"] = set(ORDER[: ORDER.index("train")])  # whatever training is made of, and no training
-ABOVE["cli"] |= {"conformance"}
+ABOVE["commands"] |= {"conformance"}
 ABOVE["__main__"] = {"cli"}
 # These stand on nothing; __init__ holds the version.
 FOR_ALL = {"errors", "files", "processes", "progress", "rate_limit", "redact", "seeds"}
