@@ -105,9 +105,7 @@ def _add_merged_options(parser: argparse.ArgumentParser) -> None:
 
 def _run_merged(options: argparse.Namespace) -> int:
     if options.rollouts or options.metrics or options.step:
-        raise UsageError(
-            "--merge, --gguf and --push export only the model: export the rest by a second command"
-        )
+        raise UsageError("--merge, --gguf and --push export only the model: export the rest by a second command")
     return print_written(export_model(options), options.json)
 
 

@@ -55,9 +55,7 @@ def sample_command(words: list[str]) -> int:
     parser.add_argument("--out", metavar="FILE", help="a .jsonl file, continued if it exists (default: stdout)")
     parser.add_argument("--limit", type=count, metavar="N", help="only the first N prompts")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1)")
-    parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="probability mass of the nucleus (1)"
-    )
+    parser.add_argument("--top-p", type=float, default=1.0, metavar="P", help="probability mass of the nucleus (1)")
     parser.add_argument("--max-new-tokens", type=count, default=128, metavar="N", help="longest answer (128)")
     parser.add_argument("--seed", type=int, default=0, metavar="S", help="the same seed gives the same answers (0)")
     add_model_options(parser)
@@ -200,9 +198,7 @@ def _already_done(target: Path, prompts: Sequence[Prompt], origin: dict[str, Any
     differ = sorted(key for key in {**before, **origin} if before.get(key) != origin.get(key))
     if differ:
         was = ", ".join(f"{key} was {before.get(key)}" for key in differ)
-        raise UsageError(
-            f"--out: {target} was sampled with other settings ({was}): name another file"
-        )
+        raise UsageError(f"--out: {target} was sampled with other settings ({was}): name another file")
     places = {prompt.id: place for place, prompt in enumerate(prompts)}
     if last.get("id") not in places:
         raise UsageError(f"--out: {target} holds answers to other prompts than these: name another file")
