@@ -8,7 +8,7 @@ SITE := .venv/site
 LOCKED := $(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all:
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test coverage lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences build docs graph walk clean
+.PHONY: help setup test coverage lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences build docs graph walk census clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -110,6 +110,9 @@ graph: setup  ## write the imports between packages into docs/architecture.md; a
 
 walk: setup  ## print the files that one PPO step passes through, in order
 	@$(BIN)/python tools/walk.py
+
+census: setup  ## count files, lines, repeated names and unused names of src/tether; CENSUS=--json
+	@$(BIN)/python tools/census.py $(CENSUS)
 
 clean:  ## remove .venv and caches; runs/ is kept
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis dist

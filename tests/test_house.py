@@ -20,13 +20,13 @@ FILES = sorted(SOURCE.rglob("*.py"))
 
 # A package may import only packages above it in this list.
 ORDER = [
-    *("config", "types", "protocols", "ops", "accel", "data", "hub", "models", "store", "reports", "learner"),
-    *("algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "api", "demo", "scale"),
+    *("config", "types", "protocols", "ops", "mask_cache", "accel", "data", "hub", "models", "store", "reports"),
+    *("learner", "algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "api", "demo", "scale"),
     *("studio", "server", "commands", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
 ABOVE["conformance"] = set(ORDER[: ORDER.index("train")])  # whatever training is made of, and no training
-ABOVE["cli"] |= {"conformance"}
+ABOVE["commands"] |= {"conformance"}
 ABOVE["__main__"] = {"cli"}
 # These stand on nothing; __init__ holds the version.
 FOR_ALL = {"errors", "files", "processes", "progress", "rate_limit", "redact", "seeds"}

@@ -11,6 +11,7 @@ from unittest import mock
 from markdown_text import code, escaped, table
 
 from tether import cli
+from tether.commands.train import METHODS
 
 FOLDER = "reference/commands"
 SUBCOMMANDS = {"models": ("pull",)}
@@ -58,8 +59,7 @@ def command_page(name: str) -> str:
     parts += [_text(_help_of([name, "--help"]))] if parser is None else list(parser_parts(parser))
     if name == "train":
         methods = [
-            [f"[{code(method)}](../config/methods/{method}.md)", escaped(about)]
-            for method, about in cli.METHODS.items()
+            [f"[{code(method)}](../config/methods/{method}.md)", escaped(about)] for method, about in METHODS.items()
         ]
         parts += ["## Methods", table(["method", "what it trains"], methods)]
     for word in SUBCOMMANDS.get(name, ()):

@@ -9,7 +9,7 @@ from functools import cache
 from markdown_text import code, escaped, table
 from pydantic import BaseModel
 
-from tether.cli import METHODS
+from tether.commands.train import METHODS
 from tether.config import RECIPES
 from tether.config.recipes import DemoRecipe
 from tether.config.schema import REQUIRED, Leaf, as_yaml, describe, in_words, kinds_of, sections

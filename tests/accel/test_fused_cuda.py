@@ -27,7 +27,7 @@ from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import inject_lora, lora_config
 from tether.models.precision import hold_in
 from tether.models.roles import Roles, Separate, onto
-from tether.ops.masks import Packing, last_places
+from tether.ops.masks import Packing, last_true
 from tether.types import Sequences
 
 SHAPE = {
@@ -95,7 +95,7 @@ def test_adapters_on_some_layers_are_as_near(targets: list[str]):
 def test_the_last_states_alone_are_as_near(kind: str):
     """What a reward model is trained through: every row asks once."""
     batch = rows(False)
-    ends = dataclasses.replace(batch, response_mask=last_places(batch.attention_mask))
+    ends = dataclasses.replace(batch, response_mask=last_true(batch.attention_mask))
     assert_as_near_as_the_models_own_modules(backbone(kind, False), ends)
 
 

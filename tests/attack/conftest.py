@@ -55,10 +55,10 @@ def imported() -> None:
     for name in (
         "train.run",
         "plan.plan",
-        "commands.eval_run",
-        "commands.sample_run",
-        "commands.export_model",
-        "commands.chat_session",
+        "evaluation.measure",
+        "evaluation.sample_answers",
+        "models.gguf_export",
+        "rollout.native",
     ):
         import_module(f"tether.{name}")
 

@@ -8,7 +8,7 @@ import json
 import pytest
 
 from tether import cli
-from tether.commands.chat_session import Conversation
+from tether.commands.chat import Conversation
 from tether.errors import DataError
 from tether.models.load import load_causal_lm
 from tether.protocols import Sampling

@@ -6,7 +6,8 @@ After a change on purpose, run `python tests/commands/test_cli_surface.py` and s
 import json
 from pathlib import Path
 
-from tether.cli import COMMANDS, METHODS
+from tether.cli import COMMANDS
+from tether.commands.train import METHODS
 from tether.config import RECIPES
 from tether.config.schema import describe
 

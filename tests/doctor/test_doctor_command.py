@@ -10,7 +10,7 @@ from stored_runs import read_recorded
 from synthetic import answered, synthetic
 
 from tether.cli import main
-from tether.commands.diagnosis import as_json, print_examination
+from tether.commands.doctor import examination_as_json, print_examination
 from tether.doctor.doctor import AUDITS, Doctor
 from tether.store.database.open import workspace_at
 from tether.store.recorder import RunRecorder, RunStart
@@ -49,7 +49,7 @@ def test_a_run_without_findings_says_so_and_what_was_looked_at():
     text = printed(read_recorded("healthy-ppo-kl-0"))
     assert "No findings." in text
     assert "Do scores differ?" in text
-    assert "Not judged, for want of data" in text
+    assert "Not enough data to judge" in text
 
 
 def test_control_characters_in_what_a_model_wrote_are_made_visible():
@@ -81,7 +81,7 @@ def test_a_run_is_examined_and_the_exit_code_is_0_whatever_was_found(
 
 def test_every_audit_is_accounted_for_in_json():
     run = read_recorded("healthy-grpo-0")
-    said = as_json(run, Doctor().examination(run))
+    said = examination_as_json(run, Doctor().examination(run))
     names = [*said["healthy"], *said["too_little_data"], *(finding["audit"] for finding in said["findings"])]
     assert sorted(names) == sorted(audit.name for audit in AUDITS)
 

@@ -21,10 +21,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from tether.errors import ConfigError, DataError, StorageError
 from tether.hub import catalog
 from tether.hub import catalog as pulling
-from tether.hub.catalog import CARD, EMBEDDED, EmbeddedModel, cached_models, models_folder, pull, resolve_model_path
+from tether.hub.catalog import CARD, EMBEDDED, EmbeddedModel, cached_model, models_folder, pull, resolve_model_path
 from tether.models.load import load_causal_lm
 
 MEMBER = "pkg/tiny.gguf"
+
+
+def cached_models() -> list:
+    return [found for name in EMBEDDED if (found := cached_model(name))]
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from tether.config.load import load_recipe
 from tether.config.sections import RolesSettings
 from tether.errors import ConfigError
 from tether.hub.tiny_model import tiny_model
+from tether.mask_cache import loss_size
 from tether.models.backbones import Waiting, recompute_layers
 from tether.models.load import disable_dropout, quantization
 from tether.models.roles import Roles, Separate, build_sharing, onto, prefetch
@@ -119,12 +120,12 @@ def test_what_is_foreseen_of_a_batch_is_what_would_be_found(monkeypatch):
     expected, moved = roles.evaluate(here), here.map_tensors(torch.clone)
     prefetch(moved, here)
     aggregation = Aggregation()
-    size = aggregation.size(here.response_mask)
+    size = loss_size(aggregation, here.response_mask)
     looked = []
     nonzero = torch.Tensor.nonzero
     monkeypatch.setattr(torch.Tensor, "nonzero", lambda x, *given: looked.append(x) or nonzero(x, *given))
     found = roles.evaluate(moved)
-    assert aggregation.size(moved.response_mask) == size
+    assert loss_size(aggregation, moved.response_mask) == size
     assert not looked
     for name in ("old_logprobs", "ref_logprobs", "values", "final_values"):
         assert torch.equal(getattr(found, name), getattr(expected, name))

@@ -10,7 +10,7 @@ from masked_grids import close, few, masks, numbers, seeds
 from torch import Tensor
 
 from tether.ops.kl import exact_kl
-from tether.ops.logprobs import log_distributions, spread, states_before, token_logprobs
+from tether.ops.logprobs import log_distributions, scatter_to_mask, states_before, token_logprobs
 
 VOCABULARY, HIDDEN = 6, 3
 
@@ -28,7 +28,7 @@ def test_the_shift_golden():
     hidden = torch.tensor([[[0.0], [1.0], [2.0], [3.0]], [[10.0], [11.0], [12.0], [13.0]]])
     mask = torch.tensor([[False, True, False, True], [False, False, True, False]])
     assert states_before(hidden, mask).flatten().tolist() == [0.0, 2.0, 11.0]
-    assert spread(torch.tensor([5.0, 6.0, 7.0]), mask).tolist() == [[0, 5, 0, 6], [0, 0, 7, 0]]
+    assert scatter_to_mask(torch.tensor([5.0, 6.0, 7.0]), mask).tolist() == [[0, 5, 0, 6], [0, 0, 7, 0]]
 
 
 @few
@@ -43,12 +43,12 @@ def test_states_before_one_token_at_a_time(mask, seed):
 @given(masks(), seeds)
 def test_spread_is_the_inverse_of_reading_off(mask, seed):
     values = numbers(seed, int(mask.sum())).requires_grad_()
-    laid = spread(values, mask)
+    laid = scatter_to_mask(values, mask)
     assert torch.equal(laid[mask], values) and not laid[~mask].any()
     upstream = numbers(seed + 1, *mask.shape)
     assert torch.equal(torch.autograd.grad(laid, values, upstream)[0], upstream[mask])
     x = numbers(seed + 2, *mask.shape).masked_fill(~mask, 0.0)
-    assert torch.equal(spread(x[mask], mask), x)
+    assert torch.equal(scatter_to_mask(x[mask], mask), x)
 
 
 @few

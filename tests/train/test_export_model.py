@@ -168,7 +168,7 @@ def test_gguf_reads_back_by_three_readers(workspace: Path, tmp_path: Path, capsy
         (("reward-shared_backbone", "--gguf", "r.gguf"), "reward model"),
         (("sft-shared_backbone", "--gguf", "model.bin"), "must end in .gguf"),
         (("sft-shared_backbone", "--merge", "--to", "base"), "exists already"),
-        (("sft-shared_backbone", "--merge", "--metrics", "m.csv"), "by themselves"),
+        (("sft-shared_backbone", "--merge", "--metrics", "m.csv"), "by a second command"),
         (("sft-shared_backbone", "--private"), "--push"),
         (("sft-shared_backbone", "--push", "no-owner"), "OWNER/NAME"),
         (("sft-shared_backbone", "--merge", "--checkpoint", "7", "--to", "x"), "checkpoints after"),

@@ -167,7 +167,7 @@ def test_resume_compares_the_held_out_prompts_too(tmp_path):
 
 
 def test_votes_and_chat_take_over_how_a_run_reads_its_prompts(tmp_path, monkeypatch):
-    from tether.commands.chat_session import Conversation, chat
+    from tether.commands.chat import Conversation, converse
     from tether.studio.vote_training import ppo_recipe
 
     data = {"columns": {"prompt": "question"}, "system_prompt": "be brief", "chat_template_kwargs": {"thinking": False}}
@@ -176,7 +176,7 @@ def test_votes_and_chat_take_over_how_a_run_reads_its_prompts(tmp_path, monkeypa
     judged = ppo_recipe({"method": "sft", "data": {"train": "d.jsonl"}}, "m", {}, "reward", "judged.jsonl")
     assert judged["task"] == {"prompts": "judged.jsonl"} and "data" not in judged
 
-    monkeypatch.setattr("tether.commands.chat_session.run_config", lambda name: config)
+    monkeypatch.setattr("tether.store.find.run_config", lambda name: config)
     seen: list[Prompt] = []
     fitted = Conversation.fitted
 
@@ -188,6 +188,6 @@ def test_votes_and_chat_take_over_how_a_run_reads_its_prompts(tmp_path, monkeypa
     monkeypatch.setattr(Conversation, "fitted", watch)
     options = {"model": "tiny-bytes", "compare": None, "once": "hi", "json": True, "system": None, "seed": 0}
     options |= {"max_new_tokens": 2, "temperature": 1.0, "dtype": "float32", "device": "cpu", "max_num_seqs": None}
-    assert chat(argparse.Namespace(**options)) == 0
+    assert converse(argparse.Namespace(**options)) == 0
     assert [turn["role"] for turn in seen[0].messages] == ["system", "user"]
     assert seen[0].template_kwargs == {"thinking": False}

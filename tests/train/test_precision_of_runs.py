@@ -12,7 +12,7 @@ from same_runs import differences
 from tiny_recipes import tiny
 
 from tether.cli import main
-from tether.commands.eval_run import held_here
+from tether.commands.options import on_this_device
 from tether.config.load import load_recipe
 from tether.errors import ConfigError
 from tether.store.folder import run_path
@@ -131,10 +131,10 @@ def test_a_run_that_goes_on_on_another_device_says_in_which_precision(tmp_path, 
 def test_a_run_s_reward_model_in_bfloat16_is_measured_with_on_any_device():
     flag = "--reward.parts=[{kind: model, path: a, dtype: %s}, {kind: ended}]"
     in_half, ended = load_recipe("ppo", None, [flag % "bfloat16"]).reward.parts
-    assert held_here(in_half).dtype == "auto"
-    assert held_here(ended) is ended
+    assert on_this_device(in_half).dtype == "auto"
+    assert on_this_device(ended) is ended
     exact = load_recipe("ppo", None, [flag % "float32"]).reward.parts[0]
-    assert held_here(exact) is exact
+    assert on_this_device(exact) is exact
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

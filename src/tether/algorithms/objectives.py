@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tether.errors import ConfigError
+from tether.mask_cache import loss_size
 from tether.ops.kl import Estimator, kl_estimate, ratio_clamped
 from tether.ops.losses import (
     Aggregation,
@@ -121,7 +122,7 @@ class PolicyObjective:
 
     def size(self, batch: Experience) -> float:
         """Tokens, sequences, or rows of a fixed length."""
-        return self.aggregation.size(batch.response_mask)
+        return loss_size(self.aggregation, batch.response_mask)
 
     def __call__(self, outputs: TokenOutputs, batch: Experience) -> Loss:
         """The sum over a micro-batch."""
@@ -141,7 +142,7 @@ class PolicyObjective:
         if outputs.values is not None and batch.returns is not None and batch.values is not None:
             critic = value_loss(outputs.values, batch.values, batch.returns, clip=self.value_clip)
             loss = loss + self.value_coef * critic
-            metrics.add("value_loss", self.aggregation.total(critic.detach(), mask), self.aggregation.size(mask))
+            metrics.add("value_loss", self.aggregation.total(critic.detach(), mask), loss_size(self.aggregation, mask))
         return Loss(self.aggregation.total(loss, mask), metrics)
 
     @torch.no_grad()
@@ -149,7 +150,7 @@ class PolicyObjective:
         mask, metrics = batch.response_mask, Metrics()
         tokens = mask.sum()
         approx_kl = kl_estimate(batch.old_logprobs, outputs.logprobs, "k3")
-        metrics.add("policy_loss", self.aggregation.total(policy, mask), self.aggregation.size(mask))
+        metrics.add("policy_loss", self.aggregation.total(policy, mask), loss_size(self.aggregation, mask))
         metrics.add("entropy", masked_sum(outputs.entropy, mask), tokens)
         metrics.add("approx_kl", masked_sum(approx_kl, mask), tokens)
         metrics.add("ratio_clamped", (self._clamped(outputs, batch) & mask).sum(), tokens)

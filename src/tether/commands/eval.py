@@ -1,8 +1,35 @@
-"""`tether eval`: its options, read before torch is imported."""
+"""`tether eval`: measure models on prompts. The options say which models, which prompts, and who judges."""
 
 from __future__ import annotations
 
 import argparse
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from tether.commands.options import (
+    CommandParser,
+    add_model_options,
+    add_reading_options,
+    check_models,
+    count,
+    load_named,
+    on_this_device,
+)
+from tether.errors import ConfigError, DataError, StorageError, UsageError
+from tether.seeds import derive_seed
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from tether.config.base import Paths
+    from tether.config.sections import PromptSettings, TaskSettings
+    from tether.evaluation.evaluate import Evaluation
+    from tether.evaluation.measure import EvaluationReport, NamedJudge, Question
+    from tether.models.load import LoadedModel
+    from tether.protocols import RewardFn
 
 SUMMARY = "Measure a model on prompts, alone or against another, each number with its 95 % interval."
 EPILOG = """examples:
@@ -13,10 +40,28 @@ EPILOG = """examples:
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Everything that `tether eval` can be told."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
+def eval_command(words: list[str]) -> int:
+    """Evaluate and print a table, or one JSON object."""
+    options = eval_parser().parse_args(words)
+    check_models(options.model, options.against)
+
+    from rich.console import Console
+
+    from tether.evaluation.measure import as_json, print_report
+
+    report = evaluate_models(options, Console(stderr=True, quiet=options.json))
+    if options.answers:
+        write_answers(options.answers, report)
+    if options.json:
+        print(json.dumps(as_json(report)))
+    else:
+        print_report(report)
+    return 0
+
+
+def eval_parser() -> CommandParser:
+    """All options of `tether eval`."""
+    parser = CommandParser("eval", SUMMARY, EPILOG)
     parser.add_argument("model", metavar="MODEL", help="a run's folder, a model's folder, a name or a Hugging Face id")
     parser.add_argument("--against", metavar="OTHER", help="a second model, on the same prompts and random draws")
     asked = parser.add_argument_group("what is asked")
@@ -27,10 +72,10 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     )
     add_reading_options(asked)
     asked.add_argument(
-        "--task", metavar="NAME", help="a task: its held-out prompts, and its score; by default the run's"
+        "--task", metavar="NAME", help="a task: its held-out prompts, and its score (default: the run's)"
     )
-    asked.add_argument("--task-options", metavar="YAML", help="what the task is made with, such as '{max_digits: 1}'")
-    asked.add_argument("--limit", type=count, metavar="N", help="only the first N prompts")
+    asked.add_argument("--task-options", metavar="YAML", help="options of the task, such as '{max_digits: 1}'")
+    asked.add_argument("--limit", type=count, metavar="N", help="use only the first N prompts")
     judged = parser.add_argument_group("how answers are judged")
     judged.add_argument(
         "--judge",
@@ -38,62 +83,223 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="WHO",
         help="who says which answer is better: task, package.module:function of (prompt, completion, answer), the "
-        "folder of a reward model, or the address of a judge (http://...); may be given more than once",
+        "folder of a reward model, or the address of a judge (http://...); repeatable",
     )
-    judged.add_argument("--judge-token-env", metavar="NAME", help="the variable that holds a remote judge's token")
-    judged.add_argument("--judge-timeout", type=float, default=30.0, metavar="S", help="seconds for one request (30)")
+    judged.add_argument("--judge-token-env", metavar="NAME", help="environment variable with a remote judge's token")
+    judged.add_argument(
+        "--judge-timeout", type=float, default=30.0, metavar="S", help="seconds before a request times out (30)"
+    )
     sampled = parser.add_argument_group("how answers are sampled")
     sampled.add_argument("--samples", type=count, default=1, metavar="N", help="answers to each prompt (1)")
-    sampled.add_argument("--temperature", type=float, metavar="T", help="0 is greedy; by default the run's, or 1")
-    sampled.add_argument("--max-new-tokens", type=count, metavar="N", help="by default the run's, or 128")
-    sampled.add_argument("--seed", type=int, default=0, metavar="S", help="everything random follows from it (0)")
+    sampled.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the run's, or 1)")
+    sampled.add_argument("--max-new-tokens", type=count, metavar="N", help="default: the run's, or 128")
+    sampled.add_argument("--seed", type=int, default=0, metavar="S", help="seed of every random draw (0)")
     add_model_options(parser)
     parser.add_argument("--answers", metavar="FILE", help="write every answer, with its scores, to this .jsonl file")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    return parser
 
 
-def add_reading_options(parser: argparse._ArgumentGroup | argparse.ArgumentParser) -> None:
-    """How records are read; `tether data` has these too."""
-    parser.add_argument(
-        "--columns",
-        action="append",
-        metavar="FIELD=COLUMN",
-        help="which column is which field, such as prompt=question",
+def evaluate_models(options: argparse.Namespace, console: Console) -> EvaluationReport:
+    """Load, sample, score, compare."""
+    from tether.evaluation.measure import Question, fitting, for_all, measure
+    from tether.protocols import Sampling
+    from tether.store.find import find_run_or_model, run_config
+
+    options.model = find_run_or_model(options.model)
+    options.against = find_run_or_model(options.against) if options.against else None
+    rollout = run_config(options.model).get("rollout", {})
+    temperature = rollout.get("temperature", 1.0) if options.temperature is None else options.temperature
+    sampling = Sampling(options.max_new_tokens or rollout.get("max_new_tokens", 128), temperature)
+    names = [options.model, *([options.against] if options.against else [])]
+    models = [load_named(name, options, console) for name in names]
+    question = fitting(ask(options, models[0]), models, sampling, lambda text: console.print(text, markup=False))
+    if question.reward is not None:
+        question = Question(question.prompts, for_all(question.reward, models))
+    judges = [find_judge(spec, options, question, models) for spec in options.judge or default_judges(question)]
+    return measure(
+        names,
+        models,
+        question,
+        judges,
+        sampling,
+        samples=options.samples,
+        seed=options.seed,
+        max_num_seqs=options.max_num_seqs or "auto",
+        quiet=console.quiet,
     )
-    parser.add_argument("--split", metavar="NAME", help="split of a dataset (train)")
-    parser.add_argument("--config", metavar="NAME", help="configuration of a dataset that is named by its id")
 
 
-def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """How models are held; `tether chat` has these too."""
-    held = parser.add_argument_group("how models are held")
-    held.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="precision; auto is bfloat16 on a CUDA device that computes in it, else float32",
-    )
-    held.add_argument("--device", default="auto", help="auto picks CUDA, then MPS, then CPU")
-    held.add_argument(
-        "--max-num-seqs", type=count, metavar="N", help="answers decoded at once (64; on a GPU what fits)"
-    )
+def ask(options: argparse.Namespace, policy: LoadedModel) -> Question:
+    """The prompts and the reward: the task named, the file named, or those of the run itself."""
+    from tether.data.prompts import read_prompts
+    from tether.evaluation.measure import Question
+    from tether.store.find import run_config
+
+    config = run_config(options.model)
+    if options.task_options and not options.task:
+        raise UsageError("--task-options needs --task")
+    if options.task:
+        question = _of_task(_task_settings(options))
+    elif options.prompts:
+        question = Question([], None)
+    elif "task" in config:
+        question = _of_run(config, policy, options)
+    elif config.get("data", {}).get("held_out"):
+        question = Question(read_prompts(_paths(config["data"]["held_out"]), reading_of(options)), None)
+    else:
+        raise UsageError("eval needs something to ask: --prompts FILE or --task NAME (a run of RL has its own)")
+    prompts = read_prompts(options.prompts, reading_of(options)) if options.prompts else question.prompts
+    if not prompts:
+        raise DataError("the task has no held-out prompts: give some with --prompts")
+    return Question(prompts[: options.limit], question.reward)
 
 
-def run(options: argparse.Namespace) -> int:
-    """Evaluate and print."""
-    from tether.store.find import find_model, find_run_or_model
+def reading_of(options: argparse.Namespace) -> PromptSettings:
+    """How prompts are read: as the run read its own, but for what the command line says."""
+    from pydantic import ValidationError
 
-    for name in (options.model, options.against):  # before torch is imported: a path that is not there is told at once
-        if name is not None:
-            find_model(find_run_or_model(name))
-    from tether.commands.eval_run import evaluate_and_print
+    from tether.config.base import read_columns
+    from tether.config.sections import PromptSettings
+    from tether.store.find import run_config
 
-    return evaluate_and_print(options)
+    known = run_config(options.model).get("data", {})
+    given = {name: value for name, value in known.items() if name in PromptSettings.model_fields and name != "truncate"}
+    if getattr(options, "columns", None):
+        given["columns"] = read_columns(options.columns)
+    given |= {name: getattr(options, name) for name in ("split", "config") if getattr(options, name, None)}
+    try:
+        return PromptSettings.model_validate({**given, "overlong": "drop"})
+    except ValidationError as error:
+        raise UsageError(f"--columns: {error.errors()[0]['msg']}") from error
 
 
-def count(text: str) -> int:
-    """An option's whole number of at least 1."""
-    number = int(text) if text.isascii() and text.isdigit() else 0
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"must be a whole number of at least 1, not {text}")
-    return number
+def _paths(value: str | list[str]) -> Paths:
+    return value if isinstance(value, str) else tuple(value)
+
+
+def _task_settings(options: argparse.Namespace) -> TaskSettings:
+    from pydantic import ValidationError
+    from yaml import YAMLError
+
+    from tether.config.read_yaml import read_value
+    from tether.config.sections import TaskSettings
+
+    text = options.task_options or "{}"
+    try:
+        return TaskSettings.model_validate({"name": options.task, "options": read_value(text)}, strict=True)
+    except (ValidationError, YAMLError) as error:
+        raise UsageError(f"--task-options must be a mapping such as '{{max_digits: 1}}', not {text!r}") from error
+
+
+def _of_task(settings: TaskSettings, data: PromptSettings | None = None) -> Question:
+    from tether.evaluation.measure import Question
+    from tether.rewards.tasks import build_task
+
+    task = build_task(settings, data)
+    return Question(task.held_out(), task.reward())
+
+
+def _of_run(config: dict[str, Any], policy: LoadedModel, options: argparse.Namespace) -> Question:
+    """The held-out prompts of the run's task, scored as the run scored."""
+    from pydantic import ValidationError
+
+    from tether.config.allowed_code import names_in, names_of_record
+    from tether.config.sections import PromptSettings, RewardSettings, TaskSettings
+    from tether.data.sources import shown_source
+    from tether.evaluation.measure import Question
+    from tether.rewards.agree import agree_to_names
+    from tether.rewards.parts import build_reward
+    from tether.store.find import run_of
+
+    seed = options.seed
+    try:
+        settings = TaskSettings.model_validate(config["task"])
+        data = PromptSettings.model_validate(config.get("data", {}))
+        parts = RewardSettings.model_validate(config.get("reward", {})).parts
+    except ValidationError as error:
+        raise ConfigError(f"the run's recipe cannot be read: {error.errors()[0]['msg']}") from error
+    agree_to_names(names_in(settings, parts), names_of_record(config), run_of(options.model))
+    question = _of_task(settings, data)
+    if settings.prompts is not None and not question.prompts:
+        raise UsageError(
+            f"the run was trained on {shown_source(settings.prompts)} and held nothing out: name other prompts with "
+            "--prompts FILE"
+        )
+    parts = tuple(on_this_device(part) for part in parts)
+    return Question(question.prompts, build_reward(parts, own=question.reward, policy=policy, seed=seed))
+
+
+def default_judges(question: Question) -> list[str]:
+    """Where nobody is named, the task judges, if there is one."""
+    return ["task"] if question.reward else []
+
+
+def find_judge(spec: str, options: argparse.Namespace, question: Question, models: Sequence[LoadedModel]) -> NamedJudge:
+    """The judge that a word of the command line names."""
+    from pydantic import ValidationError
+
+    from tether.config.rewards import FunctionPart, RemotePart
+    from tether.evaluation.judges import RemoteJudge, ScoreJudge
+    from tether.evaluation.measure import NamedJudge
+    from tether.rewards.function import FunctionReward
+    from tether.rewards.remote import token_from
+
+    try:
+        if spec == "task":
+            if question.reward is None:
+                raise UsageError("--judge task needs a task: name it with --task")
+            return NamedJudge(spec, ScoreJudge(question.reward), question.reward)
+        if spec.startswith(("http://", "https://")):
+            part = RemotePart(kind="remote", url=spec, timeout_seconds=options.judge_timeout)
+            token = token_from(options.judge_token_env)
+            return NamedJudge(spec, RemoteJudge(part, token=token, seed=options.seed), None)
+        if Path(spec).expanduser().is_dir() or (spec.count("/") == 1 and ":" not in spec and spec[0] not in "./~"):
+            reward = _reward_model(spec, options.dtype, models)
+        elif ":" in spec:
+            part = FunctionPart(kind="function", function=spec)
+            reward = FunctionReward(part, field=f"--judge {spec}", seed=derive_seed(options.seed, "judge"))
+        else:
+            raise UsageError(
+                f"--judge {spec}: neither task, nor package.module:function, nor the folder or Hugging Face id of a "
+                "reward model, nor http://..."
+            )
+    except ValidationError as error:
+        raise UsageError(f"--judge {spec}: {error.errors()[0]['msg']}") from error
+    return NamedJudge(spec, ScoreJudge(reward), reward)
+
+
+def _reward_model(folder: str, dtype: Any, models: Sequence[LoadedModel]) -> RewardFn:
+    """It reads tokens where every model has its tokenizer, else text."""
+    from tether.config.rewards import ModelPart
+    from tether.evaluation.measure import for_all
+    from tether.rewards.model import RewardModelReward
+
+    part = ModelPart(kind="model", path=folder, dtype=dtype)
+    return for_all(RewardModelReward.load(part, models[0]), models)
+
+
+def write_answers(path: str, report: EvaluationReport) -> None:
+    """One line for each answer of each model; scores are the prompt's mean."""
+    try:
+        with Path(path).open("w", encoding="utf-8") as file:
+            for evaluation in report.evaluations:
+                places = {group: place for place, group in enumerate(dict.fromkeys(_group_ids(evaluation)))}
+                for rollout in evaluation.rollouts:
+                    place = places[rollout.group_id]
+                    scores = {key: column[place] for key, column in evaluation.columns.items()}
+                    line = {
+                        "model": evaluation.name,
+                        "id": rollout.prompt.id,
+                        "prompt": rollout.prompt.messages[-1]["content"],
+                        "completion": rollout.completion,
+                        "finish": rollout.finish,
+                        "metrics": {key: value for key, value in scores.items() if not math.isnan(value)},
+                    }
+                    file.write(json.dumps(line, ensure_ascii=False) + "\n")
+    except OSError as error:
+        raise StorageError(f"--answers: cannot write {path} ({error.strerror})") from error
+
+
+def _group_ids(evaluation: Evaluation) -> list[int]:
+    return [rollout.group_id for rollout in evaluation.rollouts]

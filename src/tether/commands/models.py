@@ -1,4 +1,4 @@
-"""`tether models`: what is in the cache and what can be pulled, as a table or as JSON."""
+"""`tether models`: list the models known by name, and download one into the cache."""
 
 from __future__ import annotations
 
@@ -6,8 +6,27 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from tether.commands.options import CommandParser
 from tether.hub.catalog import EMBEDDED, CachedModel, cached_model, megabytes
 from tether.progress import PlainProgress, on_terminal
+
+
+def models_command(words: list[str]) -> int:
+    """List the models, or pull one."""
+    pulling = words[:1] == ["pull"]
+    if pulling:
+        parser = CommandParser("models pull", "Download a model that Tether knows by name into the cache.")
+        parser.add_argument("name", metavar="NAME", help="as `tether models` lists it")
+        parser.add_argument("--force", action="store_true", help="download it even if it is in the cache")
+    else:
+        parser = CommandParser(
+            "models", "List the models that Tether knows by name; `tether models pull NAME` downloads one."
+        )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args(words[pulling:])
+    if pulling:
+        return pull_and_show(options.name, force=options.force, json_output=options.json)
+    return show_models(json_output=options.json)
 
 
 def show_models(*, json_output: bool) -> int:
@@ -51,7 +70,7 @@ def pull_and_show(name: str, *, force: bool, json_output: bool) -> int:
 
 
 def _lines(name: str) -> Callable[[str, int, int], None]:
-    """Progress as plain lines, in megabytes where it is bytes that are counted."""
+    """Progress as plain lines; large counts are bytes and are shown in megabytes."""
     stages: dict[str, PlainProgress] = {}
 
     def progress(what: str, done: int, total: int) -> None:
@@ -64,7 +83,7 @@ def _lines(name: str) -> Callable[[str, int, int], None]:
 
 
 def _row(name: str, found: CachedModel | None) -> dict[str, Any]:
-    """`size` is on disk, or what an absent model will take."""
+    """One model of the list; `size` is the size on disk, or the size that a download will have."""
     model = EMBEDDED[name]
     return {
         "name": name,

@@ -1,12 +1,21 @@
-"""`tether plan`: what a run will cost, before anything is loaded."""
+"""`tether plan`: the memory, steps and seconds that a recipe will take, before anything is loaded."""
 
 from __future__ import annotations
 
 import argparse
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tether.errors import UsageError
+from tether.commands.options import CommandParser
+from tether.errors import ConfigError, TetherError, UsageError
 
-SUMMARY = "Say what a recipe will cost in memory, optimiser steps and seconds, before anything is loaded."
+if TYPE_CHECKING:
+    from tether.config.recipes import Recipe
+    from tether.plan.workload import Lengths
+
+SUMMARY = "Estimate the memory, optimiser steps and seconds of a recipe, before anything is loaded."
 
 EPILOG = """A flag sets one key of the recipe, as for tether train: tether plan recipes/ppo.yaml --roles.mode lora
 
@@ -16,25 +25,108 @@ examples:
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Everything that `tether plan` can be told."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
+def plan_command(words: list[str]) -> int:
+    """Print the plan; exit code 0 whether or not the run fits."""
+    parser = CommandParser("plan", SUMMARY, EPILOG)
     parser.add_argument("recipe", metavar="RECIPE", help="a recipe's file, or a method's name for its defaults")
-    parser.add_argument("--device", metavar="NAME", help="plan for this device (by default the recipe's model.device)")
+    parser.add_argument("--device", metavar="NAME", help="plan for this device (default: the recipe's model.device)")
     parser.add_argument(
-        "--memory", metavar="SIZE", help="plan for so much memory, such as 24GiB (by default all of it)"
+        "--memory", metavar="SIZE", help="plan for this much memory, such as 24GiB (default: all of it)"
     )
     parser.add_argument(
-        "--prompt-tokens", type=int, metavar="N", help="prompts of N tokens (by default the recipe's own are looked at)"
+        "--prompt-tokens", type=int, metavar="N", help="assume prompts of N tokens (default: measure the recipe's own)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
-
-
-def run(options: argparse.Namespace) -> int:
-    """Print the plan; 0 whether or not it fits."""
+    options, flags = parser.parse_known_args(words)
     if options.prompt_tokens is not None and options.prompt_tokens < 1:
         raise UsageError(f"--prompt-tokens {options.prompt_tokens}: a prompt has at least 1 token")
-    from tether.commands.plan_run import show_plan
+    return print_plan(options, flags)
 
-    return show_plan(options)
+
+def print_plan(options: argparse.Namespace, flags: list[str]) -> int:
+    """Plan the recipe that the options name, and print it."""
+    from tether.models.precision import resolve_dtype, with_precision
+    from tether.plan.machine import machine_for, planned_device
+    from tether.plan.plan import advice, make_plan
+    from tether.plan.table import plan_text
+    from tether.plan.workload import shape_of
+    from tether.reports.run_table import printing
+    from tether.store.find import find_model
+
+    recipe = recipe_named(options.recipe, flags)
+    path = find_model(recipe.model.path)
+    shape = shape_of(path)
+    device = planned_device(options.device or recipe.model.device)
+    resolve_dtype(recipe.model.dtype, device)  # raises where training would raise
+    recipe = with_precision(recipe, device)
+    machine = machine_for(str(device), recipe.model.dtype, options.memory)
+    lengths = lengths_of(recipe, path, options.prompt_tokens)
+    plan = make_plan(recipe, shape, lengths, machine)
+    alone, together = advice(recipe, plan) if not plan.fits else ([], [])
+    if options.json:
+        changes = {"changes": [asdict(change) for change in alone], "together": [asdict(each) for each in together]}
+        print(json.dumps(plan.as_json() | (changes if not plan.fits else {})))
+        return 0
+    with printing() as console:
+        for part in plan_text(plan, alone=alone, together=together):
+            console.print(part)
+    return 0
+
+
+def recipe_named(name: str, flags: list[str]) -> Recipe:
+    """The recipe of a file, or the defaults of a method."""
+    from tether.config.load import load_recipe
+    from tether.config.recipes import RECIPES
+
+    if name in RECIPES:
+        return load_recipe(name, None, flags)
+    return load_recipe(method_of(name), name, flags)
+
+
+def method_of(path: str) -> str:
+    """The value of `method:` in the recipe file."""
+    import yaml
+
+    from tether.config.read_yaml import read_mapping
+    from tether.config.recipes import RECIPES
+
+    if not Path(path).is_file():
+        raise ConfigError(f"{path} is neither a recipe's file nor a method ({', '.join(RECIPES)})")
+    loader, top = read_mapping(path)
+    try:
+        for key, value in top.value if top is not None else ():
+            if loader.construct_plain(key) == "method":
+                method = str(loader.construct_plain(value))
+                if method in RECIPES:
+                    return method
+                raise ConfigError(f"method in {path} is {method}: choose one of {', '.join(RECIPES)}")
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not a YAML file ({error})") from error
+    finally:
+        loader.dispose()
+    raise ConfigError(f"{path} does not say its method: add a line such as `method: ppo`")
+
+
+def lengths_of(recipe: Recipe, path: str, given: int | None) -> Lengths:
+    """How long prompts or records are: as given, as the recipe's own prompts are, or assumed."""
+    from tether.config.recipes import RLRecipe
+    from tether.data.prompts import PromptRule
+    from tether.hub.catalog import EMBEDDED, cached_model
+    from tether.models.tokenizer import read_tokenizer
+    from tether.plan.workload import ASSUMED_PROMPT, PROMPTS_LOOKED_AT, Lengths
+    from tether.rewards.tasks import prompts_without_code
+
+    if given is not None:
+        return Lengths.assumed(given, "as given")
+    if not isinstance(recipe, RLRecipe):
+        return Lengths.of_records(recipe)
+    try:
+        if path in EMBEDDED and cached_model(path) is None:
+            raise ConfigError(f"{path} is not in the cache yet")  # a plan downloads nothing
+        model = read_tokenizer(path)
+        rule = PromptRule.of(recipe.data, model.context_length, recipe.rollout.max_new_tokens)
+        asked = prompts_without_code(recipe.task, recipe.data)[:PROMPTS_LOOKED_AT]
+        return Lengths.of(rule.apply(asked, model.tokenizer, "prompts").prompts, model.tokenizer)
+    except (TetherError, OSError, ValueError, ImportError) as error:
+        reason = str(error).partition("\n")[0][:80]
+        return Lengths.assumed(ASSUMED_PROMPT, f"assumed, because the prompts cannot be read here ({reason})")

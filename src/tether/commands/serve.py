@@ -1,25 +1,48 @@
-"""`tether serve`: its options, read before torch is imported."""
+"""The commands that start a server: `tether studio`, `tether serve` and `tether serve-reward`."""
 
 from __future__ import annotations
 
-import argparse
-
-from tether.commands.eval import count
+from tether.commands.options import CommandParser, add_precision_options, count
 from tether.studio.settings import add_proxy_options, add_token_options
 
-SUMMARY = "Serve a model over an OpenAI-compatible HTTP endpoint: chat and completions, streaming."
-EPILOG = """examples:
+STUDIO_EPILOG = """examples:
+  tether studio
+  tether studio --workspace runs --port 8420
+  tether studio --host 0.0.0.0 --token-file ~/.studio-token
+  tether studio --public-url https://studio.example.org --trusted-proxies 127.0.0.1
+It prints a link that works once. Only this machine can reach the server, unless you set --host.
+"""
+SERVE_EPILOG = """examples:
   tether serve runs/ppo
   TETHER_SERVE_TOKEN=... tether serve smollm2-135m --port 8000
-It prints the base_url and the api_key for an OpenAI client. Only this machine can reach it, unless --host says
-otherwise.
+It prints the base_url and the api_key for an OpenAI client. Only this machine can reach the server, unless you set
+--host.
 """
 
 
-def add_options(parser: argparse.ArgumentParser) -> None:
-    """Everything that `tether serve` can be told."""
-    parser.formatter_class = argparse.RawDescriptionHelpFormatter
-    parser.epilog = EPILOG
+def studio_command(words: list[str]) -> int:
+    """Serve the Studio until stopped."""
+    summary = "Open the web page where you watch runs, judge answers and chat with models."
+    parser = CommandParser("studio", summary, STUDIO_EPILOG)
+    parser.add_argument("--workspace", metavar="DIR", default="runs", help="the folder of runs (runs)")
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
+    parser.add_argument("--port", type=int, default=8420, metavar="N", help="port (8420); 0 picks a free one")
+    add_token_options(parser, "TETHER_STUDIO_TOKEN", "the owner's token")
+    add_proxy_options(parser)
+    parser.add_argument("--json", action="store_true", help="print the address and the tokens as JSON")
+    options = parser.parse_args(words)
+
+    from tether.rewards.consent import consenting
+    from tether.studio.serve import serve
+
+    with consenting(ask=None):  # the sender of a request is not at this terminal
+        return serve(options)
+
+
+def serve_command(words: list[str]) -> int:
+    """Serve a model until stopped."""
+    summary = "Serve a model over an OpenAI-compatible HTTP endpoint: chat and completions, streaming."
+    parser = CommandParser("serve", summary, SERVE_EPILOG)
     parser.add_argument(
         "model", metavar="RUN_OR_MODEL", help="a run's name or folder, a model's folder, a name or a Hugging Face id"
     )
@@ -35,18 +58,28 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--max-waiting", type=count, default=32, metavar="N", help="requests in line; one more is answered 429 (32)"
     )
-    parser.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16"),
-        default="auto",
-        help="precision; auto is bfloat16 on a CUDA device that computes in it, else float32",
-    )
-    parser.add_argument("--device", default="auto", help="auto picks CUDA, then MPS, then CPU")
+    add_precision_options(parser)
     parser.add_argument("--json", action="store_true", help="print the address, the token and the name as JSON")
+    options = parser.parse_args(words)
 
-
-def run(options: argparse.Namespace) -> int:
-    """Serve until stopped."""
     from tether.server.serve import serve
 
     return serve(options)
+
+
+def serve_reward_command(words: list[str]) -> int:
+    """Serve a reward until stopped."""
+    parser = CommandParser("serve-reward", "Serve a reward over HTTP, for runs whose recipe has a part of kind remote.")
+    parser.add_argument(
+        "target",
+        metavar="MODEL_OR_PART",
+        help="a reward model's folder, or a part as in a recipe: ended, '{kind: json, keys: [name]}'",
+    )
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on (127.0.0.1: this machine only)")
+    parser.add_argument("--port", type=int, default=8421, metavar="N", help="port (8421); 0 picks a free one")
+    parser.add_argument("--json", action="store_true", help="print the address and the token as JSON")
+    options = parser.parse_args(words)
+
+    from tether.rewards.server import serve
+
+    return serve(options.target, host=options.host, port=options.port, json_output=options.json)

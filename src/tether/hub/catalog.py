@@ -183,11 +183,6 @@ def cached_model(name: str) -> CachedModel | None:
     return CachedModel(name, folder, size, EMBEDDED[name].licence)
 
 
-def cached_models() -> list[CachedModel]:
-    """Every embedded model that is in the cache."""
-    return [found for name in EMBEDDED if (found := cached_model(name))]
-
-
 def resolve_model_path(path: str, *, notify: Callable[[str], None] | None = None) -> str:
     """`path` itself, but for the name of an embedded model: its folder in the cache, pulled first if it is absent.
 

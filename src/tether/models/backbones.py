@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError
+from tether.mask_cache import true_positions
 from tether.models import acceleration
 from tether.models.acceleration import (
     MISSING,
@@ -131,11 +132,14 @@ class OutputLayer:
     def logprobs(self, hidden: Tensor, batch: Sequences) -> tuple[Tensor, Tensor]:
         """`(logprobs, entropy)` (B, T) at the batch's temperature, on its response mask."""
         given = (hidden, self.weight, batch.tokens, batch.response_mask)
-        return token_logprobs(*given, **self.options(batch.temperature), by=acceleration.logprobs)
+        positions = true_positions(batch.response_mask)
+        return token_logprobs(*given, **self.options(batch.temperature), by=acceleration.logprobs, positions=positions)
 
     def distributions(self, hidden: Tensor, batch: Sequences) -> Tensor:
         """(N, V) whole log-distributions at the batch's response tokens."""
-        return log_distributions(hidden, self.weight, batch.response_mask, **self.options(batch.temperature))
+        mask = batch.response_mask
+        options = self.options(batch.temperature)
+        return log_distributions(hidden, self.weight, mask, **options, positions=true_positions(mask))
 
 
 class Waiting:

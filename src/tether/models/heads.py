@@ -30,12 +30,13 @@ from transformers import (
 from tether.errors import ConfigError
 from tether.hub.catalog import looks_like_path
 from tether.hub.folder_check import check_folder
+from tether.mask_cache import last_tokens, true_positions
 from tether.models.backbones import Backbone, OutputLayer, backbone_of
 from tether.models.load import ask_hub, attention_options, disable_dropout, resolve_device
 from tether.models.lora import has_lora, save_lora
 from tether.models.precision import hold_in, resolve_dtype
-from tether.ops.logprobs import spread, states_before
-from tether.ops.masks import last_index, last_places
+from tether.ops.logprobs import scatter_to_mask, states_before
+from tether.ops.masks import last_index
 from tether.types import ScoreOutputs, Sequences
 
 BIAS_FILE = "scalar_head.json"
@@ -66,7 +67,8 @@ class ScalarHead(nn.Module):
 
     def values(self, hidden: Tensor, batch: Sequences) -> Tensor:
         """(B, T) V(tokens before t) on the response mask, 0 elsewhere."""
-        return spread(self(states_before(hidden, batch.response_mask)), batch.response_mask)
+        mask, positions = batch.response_mask, true_positions(batch.response_mask)
+        return scatter_to_mask(self(states_before(hidden, mask, positions)), mask, positions)
 
     def at_end(self, hidden: Tensor, batch: Sequences) -> Tensor:
         """(B,) read at each row's last real token: the value of all tokens, or the score of an answer."""
@@ -136,7 +138,7 @@ class ScalarModel(nn.Module):
 
     def forward(self, batch: Sequences) -> ScoreOutputs:
         """One score a row."""
-        return ScoreOutputs(self.head.at_end(self.backbone(batch, last_places(batch.attention_mask)), batch))
+        return ScoreOutputs(self.head.at_end(self.backbone(batch, last_tokens(batch.attention_mask)), batch))
 
     def save_pretrained(self, target: Path) -> None:
         """In the Hugging Face layout of a sequence classifier with one label, or as peft adapters for one.

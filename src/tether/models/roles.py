@@ -24,14 +24,13 @@ from transformers import PreTrainedModel
 from tether.config.sections import RolesSettings
 from tether.device_transfer import sent, tensor_cached
 from tether.errors import ConfigError
+from tether.mask_cache import fill_attention, fill_response, last_tokens, packed_rows, packing_of, true_positions
 from tether.models import acceleration
 from tether.models.backbones import Backbone, OutputLayer, Waiting, backbone_of, own_top, shared_tree, top_parameters
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import CONFIG, are_transposed, inject_lora, load_lora, lora_config, saved_config, target_names
 from tether.models.shared_backbone import BackboneCache, SharedBackbone, TopBackbone, check_split
-from tether.ops.logprobs import places_before, places_of, top_tokens
-from tether.ops.losses import true_places, true_rows
-from tether.ops.masks import last_places, packing_of, rows_of
+from tether.ops.logprobs import mask_before, top_tokens
 from tether.types import BatchT, Sequences, TokenOutputs
 
 
@@ -251,7 +250,7 @@ def states_read(batch: Sequences) -> Tensor:
 
     The same for every role and pass, so that a pass in training repeats an earlier evaluation to the bit.
     """
-    return places_before(batch.response_mask) | last_places(batch.attention_mask)
+    return mask_before(batch.response_mask) | last_tokens(batch.attention_mask)
 
 
 def onto(batch: BatchT, device: torch.device | str) -> BatchT:
@@ -267,20 +266,14 @@ def onto(batch: BatchT, device: torch.device | str) -> BatchT:
 
 
 def prefetch(moved: Sequences, batch: Sequences) -> None:
-    """Answer of `moved`, which is `batch` elsewhere, what will be asked of its masks."""
+    """Fill the mask cache for `moved`, the copy of `batch` on a device."""
     device = moved.tokens.device
-    packing, wanted = packing_of(batch.attention_mask), states_read(batch)
+    wanted = states_read(batch)
     there = sent(wanted, device)
-    packing_of.set(moved.attention_mask, packing.to(device))
     states_read.set(moved, there)
-    rows_of.set(there, packing.rows(wanted).to(device))
-    ends = last_places(batch.attention_mask)  # what a reward model reads
-    ends_there = sent(ends, device)
-    last_places.set(moved.attention_mask, ends_there)
-    rows_of.set(ends_there, packing.rows(ends).to(device))
-    places_of.set(moved.response_mask, sent(places_of(batch.response_mask), device))
-    for count in (true_places, true_rows):
-        count.set(moved.response_mask, count(batch.response_mask))
+    packed_rows.set(there, packing_of(batch.attention_mask).rows(wanted).to(device))
+    fill_attention(batch.attention_mask, moved.attention_mask)
+    fill_response(batch.response_mask, moved.response_mask)
 
 
 @dataclass(frozen=True)
@@ -362,7 +355,8 @@ class ActorCritic(nn.Module):
         options = self.output.options(batch.temperature)
         given = (hidden, self.output.weight, batch.tokens, logprobs, batch.response_mask, count)
         chunk = acceleration.chunk_elements(hidden, self.output.weight, self.output.softcap)
-        return top_tokens(*given, **options, chunk_elements=chunk)
+        positions = true_positions(batch.response_mask)
+        return top_tokens(*given, **options, chunk_elements=chunk, positions=positions)
 
     def forget_ahead(self) -> None:
         """Let a kept pass go: its memory is wanted."""

@@ -1,13 +1,8 @@
 """Rewards per token, returns and advantages.
 
-From one score a row to one reward a token.
-
-Returns and advantages.
-
-Time runs over *sampled* tokens. Where others stand between two of them (tool output), one step passes and the state
-after the first is the state before the second, so that credit carries across; rewards and values of those others are
-never read. After a row's last sampled token the value is `final_values` where an answer was cut off, else 0.
-All results are (B, T) and 0 off the mask.
+Time runs over *sampled* tokens. Other tokens between two of them (tool output) take no time: the state after the first
+sampled token is the state before the second, and the rewards and values of the others are never read. After a row's
+last sampled token the value is `final_values` if the answer was truncated, else 0. Results are (B, T), 0 off the mask.
 """
 
 from __future__ import annotations
@@ -22,7 +17,7 @@ def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, *, kl_coef: f
     """(B, T) r_t = -kl_coef * kl_t on sampled tokens, plus the score on the row's last sampled token; 0 elsewhere.
 
     `scores` (B,), `kl` (B, T) or None. The episode ends on the last *sampled* token of each row, wherever the padding
-    stands (Stiennon et al. 2020).
+    is (Stiennon et al. 2020).
     """
     shape = (mask.shape[0], 1)
     ends = torch.zeros(mask.shape, dtype=scores.dtype, device=scores.device)
@@ -33,7 +28,7 @@ def token_rewards(scores: Tensor, kl: Tensor | None, mask: Tensor, *, kl_coef: f
 
 
 def missing_eos_penalty(scores: Tensor, truncated: Tensor, penalty: float | None) -> Tensor:
-    """(B,) the score, or `penalty` in its place where the answer never ended (Stiennon et al. 2020); None: as is."""
+    """(B,) the score, or `penalty` instead if the answer was truncated (Stiennon et al. 2020); None: no change."""
     return scores if penalty is None else torch.where(truncated, penalty, scores)
 
 
@@ -43,7 +38,7 @@ def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
 
 
 def _steps(mask: Tensor) -> list[int]:
-    """The columns in which any row has a sampled token: nothing happens in others, such as those of prompts alone."""
+    """The columns in which some row has a sampled token; other columns, such as those of prompts, change nothing."""
     used = mask.any(dim=0)
     return [column for column in range(len(used)) if used[column]]
 
@@ -138,10 +133,10 @@ def group_advantages(
 ) -> Tensor:
     """(B,) s - mean of its group, divided by (the group's std + epsilon) if `scale_by_std` (Shao et al. 2024).
 
-    `scores` and `group_ids` are (B,). A group of one has no baseline and is refused.
+    `scores` and `group_ids` are (B,). A group of one has no baseline and raises a ValueError.
     """
     sizes, sums, squares = group_statistics(scores, group_ids)
-    refuse_lone_samples(sizes)
+    check_group_sizes(sizes)
     advantages = scores - sums / sizes
     if scale_by_std:
         advantages = advantages / ((squares / (sizes - 1 if unbiased else sizes)).sqrt() + epsilon)
@@ -149,13 +144,13 @@ def group_advantages(
 
 
 def leave_one_out(scores: Tensor, group_ids: Tensor) -> Tensor:
-    """(B,) s minus the mean of the other scores of its group (Kool et al. 2019). A group of one is refused."""
+    """(B,) s minus the mean of the other scores of its group (Kool et al. 2019). A group of one raises a ValueError."""
     sizes, sums, _ = group_statistics(scores, group_ids)
-    refuse_lone_samples(sizes)
+    check_group_sizes(sizes)
     return (scores - (sums - scores) / (sizes - 1)).to(scores.dtype)
 
 
-def refuse_lone_samples(sizes: Tensor) -> None:
+def check_group_sizes(sizes: Tensor) -> None:
     """Raise unless every group has at least two samples."""
     if bool((sizes < 2).any()):
         raise ValueError(

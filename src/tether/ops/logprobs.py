@@ -1,11 +1,7 @@
-"""Log-probabilities, entropies and top tokens from hidden states, without a [batch, time, vocabulary] tensor.
+"""Log-probabilities, entropies and most likely tokens from hidden states, without a [batch, time, vocabulary] tensor.
 
-Log-probabilities and entropies of tokens from hidden states, without a [batch, time, vocabulary] tensor.
-
-`hidden[b, t]` is what the backbone put out *at* token t, which is about token t + 1. The shift by one happens in
-`states_before` and nowhere else; from there on `x[b, t]` is about token t.
-
-What else a model might have said: the likeliest tokens at each place, without a [batch, time, vocabulary] tensor.
+`hidden[b, t]` is the backbone's output *at* token t, which predicts token t + 1. The shift by one happens in
+`states_before` and nowhere else; from there on `x[b, t]` is about token t. Logits exist for a few tokens at a time.
 """
 
 from __future__ import annotations
@@ -17,35 +13,35 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tether.device_transfer import at, tensor_cached
+from tether.device_transfer import at
+from tether.ops.masks import flat_positions
 
 StateLogprobs = Callable[..., tuple[Tensor, Tensor]]  # as `chunked_logprobs`
-CHUNK_ELEMENTS = 2**23  # logits held at a time: 32 MiB in fp32, small enough to stay near the cores
+CHUNK_ELEMENTS = 2**23  # logits in memory at a time: 32 MiB in fp32, which fits into caches
 
 
-def states_before(hidden: Tensor, mask: Tensor) -> Tensor:
-    """(N, H) the hidden states in which the N tokens of `mask` were chosen, in row-major order.
+def states_before(hidden: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
+    """(N, H) the hidden states from which the N tokens of `mask` were sampled, in row-major order.
 
-    `hidden` is (B, T, H), `mask` (B, T) with column 0 False: the first token has no state before it.
+    `hidden` is (B, T, H), `mask` (B, T) with column 0 False: the first token has no state before it. `positions` (N,)
+    is `flat_positions(mask)`; pass it where it is known already, here and below.
     """
-    return hidden.flatten(0, 1).index_select(0, places_of(mask) - 1)
+    return hidden.flatten(0, 1).index_select(0, _positions(mask, positions) - 1)
 
 
-@tensor_cached
-def places_of(mask: Tensor) -> Tensor:
-    """(N,) where the True places of `mask` (B, T) stand, row after row, in the flattened batch."""
-    return mask.flatten().nonzero()[:, 0]
+def _positions(mask: Tensor, known: Tensor | None) -> Tensor:
+    return flat_positions(mask) if known is None else known
 
 
-def places_before(mask: Tensor) -> Tensor:
-    """(B, T) where those states stand: each True of `mask` moved one column to the left."""
+def mask_before(mask: Tensor) -> Tensor:
+    """(B, T) the mask of those states: each True of `mask` moved one column to the left."""
     return torch.nn.functional.pad(mask[:, 1:], (0, 1))
 
 
-def spread(values: Tensor, mask: Tensor) -> Tensor:
-    """(B, T, ...) the values (N, ...) laid out on the True places of `mask` (B, T), 0 elsewhere."""
+def scatter_to_mask(values: Tensor, mask: Tensor, positions: Tensor | None = None) -> Tensor:
+    """(B, T, ...) the values (N, ...) at the True positions of `mask` (B, T), 0 elsewhere."""
     flat = torch.zeros(mask.numel(), *values.shape[1:], dtype=values.dtype, device=values.device)
-    return flat.index_copy(0, places_of(mask), values).view(*mask.shape, *values.shape[1:])
+    return flat.index_copy(0, _positions(mask, positions), values).view(*mask.shape, *values.shape[1:])
 
 
 def token_logprobs(
@@ -60,13 +56,15 @@ def token_logprobs(
     softcap: float | None = None,
     chunk_elements: int | None = None,
     by: StateLogprobs | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """`(logprobs, entropy)`, each (B, T) and 0 off the mask, of the tokens on it.
 
-    `hidden` (B, T, H), `weight` (V, H), `tokens` (B, T); the rest as in `chunked_logprobs`, which `by` may stand in
-    for. Both carry gradients.
+    `hidden` (B, T, H), `weight` (V, H), `tokens` (B, T); the rest as in `chunked_logprobs`, which `by` may replace.
+    Both carry gradients.
     """
-    states, targets = states_before(hidden, mask), tokens.flatten().index_select(0, places_of(mask))
+    positions = _positions(mask, positions)
+    states, targets = states_before(hidden, mask, positions), tokens.flatten().index_select(0, positions)
     logprobs, entropy = (by or chunked_logprobs)(
         states,
         weight,
@@ -77,7 +75,7 @@ def token_logprobs(
         softcap=softcap,
         chunk_elements=chunk_elements,
     )
-    return spread(logprobs, mask), spread(entropy, mask)
+    return scatter_to_mask(logprobs, mask, positions), scatter_to_mask(entropy, mask, positions)
 
 
 def chunked_logprobs(
@@ -98,8 +96,8 @@ def chunked_logprobs(
         logprob = z[target] - logsumexp(z),   entropy = logsumexp(z) - sum_v softmax(z)_v z_v
 
     Logits exist for a few rows at a time (`chunk_elements` numbers, by default `CHUNK_ELEMENTS`), forward and
-    backward; the backward makes them anew. Half-precision inputs are multiplied as they are and reduced in fp32. Where
-    the output layer is frozen, the gradient of logprob is (W[target] - sum_v softmax(z)_v W_v) * scale / temperature,
+    backward; the backward recomputes them. Half-precision inputs are multiplied as they are and reduced in fp32. If the
+    output layer is frozen, the gradient of logprob is (W[target] - sum_v softmax(z)_v W_v) * scale / temperature,
     so the mean row of W is found in the forward pass and the backward needs no logits, unless a gradient comes through
     the entropy.
     """
@@ -110,7 +108,7 @@ def chunked_logprobs(
 
 
 def rows_at_a_time(weight: Tensor, chunk_elements: int | None) -> int:
-    """For how many tokens logits are held at once: `chunk_elements` numbers, by default `CHUNK_ELEMENTS`."""
+    """The number of tokens whose logits are in memory at once, from `chunk_elements` (default `CHUNK_ELEMENTS`)."""
     return max(1, (chunk_elements or CHUNK_ELEMENTS) // weight.shape[0])
 
 
@@ -123,15 +121,16 @@ def log_distributions(
     bias: Tensor | None = None,
     scale: float = 1.0,
     softcap: float | None = None,
+    positions: Tensor | None = None,
 ) -> Tensor:
     """(N, V) whole log-distributions at the N tokens of `mask`, differentiable twice: for an exact KL."""
-    logits = _ToLogits(temperature, scale, softcap)(_product(states_before(hidden, mask), weight, bias))
+    logits = _ToLogits(temperature, scale, softcap)(_product(states_before(hidden, mask, positions), weight, bias))
     return torch.log_softmax(logits, dim=-1)
 
 
 @dataclass(frozen=True)
 class _ToLogits:
-    """From the product with the output matrix to the logits that are sampled from."""
+    """Turns products with the output matrix into the logits that are sampled from."""
 
     temperature: float
     scale: float
@@ -239,7 +238,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         )
 
 
-BLOCK = 64  # ids that are looked at together: only the blocks with the highest members are searched
+BLOCK = 64  # ids in a block; only the blocks with the highest members are searched
 
 
 @torch.no_grad()
@@ -256,15 +255,16 @@ def top_tokens(
     scale: float = 1.0,
     softcap: float | None = None,
     chunk_elements: int | None = None,
+    positions: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """`(ids, logprobs)` (B, T, K), K = min(count, V), the likeliest first: what stood to choice at `mask`'s tokens.
+    """`(ids, logprobs)` (B, T, K) of the K = min(count, V) most likely tokens at `mask`, the most likely first.
 
-    `hidden` (B, T, H), `weight` (V, H); `tokens` and their `logprobs` (B, T) are what was sampled. With z the logits as
-    in `chunked_logprobs`, the sum over the vocabulary is known already, from the sampled token y:
+    `hidden` (B, T, H), `weight` (V, H); `tokens` and their `logprobs` (B, T) are the sampled ones. With z the logits as
+    in `chunked_logprobs`, the normaliser follows from the sampled token y:
 
         log p(v) = z_v - logsumexp(z) = z_v - z_y + log p(y)
 
-    Off the mask both are 0. Logits exist for a few places at a time.
+    Off the mask both are 0. Logits exist for a few tokens at a time.
     """
 
     def squashed(product: Tensor) -> Tensor:
@@ -273,25 +273,26 @@ def top_tokens(
         return capped / temperature
 
     kept = min(count, weight.shape[0])
-    states, places = states_before(hidden, mask), places_of(mask)
-    targets, known = (column.flatten().index_select(0, places)[:, None] for column in (tokens, logprobs))
-    ids = torch.empty(len(places), kept, dtype=torch.int32, device=hidden.device)
-    found = torch.empty(len(places), kept, dtype=torch.float32, device=hidden.device)
+    positions = _positions(mask, positions)
+    states = states_before(hidden, mask, positions)
+    targets, known = (column.flatten().index_select(0, positions)[:, None] for column in (tokens, logprobs))
+    ids = torch.empty(len(positions), kept, dtype=torch.int32, device=hidden.device)
+    found = torch.empty(len(positions), kept, dtype=torch.float32, device=hidden.device)
     rows = rows_at_a_time(weight, chunk_elements)
-    for start in range(0, len(places), rows):
+    for start in range(0, len(positions), rows):
         part = slice(start, start + rows)
         logits = torch.nn.functional.linear(states[part], weight, bias)
         highest, which = top_of_blocks(logits, kept)
         ids[part] = which
         found[part] = squashed(highest) - squashed(logits.gather(1, targets[part])) + known[part].float()
-    return spread(ids, mask), spread(found, mask)
+    return scatter_to_mask(ids, mask, positions), scatter_to_mask(found, mask, positions)
 
 
 def top_of_blocks(values: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`values.topk(count)` of each row, (N, V) -> (N, K), found in two levels.
 
-    The highest K lie in the K blocks whose highest members are highest, so that one pass over all values is enough. A
-    block's members stand far apart and neighbours belong to different blocks, so that a device compares whole lines.
+    The highest K values are in the K blocks with the highest maxima, so one pass over all values is enough. The members
+    of a block are `blocks` apart, so that neighbouring values belong to different blocks and memory is read in lines.
     """
     blocks = values.shape[1] // BLOCK
     whole = blocks * BLOCK

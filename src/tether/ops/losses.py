@@ -1,18 +1,10 @@
-"""Losses of policies and of preferences, and what each is averaged over.
+"""Losses of policies and of preferences, to be minimised, and what each is averaged over.
 
-What a loss is averaged over: per-token weights, and the size that the weighted sum is divided by.
-
-A sum divided by a size that is known before the forward pass makes micro-batches, packing and ranks leave the gradient
-unchanged: sum over micro-batches of (sum_i w_i l_i) / size is the same number however the rows are split.
-
-Per-token policy losses (to be minimised), all (B, T), with r = exp(new - old) the ratio of probabilities.
-
-The exponent is clamped from above (`ops.kl.log_ratio`). Without that, r overflows, and even where the clip takes the
-other branch of the minimum the backward pass multiplies 0 by infinity, which is NaN.
-
-Clipping only ever removes an *incentive*: where A < 0 and r > 1 + eps the loss is not bounded, on purpose.
-
-Losses of preferences: reward models from pairs and rankings, and DPO.
+A loss is a weighted sum divided by a size that is known before the forward pass. Micro-batches, packing and ranks
+therefore leave the gradient unchanged: the sum over micro-batches of (sum_i w_i l_i) / size does not depend on the
+split. Policy losses are per token, (B, T), with r = exp(new - old) the ratio of probabilities. The exponent is clamped
+from above (`ops.kl.log_ratio`): an overflow of r gives NaN gradients even where the clip takes the other branch.
+Clipping only removes an incentive: where A < 0 and r > 1 + eps the loss is unbounded on purpose.
 """
 
 from __future__ import annotations
@@ -24,20 +16,17 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tether.device_transfer import tensor_cached
 from tether.ops.kl import Estimator, kl_estimate, log_ratio
 from tether.ops.masks import masked_sum
 
 
-@tensor_cached
-def true_places(mask: Tensor) -> float:
-    """How many places of `mask` (B, T) are True."""
+def count_tokens(mask: Tensor) -> float:
+    """The number of True entries of `mask` (B, T)."""
     return float(mask.sum())
 
 
-@tensor_cached
-def true_rows(mask: Tensor) -> float:
-    """How many rows of `mask` (B, T) have a True place."""
+def count_rows(mask: Tensor) -> float:
+    """The number of rows of `mask` (B, T) with a True entry."""
     return float(mask.any(dim=1).sum())
 
 
@@ -53,17 +42,20 @@ class Aggregation:
     over: Literal["token", "sequence", "fixed"] = "token"
     fixed_length: int | None = None
 
-    def size(self, mask: Tensor) -> float:
-        """What the sum over `mask` (B, T) is divided by."""
+    def size(self, mask: Tensor, *, tokens: float | None = None, rows: float | None = None) -> float:
+        """The divisor of the sum over `mask` (B, T).
+
+        `tokens` and `rows` are `count_tokens(mask)` and `count_rows(mask)`; pass them where they are known already.
+        """
         if self.over == "token":
-            return true_places(mask)
+            return count_tokens(mask) if tokens is None else tokens
         if self.over == "sequence":
-            return true_rows(mask)
+            return count_rows(mask) if rows is None else rows
         assert self.fixed_length is not None
         return float(mask.shape[0] * self.fixed_length)
 
     def total(self, losses: Tensor, mask: Tensor) -> Tensor:
-        """Scalar: the weighted sum of `losses` (B, T) over True places."""
+        """Scalar: the weighted sum of `losses` (B, T) over True positions."""
         if self.over == "sequence":
             losses = losses / mask.sum(dim=1, keepdim=True).clamp_min(1)
         return masked_sum(losses, mask)

@@ -1,12 +1,8 @@
-"""Masks, positions, statistics over sampled tokens only, and packing: where the real tokens of a padded batch are.
+"""Masks, positions, statistics over masked tokens, and packing.
 
-Masks, positions, and statistics over sampled tokens only. Padding never enters.
-
-Masks and positions. They come from lengths, never from token ids: a pad id that equals the end id does no harm.
-
-Means, variances and whitening over sampled tokens only. Padding never enters.
-
-Where the real tokens of a padded batch stand, so that a pass can go over them alone.
+Masks and positions come from lengths, never from token ids, so a pad id that equals the end id is harmless. Means,
+variances and whitening read sampled tokens only; padding never enters. A `Packing` records where the real tokens of a
+padded batch are, so that a forward pass can run over them alone.
 """
 
 from __future__ import annotations
@@ -19,7 +15,7 @@ from typing import Any, Literal, TypeVar, cast
 import torch
 from torch import Tensor
 
-from tether.device_transfer import sent, tensor_cached
+from tether.device_transfer import sent
 
 
 def position_ids(attention_mask: Tensor) -> Tensor:
@@ -46,39 +42,43 @@ def masks_from_lengths(
 
 
 def last_index(mask: Tensor) -> Tensor:
-    """(B,) the column of each row's last True place. A row without one gives -1: callers must have ruled it out."""
+    """(B,) the column of each row's last True; -1 for a row without one, which callers must rule out."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     return torch.where(mask, columns, -1).amax(dim=1)
 
 
-@tensor_cached
-def last_places(mask: Tensor) -> Tensor:
-    """(B, T) True at each row's last True place, and nowhere in a row without one."""
+def last_true(mask: Tensor) -> Tensor:
+    """(B, T) True at each row's last True, and nowhere in a row without one."""
     columns = torch.arange(mask.shape[1], device=mask.device)
     return columns == last_index(mask)[:, None]
+
+
+def flat_positions(mask: Tensor) -> Tensor:
+    """(N,) the indices of the N True entries of `mask` (B, T) in the flattened batch, row after row."""
+    return mask.flatten().nonzero()[:, 0]
 
 
 def widened(x: Tensor) -> Tensor:
     """`x` in float64, where the device has it.
 
-    A mean that is rounded in fp32 leaves a residue in numbers that are all equal, and dividing by their tiny deviation
-    blows it up.
+    A mean rounded in fp32 leaves a residue in numbers that are all equal, and dividing by their tiny deviation
+    amplifies it.
     """
     return x if x.device.type == "mps" else x.double()
 
 
 def masked_sum(x: Tensor, mask: Tensor) -> Tensor:
-    """Scalar: the sum of `x` over True places. What stands elsewhere may be anything, NaN included."""
+    """Scalar: the sum of `x` over True positions. Entries elsewhere may be anything, NaN included."""
     return x.masked_fill(~mask, 0.0).sum()
 
 
 def masked_mean(x: Tensor, mask: Tensor) -> Tensor:
-    """Scalar: (1/n) sum of x over the n True places; NaN if there are none, for there is no such number."""
+    """Scalar: (1/n) sum of x over the n True positions; NaN if there are none."""
     return masked_sum(x, mask) / mask.sum()
 
 
 def masked_variance(x: Tensor, mask: Tensor, *, unbiased: bool = False) -> Tensor:
-    """Scalar: (1/n) sum (x - mean)^2 over True places; divided by n - 1 if `unbiased`."""
+    """Scalar: (1/n) sum (x - mean)^2 over True positions; divided by n - 1 if `unbiased`."""
     squares = (x - masked_mean(x, mask)) ** 2
     count = mask.sum()
     return masked_sum(squares, mask) / (count - 1 if unbiased else count)
@@ -105,11 +105,11 @@ Moved = TypeVar("Moved", "Rows", "Packing")
 
 @dataclass(frozen=True)
 class Rows:
-    """The n tokens of a packing whose states are wanted, and how they lie in their rows."""
+    """The n tokens of a packing whose states are wanted, and where each row's begin."""
 
-    tokens: Tensor  # (n,) among the N packed ones
-    starts: Tensor | None  # (B + 1,) where each row's wanted tokens start among the n; None unless they end its row
-    most: int  # wanted tokens in any one row
+    tokens: Tensor  # (n,) their indices among the N packed tokens
+    starts: Tensor | None  # (B + 1,) where each row's wanted tokens begin among the n; None unless they end its row
+    most: int  # largest number of wanted tokens in a row
 
     def to(self, device: torch.device | str) -> Rows:
         """The same on another device."""
@@ -118,19 +118,19 @@ class Rows:
 
 @dataclass(frozen=True)
 class Packing:
-    """Where the N real tokens of a (B, T) batch stand, and where they stand with all padding on the right (B, L)."""
+    """Where the N real tokens of a (B, T) batch are, and where they are with all padding on the right (B, L)."""
 
     shape: tuple[int, int]  # (B, T)
-    places: Tensor  # (N,) in the batch, flat, row after row
-    positions: Tensor  # (N,) each token's number in its row
+    places: Tensor  # (N,) indices in the flattened batch, row after row
+    positions: Tensor  # (N,) each token's position in its row
     longest: int  # L
     starts: Tensor  # (B + 1,) int32: where each row starts among the N tokens
-    padded: Tensor | None  # (N,) among the B * L places with padding on the right; None where no row is padded
-    sources: Tensor | None  # (B * L,) the token at each of those places, any one on padding
+    padded: Tensor | None  # (N,) indices in the flattened (B, L) layout; None if no row is padded
+    sources: Tensor | None  # (B * L,) the token at each index of that layout; any token on padding
 
     @classmethod
     def of(cls, mask: Tensor) -> Packing:
-        """From the attention mask (B, T); each row's real tokens stand together."""
+        """From the attention mask (B, T); the real tokens of a row are contiguous."""
         places = mask.flatten().nonzero()[:, 0]
         lengths = mask.sum(dim=1)
         longest = int(lengths.max()) if mask.numel() else 0
@@ -149,13 +149,13 @@ class Packing:
         return _moved(self, device)
 
     def rows(self, wanted: Tensor) -> Rows:
-        """Where the tokens of `wanted` (B, T) stand among the packed ones."""
+        """The packed tokens that `wanted` (B, T) selects."""
         packed = self.pack(wanted)
         tokens = packed.nonzero()[:, 0]
         real = torch.zeros(self.shape[0] * self.shape[1], dtype=torch.bool, device=wanted.device)
         real[self.places] = True
         counts = (wanted & real.view(self.shape)).sum(dim=1)
-        # In its row the k-th wanted token from the end is the k-th token from the end, or they are no suffix.
+        # A wanted token that an unwanted one follows in its row shows that the wanted ones are not a suffix.
         follows = torch.zeros_like(packed)
         follows[:-1] = packed[:-1] & ~packed[1:]
         ends = torch.zeros(len(packed) + 1, dtype=torch.bool, device=wanted.device)
@@ -176,7 +176,7 @@ class Packing:
         return flat.index_copy(0, places, x).view(*self.shape, -1)
 
     def for_attention(self, x: Tensor) -> Tensor:
-        """(B, heads, L, D) of x (N, heads, D); what stands on padding is any token's."""
+        """(B, heads, L, D) of x (N, heads, D); padding holds copies of some token."""
         if self.padded is not None:
             assert self.sources is not None
             reorder = cast("Callable[..., Tensor]", _Reorder.apply)  # pyright: ignore[reportUnknownMemberType]
@@ -201,7 +201,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 class _Reorder(torch.autograd.Function):
-    """x[order], where `back` finds each of x's rows once among those, and the other copies are never read."""
+    """x[order]; `back` holds the index of one copy of each row of x, and only those copies are read."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, order: Tensor, back: Tensor) -> Tensor:
@@ -212,15 +212,3 @@ class _Reorder(torch.autograd.Function):
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         return grad.index_select(0, ctx.saved_tensors[0]), None, None
-
-
-@tensor_cached
-def packing_of(mask: Tensor) -> Packing:
-    """Where the real tokens of an attention mask stand."""
-    return Packing.of(mask)
-
-
-@tensor_cached
-def rows_of(wanted: Tensor, packing: Packing) -> Rows:
-    """Where the wanted tokens stand among those."""
-    return packing.rows(wanted)

@@ -21,7 +21,7 @@ from tether.errors import ConfigError
 from tether.protocols import Sampling
 from tether.seeds import derive_seed
 
-BLOCK = 256  # ids that are summed together before the search for a token
+BLOCK = 256  # ids in a block; blocks are summed before the search for a token
 
 
 class Draw(NamedTuple):
@@ -66,23 +66,23 @@ def draw(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Draw:
     chosen = tokens.unsqueeze(-1)
     untruncated = logprobs.gather(-1, chosen).squeeze(-1)
     behavior = untruncated if behavior is logprobs else behavior.gather(-1, chosen).squeeze(-1)
-    # One NaN or +inf makes the whole row's log-softmax NaN, so the drawn token's value tells of every logit.
+    # One NaN or +inf makes the whole row's log-softmax NaN, so the drawn token's value shows a fault of any logit.
     return Draw(tokens.masked_fill(untruncated.isnan(), -1), behavior, untruncated)
 
 
 def draw_columns(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Draw:
-    """`draw` for logits (V, B), one column a row of the batch, which may be overwritten.
+    """`draw` for logits (V, B): one column for each row of the batch.
 
-    Where the whole distribution is sampled from, the token is found in two levels: sums over blocks of ids say which
-    block the uniform falls into, and only that block is summed id by id. Three passes over the logits in all.
+    Without truncation the token is found in two levels: sums over blocks of ids say which block the uniform falls into,
+    and only that block is summed id by id.
     """
     if sampling.temperature == 0.0 or sampling.top_k or sampling.top_p < 1.0:
         return draw(logits.t().contiguous(), uniforms, sampling)
-    scaled = logits.float() if sampling.temperature == 1.0 else logits.float().div_(sampling.temperature)
-    count, rows = scaled.shape
-    highest = scaled.amax(dim=0)  # (B,)
-    centred = scaled.sub_(highest)
-    heights = centred.exp()
+    numbers, temperature = logits.float(), sampling.temperature
+    count, rows = numbers.shape
+    highest = numbers.amax(dim=0) / temperature  # (B,)
+    centred = numbers - highest if temperature == 1.0 else (numbers / temperature).sub_(highest)
+    heights = centred.exp_()  # in the memory of `centred`: one tensor of the logits' size is allocated
     whole = count - count % BLOCK
     sums = heights[:whole].view(-1, BLOCK, rows).sum(dim=1)  # (blocks, B)
     if whole < count:
@@ -95,7 +95,8 @@ def draw_columns(logits: Tensor, uniforms: Tensor, sampling: Sampling) -> Draw:
     before = torch.where(block > 0, cdf.gather(1, (block - 1).clamp_(min=0)), 0.0)
     tokens = _within_block(heights, block, target - before)
     # not the logarithm of the height, which is denormal, and so imprecise, where a token is all but impossible
-    logprobs = (centred.gather(0, tokens[None])[0].to(wide) - total.log()).float()
+    chosen = numbers.gather(0, tokens[None])[0] / temperature - highest
+    logprobs = (chosen.to(wide) - total.log()).float()
     # NaN in a column makes its total NaN; +inf makes the difference to the highest NaN; all -inf likewise
     return Draw(tokens.masked_fill(total.isnan(), -1), logprobs, logprobs)
 

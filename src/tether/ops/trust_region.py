@@ -59,7 +59,7 @@ def step_scale(direction: Tensor, image: Tensor, *, max_kl: float) -> float:
 
 @dataclass(frozen=True)
 class LineSearch:
-    """What a line search settled on; `fraction` is 0 and nothing else moved if no trial would do."""
+    """The result of a line search; `fraction` is 0 if no trial was accepted."""
 
     fraction: float
     surrogate: float
@@ -81,7 +81,7 @@ def line_search(
 ) -> LineSearch:
     """The longest of the steps 1, b, b^2, ... for which the surrogate rises and KL(old || new) <= max_kl.
 
-    `trial(fraction)` gives `(surrogate, kl)` there. A trial that is not a number fails the comparison and is refused.
+    `trial(fraction)` gives `(surrogate, kl)` there. A trial that is not a number fails the comparison and is rejected.
     """
     for attempt in range(max_backtracks + 1):
         fraction = backtrack**attempt

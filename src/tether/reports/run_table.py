@@ -41,18 +41,6 @@ if TYPE_CHECKING:
     from tether.store.read import OpenWorkspace
 
 
-def add_run_option(parser: argparse.ArgumentParser) -> None:
-    """RUN, the workspace, and --json."""
-    parser.add_argument("run", metavar="RUN", help="a run's name as `tether runs` lists it, or its folder")
-    add_workspace_options(parser)
-
-
-def add_workspace_options(parser: argparse.ArgumentParser) -> None:
-    """The workspace, and --json."""
-    parser.add_argument("--workspace", metavar="DIR", help="the folder of runs (by default runs, or what RUN lies in)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def open_for(options: argparse.Namespace) -> OpenWorkspace:
     """The workspace that the options mean, open for reading."""
     from tether.store.read import open_workspace, store_of

@@ -116,7 +116,6 @@ def agreement(votes: Iterable[Vote]) -> dict[str, Any]:
 
 
 Status = Literal["any", "open", "judged", "done", "skipped"]
-TOGETHER = 5000  # ids in one statement
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,6 @@ from tether.errors import DataError
 from tether.studio.label_queues import NewItem
 from tether.studio.replies import Refused
 
-KINDS = ("pair", "ranking", "demonstration")
 PAIR_CHOICES = ("left", "right", "tie", "both_bad", "skip")
 SKIP = "skip"
 SKIPPED = {"skip": True}  # a demonstration may be the word skip, so that its skip is not a text

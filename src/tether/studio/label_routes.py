@@ -361,7 +361,6 @@ def add_rater(request: Request, new: NewRater) -> Any:
 
 item_router = api_router()
 
-Rank = Annotated[int, Field(ge=0, lt=MAX_RANKED)]
 MAX_ITEMS = 20_000
 
 

@@ -195,7 +195,6 @@ class EventStream(StreamingResponse):
 
 
 Role = Literal["owner", "annotator"]
-ROLES: tuple[Role, ...] = ("owner", "annotator")
 
 INVITED = re.compile(r"[A-Za-z0-9_-]{43}")  # the tokens that are made for people: 256 bits in base64
 KNOWN_SECONDS = 10.0  # until a person is looked up again; others may have revoked them elsewhere

@@ -10,8 +10,8 @@ from torch import Tensor
 from tether.algorithms.algorithm import TokenObjective
 from tether.algorithms.objectives import Clip, PolicyObjective
 from tether.device_transfer import brought
+from tether.mask_cache import true_positions
 from tether.ops.kl import log_ratio
-from tether.ops.logprobs import places_of
 from tether.ops.losses import clip_cases
 from tether.types import Experience, Loss, TokenOutputs, extend
 
@@ -48,7 +48,7 @@ class TokenStats:
     def logprobs(self) -> Tensor:
         """(B, T) what the last passes found."""
         rows_of_parts = brought([places for places, _, _ in self._seen])
-        answers = brought([found.flatten().index_select(0, places_of(mask)) for _, mask, found in self._seen])
+        answers = brought([found.flatten().index_select(0, true_positions(mask)) for _, mask, found in self._seen])
         for rows, found in zip(rows_of_parts, answers, strict=True):
             seen = self._logprobs[rows]  # wider than the micro-batch, which is trimmed; the masks pick the same tokens
             seen[self.experience.response_mask[rows]] = found.to(seen.dtype)

@@ -23,7 +23,8 @@ from torch.utils.checkpoint import checkpoint
 
 from tether.accel.fused_pass import plain_ops as plain
 from tether.device_transfer import at
-from tether.ops.masks import Packing, Rows, packing_of, rows_of
+from tether.mask_cache import packed_rows, packing_of
+from tether.ops.masks import Packing, Rows
 from tether.types import Sequences
 
 HALF = (torch.bfloat16, torch.float16)
@@ -82,7 +83,7 @@ def packed_states(
     None where the fused way does not know one of the layers.
     """
     packing = packing_of(batch.attention_mask)
-    rows = None if wanted is None else rows_of(wanted, packing)
+    rows = None if wanted is None else packed_rows(wanted, packing)
     hidden = (
         packing.pack(embeddings) if embeddings is not None else _embedded(backbone, packing.pack(batch.tokens), backend)
     )
