@@ -39,6 +39,8 @@ def brought(tensors: Sequence[Tensor]) -> list[Tensor]:
     return here
 
 
+# -- values cached per tensor -------------------------------------------------------------------------------------
+
 T = TypeVar("T")
 
 

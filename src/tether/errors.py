@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, ClassVar
 
+# -- kinds of errors ----------------------------------------------------------------------------------------------
+
 
 class TetherError(Exception):
     """Base of every error that Tether raises on purpose; the message says what is wrong and how to repair it."""
@@ -60,6 +62,8 @@ class Stalled(TetherError):  # noqa: N818 (the run's state, not a fault)
 
     exit_code: ClassVar[int] = 7
 
+
+# -- how a command ends -------------------------------------------------------------------------------------------
 
 STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}
 INPUT_ERRNOS = {

@@ -74,6 +74,8 @@ def read_plain_json(path: str | Path, limit: int | None = None) -> Any:
         raise ValueError("it is nested too deeply") from None
 
 
+# -- JSON with its own digest -------------------------------------------------------------------------------------
+
 KEY = "sha256"
 FILES = "tether-files.json"  # beside a model saved by Tether: size and SHA-256 of each of its files
 REPLACED = ".replaced-"

@@ -29,6 +29,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn
 
+# -- time limits --------------------------------------------------------------------------------------------------
+
 GRACE = 15.0  # seconds after a limit at which the process is ended
 AGAIN = 1.0  # seconds between two raises of the error
 EXIT_CODE = 5  # that of tether.errors.DataError
@@ -137,6 +139,8 @@ def time_limit(seconds: float | None, what: str) -> Iterator[None]:
         if timed and before is None:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
 
+
+# -- whose error it is --------------------------------------------------------------------------------------------
 
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 UNKNOWN = object()
