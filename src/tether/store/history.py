@@ -121,7 +121,7 @@ def _take_over(
     if own is not None:  # another run had this name, and its folder was moved or deleted
         place = moved.get(own.uid) or f"{name}-{own.uid[:8]}"
         connection.execute(update(runs).where(runs.c.id == own.id).values(name=place))
-        told.append(f"The store knew another run as {name}: it is now listed as {place}.")
+        told.append(f"The store had another run named {name}: it is now listed as {place}.")
     for row in others:
         if not _still_there(workspace, row, folder, header.uid):
             values = {"workspace": workspace.key, "name": name}
@@ -235,10 +235,10 @@ def _settle(
     run = _row(connection, runs.c.workspace == workspace.key, runs.c.name == name)
     if run is None:
         stored = StoredHistory()
-        found.faults.append(f"{workspace.place} knows no run {name}")
+        found.faults.append(f"{workspace.place} has no run {name}")
         if not repair:
             return
-        raise ValueError(f"it knows no run {name}")
+        raise ValueError(f"it has no run {name}")
     stored = read_history(connection, run.id)
     found.faults += [f"{workspace.place}: {fault}" for fault in stored.faults]
     log = logged or Logged()

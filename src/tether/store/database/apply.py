@@ -66,7 +66,7 @@ def apply_record(
     run = _find(connection, workspace, name)
     if run is None:
         if start is None:
-            raise LookupError(f"the run store knows no run {name}")
+            raise LookupError(f"the run store has no run {name}")
         _begin(connection, workspace, {**start.data, "name": name})
         run = _find(connection, workspace, name)
     assert run is not None
