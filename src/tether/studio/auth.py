@@ -207,7 +207,7 @@ LOGIN_PAGE = """<!doctype html>
 """
 ASK = "Open the link that <code>tether studio</code> printed, or give a token here."
 IN_ADDRESS = (
-    "A token in an address ends up in logs, so this one was ignored. Links have it after <code>#token=</code>; or "
+    "A token in an address ends up in logs, so this one was not read. Links have it after <code>#token=</code>; or "
     "give it here."
 )
 
