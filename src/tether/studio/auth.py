@@ -330,7 +330,7 @@ class Gate:
             name = "" if still is None else still.name
             return _no(409, f"This browser is logged in as {name}, and the link is someone else's.")
         if session is None:
-            return _no(401, "That token is unknown or was already used: the printed link works once.")
+            return _no(401, "That token is not known or was already used: the printed link works once.")
         self._guesses.give_back(network_of(asked.address))
         reply = Reply({"entered": True})
         options: dict[str, Any] = {"httponly": True, "samesite": "strict", "path": "/"}
