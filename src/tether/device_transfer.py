@@ -1,9 +1,4 @@
-"""Tensors between host and device with as little waiting as is safe, and values cached per tensor.
-
-Tensors on their way between the host and a device, with as little waiting as is safe.
-
-Answers that are remembered for as long as what they are about lives.
-"""
+"""Copy tensors between host and device with as little waiting as is safe, and cache values per tensor."""
 
 from __future__ import annotations
 
@@ -15,44 +10,46 @@ import torch
 from torch import Tensor
 from torch.utils.weak import WeakIdKeyDictionary
 
-AT_ONCE = 64 * 1024  # bytes; the driver takes so many in at once, where more would wait until the device is free
+AT_ONCE = 64 * 1024  # bytes; the driver buffers a copy up to this size, and a larger one waits for the device
 
 
 def sent(tensor: Tensor, device: torch.device | str) -> Tensor:
-    """The tensor on a device, where later work finds it; the host goes on. What comes home is waited for.
+    """Copy a tensor to a device without blocking the host; a copy to the host waits until it is complete.
 
-    A copy to the host that nobody waits for arrives in pinned memory at some later time, and until then whatever lies
-    there is read. In the other direction the order of work on the device is enough.
+    A non-blocking copy to pinned host memory finishes at some later time, and until then the host reads old bytes. In
+    the other direction the order of work on the device's stream is enough.
     """
     there = torch.device(device)
     if there.type != "cuda" or tensor.is_cuda:
         return tensor.to(there)
-    # A pinned view would be copied to ordinary memory on its way, so its numbers are put side by side first.
+    # A pinned view would first be copied to pageable memory, so make it contiguous.
     return (tensor.contiguous().pin_memory() if tensor.nbytes > AT_ONCE else tensor).to(there, non_blocking=True)
 
 
 def at(device: torch.device) -> AbstractContextManager[object]:
-    """Where kernels that are launched by hand run: Triton asks for the current device, not for the tensors'."""
+    """Make a device current for kernels launched by hand: Triton uses the current device, not the tensors'."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 def brought(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors on the host; all are under way before any is waited for."""
+    """Copy tensors to the host; all copies are started before the first one is waited for."""
     here = [tensor.to("cpu", non_blocking=tensor.is_cuda) for tensor in tensors]
     for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
         torch.cuda.current_stream(device).synchronize()
     return here
 
 
+# -- values cached per tensor -------------------------------------------------------------------------------------
+
 T = TypeVar("T")
 
 
 class TensorCache(Generic[T]):
-    """A function that remembers what it said of its first argument for as long as that lives.
+    """A function whose result is cached for as long as its first argument lives.
 
-    Where a batch's tokens stand is asked by every role, and on a device each answer makes the host wait. So this is
-    for questions about frozen batches and their masks. Who knows an answer beforehand, because
-    the batch was on the host a moment ago, can say it with `set`.
+    Use it for facts about frozen batches and their masks, such as the positions of the response tokens: every role
+    needs them, and computing them on a device makes the host wait. `set` stores a result that was already computed on
+    the host.
     """
 
     def __init__(self, find: Callable[..., T]) -> None:
@@ -61,22 +58,22 @@ class TensorCache(Generic[T]):
         self._known: Any = WeakIdKeyDictionary()
 
     def __call__(self, about: Any, *others: Any) -> T:
-        """What `find` says; it is asked again of a tensor that was written to since."""
+        """The cached result of `find`; computed again if the tensor was written to in place."""
         known = self._known.get(about)
         if known is None or known[0] != _version(about):
             known = self._known[about] = (_version(about), self.find(about, *others))
         return known[1]
 
     def set(self, about: Any, answer: T) -> None:
-        """What it will say."""
+        """Store the result for `about`."""
         self._known[about] = (_version(about), answer)
 
 
 def _version(about: Any) -> int:
-    """How often a tensor was written to; 0 of what keeps no count."""
+    """The version counter of a tensor, which counts in-place writes; 0 for an object without one."""
     return about._version if isinstance(about, Tensor) and not about.is_inference() else 0
 
 
 def tensor_cached(find: Callable[..., T]) -> TensorCache[T]:
-    """`find` as a function that remembers."""
+    """Decorator: cache the results of `find` per first argument."""
     return TensorCache(find)

@@ -1,10 +1,7 @@
-"""Errors by who can repair them, and how a command ends: safe output streams, one sentence, an exit code.
+"""Errors, grouped by who can repair them, and how a command ends: safe streams, one message, an exit code.
 
-What can go wrong, by who can repair it. Each kind has an exit code of its own, so that scripts can tell them apart.
-
-0 is success and 1 is a bug in Tether (the only case in which a traceback is shown unasked).
-
-How a command ends: its streams made safe to write to, and any error told as a sentence with an exit code.
+Each kind of error has its own exit code, so that scripts can tell them apart. 0 is success. 1 is a bug in Tether, and
+the only case that shows a traceback by default.
 """
 
 from __future__ import annotations
@@ -16,15 +13,17 @@ from collections.abc import Iterator
 from contextlib import suppress
 from typing import Any, ClassVar
 
+# -- kinds of errors ----------------------------------------------------------------------------------------------
+
 
 class TetherError(Exception):
-    """Base of every error that Tether raises on purpose; its message says what is wrong and how to repair it."""
+    """Base of every error that Tether raises on purpose; the message says what is wrong and how to repair it."""
 
     exit_code: ClassVar[int] = 1
 
 
 class UsageError(TetherError):
-    """The command line makes no sense."""
+    """The command line is wrong."""
 
     exit_code: ClassVar[int] = 2
 
@@ -34,14 +33,14 @@ class ConfigError(UsageError, ValueError):
 
 
 class Stopped(TetherError):  # noqa: N818 (the run's state, not a fault)
-    """The run was stopped before its end, and can be resumed. `run` is the Python API's object of it."""
+    """The run was stopped early and can be resumed. `run` is its object in the Python API."""
 
     exit_code: ClassVar[int] = 3
     run: Any = None
 
 
 class Diverged(TetherError):  # noqa: N818 (the run's state, not a fault)
-    """Training cannot go on: losses or gradients are no longer finite."""
+    """Training cannot continue: losses or gradients are no longer finite."""
 
     exit_code: ClassVar[int] = 4
 
@@ -59,17 +58,19 @@ class StorageError(TetherError):
 
 
 class Stalled(TetherError):  # noqa: N818 (the run's state, not a fault)
-    """The run made no progress for `run.hang_timeout`, and was ended by its watchdog."""
+    """The watchdog ended the run because it made no progress for `run.hang_timeout`."""
 
     exit_code: ClassVar[int] = 7
 
+
+# -- how a command ends -------------------------------------------------------------------------------------------
 
 STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}
 INPUT_ERRNOS = {
     *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ELOOP, errno.ENAMETOOLONG, errno.EEXIST, errno.ENXIO),
     *(errno.EINVAL, errno.ESPIPE, errno.ENODEV, errno.ENOTEMPTY, errno.EXDEV),
 }
-# What torch, the loader of libraries and Python say where memory is short, in errors of other kinds.
+# Messages by which torch, the library loader and Python report that memory is short, in errors of other types.
 NO_MEMORY = (
     *("allocate memory", "bad_alloc", "out of memory", "start new thread", "failed to map segment", "allocate thread"),
     *("Resource temporarily unavailable", "no memory", "memory exhausted"),
@@ -77,10 +78,10 @@ NO_MEMORY = (
 
 
 def prepare_streams() -> None:
-    """Have standard input, output and error open, and able to write any text.
+    """Open standard input, output and error if they are closed, and make them able to write any text.
 
-    A descriptor that was closed would be given to the next file that is opened, such as the run's database, and what
-    is said on standard error would be written into that.
+    The next file to be opened, such as the run's database, would otherwise take a closed descriptor's number, and
+    messages to standard error would be written into that file.
     """
     for number in (0, 1, 2):
         try:
@@ -89,18 +90,18 @@ def prepare_streams() -> None:
             with suppress(OSError):
                 os.open(os.devnull, os.O_RDWR)  # takes the lowest free number, which is this one
     for number, name in ((1, "stdout"), (2, "stderr")):
-        if getattr(sys, name) is None:  # it was closed as Python started
+        if getattr(sys, name) is None:  # it was closed when Python started
             with suppress(OSError):
                 setattr(sys, name, open(number, "w", encoding="utf-8", closefd=False))  # noqa: SIM115
     for stream in (sys.stdout, sys.stderr):
         reconfigure: Any = getattr(stream, "reconfigure", None)
         if reconfigure is not None:
             with suppress(OSError, ValueError):
-                reconfigure(errors="backslashreplace")  # half a character, or a narrow locale
+                reconfigure(errors="backslashreplace")  # a lone surrogate, or a locale without this character
 
 
 def silence(stream: Any) -> None:
-    """Let nothing more be written to a stream that takes nothing, so that Python's own last flush succeeds."""
+    """Redirect a broken stream to /dev/null, so that Python's final flush succeeds."""
     with suppress(OSError, ValueError, AttributeError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     with suppress(OSError, ValueError, AttributeError):
@@ -108,7 +109,7 @@ def silence(stream: Any) -> None:
 
 
 def flush_output() -> None:
-    """Write out what was printed; raises StorageError where it cannot be, and BrokenPipeError where nobody reads."""
+    """Flush standard output; raises StorageError if that fails, and BrokenPipeError if the reader is gone."""
     if sys.stdout is None:
         return
     try:
@@ -125,7 +126,7 @@ def judge(error: BaseException) -> tuple[str, int]:
     if isinstance(error, TetherError):
         return str(error), error.exit_code
     if isinstance(error, KeyboardInterrupt):
-        return "stopped by the keyboard", Stopped.exit_code
+        return "stopped by Ctrl-C", Stopped.exit_code
     if is_memory(error):
         advice = "lower optimizer.micro_batch_tokens or rollout.max_num_seqs, or give the process more memory"
         return f"out of memory: {advice} ({first_line(error)})", StorageError.exit_code
@@ -135,7 +136,7 @@ def judge(error: BaseException) -> tuple[str, int]:
         place = f"{error.filename}: " if error.filename else ""
         return f"{place}{error.strerror or error}", UsageError.exit_code
     if isinstance(error, RecursionError):
-        return "what was given is nested too deeply to be read", UsageError.exit_code
+        return "the input is nested too deeply to be read", UsageError.exit_code
     if isinstance(error, ValueError):
         return f"{error} (TETHER_DEBUG=1 shows where)", UsageError.exit_code
     if not isinstance(error, Exception):
@@ -144,14 +145,14 @@ def judge(error: BaseException) -> tuple[str, int]:
 
 
 def is_memory(error: BaseException) -> bool:
-    """Whether memory is what was short, whichever way it was said."""
-    # torch's own out-of-memory error is told by its name, so that torch need not be imported to ask.
+    """Whether an error, of any type, means that memory is short."""
+    # torch's out-of-memory error is recognized by its name, which avoids importing torch.
     for each in _chain(error):
         if isinstance(each, MemoryError) or type(each).__name__ == "OutOfMemoryError":
             return True
         if isinstance(each, OSError) and each.errno in (errno.ENOMEM, errno.EAGAIN):
             return True
-        # A library written in Rust, such as tokenizers, panics where it cannot start its threads.
+        # A Rust library such as tokenizers panics if it cannot start its threads.
         if isinstance(each, (RuntimeError, ImportError, SystemError)) or type(each).__name__ == "PanicException":
             said = str(each)
             if any(words.lower() in said.lower() for words in NO_MEMORY):
@@ -168,5 +169,5 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def first_line(error: BaseException) -> str:
-    """The first line of what an error says, or what kind it is."""
+    """The first line of an error's message, or its type if the message is empty."""
     return str(error).partition("\n")[0] or type(error).__name__

@@ -1,23 +1,24 @@
-"""Starting Python so that no file of the working folder hides a module. Only what is frozen into Python is imported.
+"""Start Python so that a file in the working folder cannot hide a module.
 
-`from __future__` is an import too, of a file that the working folder could have.
+This module imports only modules that are frozen into Python. It has no `from __future__` import either, because the
+working folder could contain a file of that name.
 """
 
 import os
 import sys
 
-SAFE = "-P"  # Python then puts neither the working folder nor a script's on its search path
+SAFE = "-P"  # keeps the working folder and the script's folder off Python's search path
 
 
 def python(*words: str) -> list[str]:
-    """The command that starts this Python with these words."""
+    """The command that starts this Python with these arguments."""
     return [sys.executable, SAFE, *words]
 
 
 def environment(*first: str) -> dict[str, str]:
-    """This process's variables for a Python that it starts; `first` are folders to import from before all others.
+    """Environment variables for a Python started by this process; `first` are folders to put first on its path.
 
-    An empty entry of PYTHONPATH, which Python reads as the working folder, is left out.
+    Empty entries of PYTHONPATH are left out, because Python reads them as the working folder.
     """
     entries = [*first, *os.environ.get("PYTHONPATH", "").split(os.pathsep)]
     given = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, entries))}
@@ -27,10 +28,10 @@ def environment(*first: str) -> dict[str, str]:
 
 
 def leave_working_folder() -> None:
-    """Take the working folder off the search path; where Tether itself lies in it, it comes last."""
+    """Remove the working folder from the search path, or move it to the end if Tether itself lies in it."""
     try:
         here = os.path.realpath(os.getcwd())  # noqa: PTH109 (pathlib could be a file of the working folder)
-    except OSError:  # it is gone, and nothing can be imported from it
+    except OSError:  # the folder was deleted, so nothing can be imported from it
         return
     home = os.path.realpath(os.path.dirname(os.path.dirname(__file__)))  # noqa: PTH120
     kept = [entry for entry in sys.path if entry and os.path.realpath(entry) != here]

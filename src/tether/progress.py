@@ -1,8 +1,8 @@
-"""Progress of long work: a bar where a person looks on, plain lines where the output goes to a file or a pipe.
+"""Progress of long work: a progress bar on a terminal, plain lines in a file or a pipe.
 
-Everything goes to standard error; standard output is for results and for JSON. A plain line has no control characters
-and no carriage return, is written whole and flushed at once. One comes for the first and the last step, and in between
-for the first step that ends `EVERY` seconds or more after the line before it: each step where steps are slower.
+All progress goes to standard error. Standard output carries only results and JSON. A plain line has no control
+characters and no carriage return, and is flushed at once. The first and the last step always print a line. Between
+them, a step prints one if at least `EVERY` seconds have passed since the previous line.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from contextlib import contextmanager, suppress
 
 from tether.redact import redact
 
-EVERY = 10.0  # seconds between two plain lines at the least
+EVERY = 10.0  # minimum seconds between two plain lines
 SHOWN = ("score", "loss", "accuracy", "kl_ref_k3", "approx_kl", "entropy", "clip_fraction", "explained_variance")
 HELD_OUT = ("held_out/score", "held_out/loss", "held_out/accuracy")
 
 
 def on_terminal() -> bool:
-    """Whether a person looks at standard error as it is written."""
+    """Whether standard error is a terminal."""
     try:
         return sys.stderr.isatty()
-    except (AttributeError, ValueError):  # there is none, or it is closed
+    except (AttributeError, ValueError):  # no stream, or a closed one
         return False
 
 
 def say(text: str) -> None:
-    """One line on standard error; a reader that went away, or a full disk, ends nothing."""
-    with suppress(OSError, ValueError):  # gone, full or closed
+    """Write one line to standard error. A closed pipe or a full disk raises nothing."""
+    with suppress(OSError, ValueError):  # closed or full
         print(_plain(redact(text)), file=sys.stderr, flush=True)
 
 
 def _plain(text: str) -> str:
-    """Without what moves a cursor or begins a line anew."""
+    """Replace line breaks and control characters by spaces."""
     return "".join(letter if letter.isprintable() or letter == "\t" else " " for letter in text.replace("\n", " "))
 
 
 def numbers_of(metrics: Mapping[str, float]) -> str:
-    """The few numbers of a step that matter, with the tokens a second that it went through."""
+    """The most important metrics of a step, and its throughput in tokens per second."""
     shown = [f"{name} {metrics[name]:.3g}" for name in (*SHOWN, *HELD_OUT) if name in metrics]
     seconds, tokens = metrics.get("seconds/step", 0.0), metrics.get("tokens/learned", 0.0)
     rate = [f"{tokens / seconds:,.0f} tokens/s"] if seconds > 0 and tokens > 0 else []
@@ -48,7 +48,7 @@ def numbers_of(metrics: Mapping[str, float]) -> str:
 
 
 def clock_time(seconds: float) -> str:
-    """12 s, 3 min 05 s, 2 h 03 min."""
+    """Format a duration: 12 s, 3 min 05 s, 2 h 03 min."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole} s"
@@ -58,7 +58,7 @@ def clock_time(seconds: float) -> str:
 
 
 class PlainProgress:
-    """Steps of some work as plain lines: `ppo 12/100  4 min 10 s left  score 0.61  2,310 tokens/s`."""
+    """Progress as plain lines: `ppo 12/100  4 min 10 s left  score 0.61  2,310 tokens/s`."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class PlainProgress:
         self._shown = -1
 
     def advance(self, done: int, numbers: str = "") -> None:
-        """So many steps are taken; a line where it is time for one."""
+        """Report that `done` steps are complete; writes a line if one is due."""
         now = self._clock()
         due = self._last_line is None or now - self._last_line >= self.every or done >= self.total
         if not due or done == self._shown:
@@ -94,7 +94,7 @@ class PlainProgress:
         return f"{clock_time(passed / taken * (self.total - done))} left" if taken > 0 else ""
 
     def doing(self, words: str) -> None:
-        """What a step is at, where it has been silent for so long that somebody may wonder."""
+        """Write what the current step does, if no line was written for `3 * every` seconds."""
         now = self._clock()
         if self._last_line is not None and now - self._last_line >= 3 * self.every:
             self._last_line = now
@@ -111,9 +111,9 @@ def working(
     every: float = EVERY,
     write: Callable[[str], None] = say,
 ) -> Iterator[None]:
-    """Work that has no steps: a spinner on a terminal, else a line every so many seconds until it ends.
+    """Show that work without steps goes on: a spinner on a terminal, otherwise a line every `every` seconds.
 
-    `announce` has a line at its beginning as well; without `spinner` a terminal shows nothing, for there is a bar.
+    `announce` also writes a line at the start. Set `spinner=False` where a progress bar is already on the terminal.
     """
     terminal = write is say and on_terminal()
     if quiet or (terminal and not spinner):

@@ -1,4 +1,4 @@
-"""How often someone may ask: a token bucket for each, which a request empties and time fills."""
+"""Rate limits: one token bucket for each client. A request takes a token; time refills the bucket."""
 
 from __future__ import annotations
 
@@ -11,27 +11,27 @@ from dataclasses import dataclass
 from threading import Lock
 
 MAX_BUCKETS = 10_000
-IPV6_PREFIX = 64  # one customer's network: whoever has one address of it has all of them
+IPV6_PREFIX = 64  # one customer's network: its owner can use every address in it
 
 
 @dataclass(frozen=True)
 class Rate:
-    """A bucket of `burst` requests that fills up by `per_second`."""
+    """A bucket of `burst` requests that refills at `per_second`."""
 
     per_second: float
     burst: int
 
 
 class RateLimit:
-    """One bucket for each key. The key that was used longest ago is forgotten first. Threads may share it."""
+    """One bucket for each key; thread-safe. The least recently used key is dropped first."""
 
     def __init__(self, rate: Rate, clock: Callable[[], float] = time.monotonic) -> None:
         self._rate, self._clock = rate, clock
-        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # what is left, and as of when
+        self._levels: OrderedDict[Hashable, tuple[float, float]] = OrderedDict()  # tokens left, and at what time
         self._lock = Lock()
 
     def take(self, key: Hashable) -> int:
-        """Take one request; 0 where it is granted, else the whole seconds after which to try again."""
+        """Take one request; returns 0 if it is granted, else the whole seconds to wait before the next try."""
         with self._lock:
             level, now = self._level(key)
             granted = level >= 1.0
@@ -56,7 +56,7 @@ class RateLimit:
 
 
 def network_of(address: str) -> str:
-    """What strangers are counted by: an IPv4 address itself, and of an IPv6 address its /64 network."""
+    """The key for an unknown client: an IPv4 address itself, or the /64 network of an IPv6 address."""
     try:
         found = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:

@@ -1,8 +1,8 @@
-"""Passwords, tokens and keys taken out of what is kept or shown. Everything that leaves the process passes here.
+"""Remove passwords, tokens and keys from everything that is stored or shown.
 
-`redact_url` is for an address that is kept: without its password it can be used again, with the password from
-PGPASSWORD or ~/.pgpass. `redact` is for any text that people read: errors, events, logs. `secret_in` finds what must
-not be saved in a recipe.
+`redact_url` is for an address that is stored: the password is removed, and you supply it again with PGPASSWORD or
+~/.pgpass. `redact` is for any text that people read: errors, events, logs. `secret_in` finds settings that must not be
+saved in a recipe.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 from urllib.parse import quote, unquote, unquote_plus
 
 HIDDEN = "***"
-SHORTEST = 8  # characters of a secret that is looked for letter by letter: shorter ones occur in ordinary words
+SHORTEST = 8  # minimum length of a secret that is searched for: shorter ones occur in ordinary words
 
 SECRET_NAMES = frozenset(
     (
@@ -23,10 +23,10 @@ SECRET_NAMES = frozenset(
         *("x_amz_signature", "x_amz_credential", "x_amz_security_token", "sig", "signature"),
     )
 )
-"""Names of settings and of parameters in a URL whose values are secrets, in small letters with underscores."""
+"""Names of settings and URL parameters whose values are secrets, in lower case with underscores."""
 _IN_QUERY = SECRET_NAMES | {"token", "key", "auth"}
 
-# As SQLAlchemy reads them: the user ends at the first colon, the password at the next @.
+# Parsed as SQLAlchemy does: the user ends at the first colon, the password at the next @.
 _PASSWORD = re.compile(r"^([A-Za-z][A-Za-z0-9+.-]*://[^:/]*):[^@]*@")
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>]+")
 _NAMED = re.compile(
@@ -41,13 +41,13 @@ _known: set[str] = set()
 
 
 def remember_secret(value: str | None) -> None:
-    """From now on `redact` hides this value, however it is quoted."""
+    """Make `redact` hide this value from now on, in every quoting."""
     if value and len(value) >= SHORTEST:
         _known.update({value, unquote(value), quote(value, safe="")})
 
 
 def remember_url(url: str) -> None:
-    """The same for the secrets of a database's address."""
+    """Make `redact` hide the secrets of a database URL from now on."""
     password = re.match(r"^[A-Za-z][A-Za-z0-9+.-]*://[^:/]*:([^@]*)@", url)
     remember_secret(password[1] if password else None)
     for name, value in _parameters(url):
@@ -56,7 +56,7 @@ def remember_url(url: str) -> None:
 
 
 def redact_url(url: str) -> str:
-    """An address without its password, be it before the host or among the parameters, under whatever quoting."""
+    """A URL without its password, before the host or among the parameters, in every quoting."""
     url = _PASSWORD.sub(r"\1@", url)
     place, mark, query = url.partition("?")
     if not mark:
@@ -66,7 +66,7 @@ def redact_url(url: str) -> str:
 
 
 def redact(text: str) -> str:
-    """A text that people may read: passwords in addresses, values that are called one, known tokens and keys hidden."""
+    """A text with passwords in URLs, secret settings, and known tokens and keys hidden."""
     text = _URL.sub(lambda found: redact_url(found[0]), text)
     text = _NAMED.sub(lambda found: f"{found[1]}{found[2]}{HIDDEN}", text)
     text = _BEARER.sub(rf"\1 {HIDDEN}", text)
@@ -77,7 +77,7 @@ def redact(text: str) -> str:
 
 
 def secret_in(settings: Mapping[str, Any]) -> str | None:
-    """The dotted key of the first setting that is, or is called, a secret; None where there is none."""
+    """The dotted key of the first setting whose name or value is a secret; None if there is none."""
     for key, value in _leaves(settings, ""):
         name = key.rpartition(".")[2]
         if isinstance(value, str) and value and (_is_secret(name, SECRET_NAMES) or _TOKEN.search(value)):
@@ -107,6 +107,6 @@ def _is_secret(name: str, names: frozenset[str]) -> bool:
 
 
 def _secrets() -> set[str]:
-    """What was remembered, and what the environment holds under a name that says so."""
+    """Remembered secrets, and environment variables whose names mark them as secrets."""
     values = {value for name, value in os.environ.items() if _VARIABLE.search(name) and len(value) >= SHORTEST}
     return values | _known

@@ -1,6 +1,6 @@
 """The data at each stage of a run, as frozen dataclasses.
 
-Each stage is a type of its own, so reading an advantage before it exists is a type error, not a None. The stages:
+Each stage has its own type, so reading an advantage before it exists is a type error, not a None. The stages:
 
     Prompt -> Rollout -> (with Score) TokenBatch -> EvaluatedBatch -> Experience
 
@@ -25,7 +25,7 @@ Finish = Literal["stop", "length", "error"]
 
 
 class Message(TypedDict):
-    """One turn of a conversation. What is not required is for chat templates that read it."""
+    """One turn of a conversation. The optional keys are for chat templates that read them."""
 
     role: str
     content: str
@@ -37,12 +37,11 @@ class Message(TypedDict):
 
 @dataclass(frozen=True)
 class Prompt:
-    """What the policy is asked. `answer` is the reference answer where a check needs one.
+    """A prompt for the policy. `answer` is the reference answer, for rewards that need one.
 
-    `as_messages` says that the record held a list of messages, not a text: reward functions of TRL's shape are called
-    with what the record held.
-    `meta` holds the record's other columns by the record's own names. `tools` and `template_kwargs` are handed to the
-    chat template with the messages.
+    `as_messages` means that the record held a list of messages, not a text: reward functions in TRL's form are called
+    with whichever the record held. `meta` holds the record's other columns under their own names. `tools` and
+    `template_kwargs` are passed to the chat template with the messages.
     """
 
     id: str
@@ -61,12 +60,12 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Rollout:
-    """One sampled answer, on the CPU, with what the engine said while sampling it.
+    """One sampled answer, on the CPU, with the engine's log-probabilities.
 
     All columns have length T = prompt + answer tokens. `response_mask` is True where the policy sampled the token; it
-    comes from lengths, never from token ids. `behavior_logprobs` is the log-probability under the distribution that
-    was really sampled from (temperature and truncation applied); `untruncated_logprobs` is at the same temperature
-    over the whole vocabulary, and the two are equal when neither top-p nor top-k is set. Both are 0 off the mask.
+    is built from lengths, never from token ids. `behavior_logprobs` is the log-probability under the distribution that
+    was sampled from (temperature and truncation applied). `untruncated_logprobs` is at the same temperature over the
+    whole vocabulary; the two are equal if neither top-p nor top-k is set. Both are 0 off the mask.
     """
 
     prompt: Prompt
@@ -82,15 +81,15 @@ class Rollout:
 
     @property
     def response_length(self) -> int:
-        """How many tokens the policy sampled."""
+        """Number of tokens that the policy sampled."""
         return int(self.response_mask.sum())
 
 
 @dataclass(frozen=True)
 class Score:
-    """What a reward gave one rollout. An invalid score is masked out of the batch and counted, never read as zero.
+    """The reward of one rollout. An invalid score is masked out of the batch and counted, never read as zero.
 
-    `error` says in one line what went wrong, where there is more to say than the reason in `parts`.
+    `error` describes in one line what went wrong, where the reason in `parts` is not enough.
     """
 
     value: float
@@ -100,7 +99,7 @@ class Score:
 
     @property
     def usable(self) -> bool:
-        """Whether it is a number that training can hold: valid, and finite in fp32."""
+        """Whether training can use the value: valid, and finite in fp32."""
         return self.valid and abs(self.value) <= torch.finfo(torch.float32).max
 
 
@@ -109,9 +108,9 @@ BatchT = TypeVar("BatchT", bound="Sequences")
 
 @dataclass(frozen=True, kw_only=True)
 class Sequences:
-    """Padded rows of tokens. Padding may stand on either side: `attention_mask` says what is real.
+    """Padded rows of tokens. Padding may be on either side; `attention_mask` marks the real tokens.
 
-    `temperature` is the one the tokens were sampled at; every log-probability of the batch is taken at it.
+    `temperature` is the sampling temperature; every log-probability of the batch is computed at it.
     """
 
     tokens: Tensor  # (B, T) int64
@@ -123,11 +122,11 @@ class Sequences:
         return self.tokens.shape[0]
 
     def row_groups(self) -> list[list[int]]:
-        """Rows that must stay together in one micro-batch; here each row stands alone."""
+        """Rows that must stay together in one micro-batch; here each row is its own group."""
         return [[row] for row in range(len(self))]
 
     def lengths(self) -> Tensor:
-        """(B,) how many real tokens each row has."""
+        """(B,) number of real tokens in each row."""
         return self.attention_mask.sum(dim=1)
 
     def select(self, rows: Tensor) -> Self:
@@ -144,7 +143,7 @@ class Sequences:
         return (int(used[0]), int(used[-1]) + 1) if used.numel() else (0, self.tokens.shape[1])
 
     def trimmed(self) -> Self:
-        """Without the columns, at either end, that are padding in every row."""
+        """The batch without leading and trailing columns that are padding in every row."""
         first, last = self.span()
         width = self.tokens.shape[1]
         if (first, last) == (0, width):
@@ -172,20 +171,20 @@ class TokenBatch(Sequences):
 
 @dataclass(frozen=True, kw_only=True)
 class EvaluatedBatch(TokenBatch):
-    """Plus what the roles say of the tokens, before the first update."""
+    """Scored rollouts with the log-probs, values and entropy of the roles, computed before the first update."""
 
     old_logprobs: Tensor  # (B, T) the trainer's log-probs of the policy that sampled
     ref_logprobs: Tensor | None  # (B, T) the policy before any RL
     values: Tensor | None  # (B, T) V(tokens before t)
     final_values: Tensor | None  # (B,) V(all tokens), for bootstrapping where an answer was cut off
     entropy: Tensor | None = None  # (B, T) of the policy that sampled, in nats
-    top_tokens: Tensor | None = None  # (B, T, K) int32, the tokens that it held likeliest; for people to look at
+    top_tokens: Tensor | None = None  # (B, T, K) int32, its K most likely tokens; for display only
     top_logprobs: Tensor | None = None  # (B, T, K)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Experience(EvaluatedBatch):
-    """Plus credit: what each token is worth to the update."""
+    """Evaluated rollouts with the rewards, advantages and returns of each token."""
 
     rewards: Tensor  # (B, T)
     advantages: Tensor  # (B, T)
@@ -194,7 +193,7 @@ class Experience(EvaluatedBatch):
 
 @dataclass(frozen=True, kw_only=True)
 class PairBatch(Sequences):
-    """Preferred and rejected answers; the two rows of a pair share `pair_ids` and never leave each other."""
+    """Preferred and rejected answers; the two rows of a pair share `pair_ids` and stay in one micro-batch."""
 
     pair_ids: Tensor  # (B,) int64
     chosen: Tensor  # (B,) bool
@@ -207,7 +206,7 @@ class PairBatch(Sequences):
 
 @dataclass(frozen=True, kw_only=True)
 class RankedBatch(Sequences):
-    """Ranked answers (rank 0 is best; equal ranks are ties); all answers of a prompt stay in one step."""
+    """Ranked answers (rank 0 is best; equal ranks are ties); all answers to a prompt stay in one step."""
 
     group_ids: Tensor  # (B,) int64
     ranks: Tensor  # (B,) int64
@@ -219,7 +218,7 @@ class RankedBatch(Sequences):
 
 @dataclass(frozen=True)
 class TokenOutputs:
-    """What a forward pass gives an objective over tokens."""
+    """Outputs of a forward pass for an objective over tokens."""
 
     logprobs: Tensor  # (B, T)
     entropy: Tensor  # (B, T)
@@ -228,21 +227,21 @@ class TokenOutputs:
 
 @dataclass(frozen=True)
 class ScoreOutputs:
-    """What a forward pass of a reward model gives: one score a row, read at the last real token."""
+    """Outputs of a reward model's forward pass: one score per row, read at the last real token."""
 
     scores: Tensor  # (B,)
 
 
 @dataclass(frozen=True)
 class Loss:
-    """An objective's answer: a sum (not a mean) to be divided by the size of the whole step, and what to report."""
+    """The result of an objective: a sum (not a mean), to be divided by the size of the whole step, and metrics."""
 
     total: Tensor  # scalar
     metrics: Metrics
 
 
 class Metrics:
-    """Metrics as (sum, weight) pairs, so that adding up micro-batches, ranks and epochs never distorts a mean.
+    """Metrics as (sum, weight) pairs, so that adding up micro-batches, ranks and epochs gives the exact mean.
 
     A count is a sum without a weight.
     """
@@ -252,7 +251,7 @@ class Metrics:
         self.counts: dict[str, float] = {}
 
     def add(self, name: str, total: Tensor | float, weight: Tensor | float = 1.0) -> None:
-        """Put `total`, a sum over `weight` things, towards the mean called `name`."""
+        """Add `total`, a sum over `weight` items, to the mean called `name`."""
         new_total, new_weight = _scalar(total), _scalar(weight)
         if name in self.weighted:
             old_total, old_weight = self.weighted[name]
@@ -265,19 +264,19 @@ class Metrics:
         self.counts[name] = self.counts.get(name, 0.0) + number
 
     def merge(self, other: Metrics) -> None:
-        """Add the other's sums and counts to these."""
+        """Add the sums and counts of `other` to these."""
         for name, (total, weight) in other.weighted.items():
             self.add(name, total, weight)
         for name, number in other.counts.items():
             self.count(name, number)
 
     def mean(self, name: str) -> float:
-        """One metric's mean."""
+        """The mean of one metric."""
         total, weight = self.weighted[name]
         return float(total / weight)
 
     def values(self) -> dict[str, float]:
-        """Every mean and count by name; a mean with no weight is left out, for there was nothing to measure."""
+        """Every mean and count by name; a mean whose weight is 0 is left out."""
         means = {name: self.mean(name) for name, (_, weight) in self.weighted.items() if float(weight) != 0.0}
         return means | self.counts
 
@@ -289,12 +288,12 @@ def _scalar(value: Tensor | float) -> Tensor:
 
 
 def columns_of(batch: Sequences) -> dict[str, Any]:
-    """The batch's fields by name, uncopied."""
+    """The batch's fields by name, without copying."""
     return {column.name: getattr(batch, column.name) for column in dataclasses.fields(batch)}
 
 
 def extend(batch: Sequences, stage: type[BatchT], **columns: Any) -> BatchT:
-    """`batch` as the next stage, with its new columns."""
+    """`batch` as the next stage, with the new columns added."""
     return stage(**columns_of(batch), **columns)
 
 

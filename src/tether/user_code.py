@@ -1,21 +1,17 @@
-"""Running code that a recipe names: isolated from the run's state, and within a time limit.
+"""Run code that a recipe names (a reward, a task, a chat template): isolated from the run's state, with a time limit.
 
-A time limit for code that runs in this process: a reward's function, a rule, a chat template.
+`time_limit()` limits one call. A thread watches the clock and raises `TimeLimitError` in the code that takes too long:
+by a signal in the main thread, which also interrupts a blocking call such as `time.sleep` or a regular expression, and
+as an asynchronous exception in any other thread. An operating-system timer covers code that never releases the GIL. The
+error is a BaseException and is raised again every second, so `except Exception` does not swallow it. If the code
+still goes on `GRACE` seconds after the limit, the process is ended.
 
-A thread watches the clock. At the limit it has `TimeLimitError` raised in the code that ran over: by a signal in the
-main thread, which also ends a blocking call such as `time.sleep` or a regular expression, and as an asynchronous
-exception in any other thread. A timer of the operating system stands beside it, for code that keeps Python's lock. The
-error is a BaseException and is raised again every second, so `except Exception` does not swallow it. Code that swallows
-it all the same is ended with the process, `GRACE` seconds after the limit.
+`apart()` surrounds every call. Changes to process state (working folder, environment, torch's threads and default
+dtype, signal handlers, ...) are undone when the call returns and restored before the next call. The user's code keeps
+its settings and the run keeps its own. Random generators are shared on purpose: Tether uses none of the global ones.
 
-Running code that a recipe names, such as a reward or a task, so that it changes and ends nothing but itself.
-
-`apart()` surrounds every call. What the code does to the process (working folder, environment, torch's threads and
-default dtype, signal handlers, ...) is undone when the call returns, and done again for its next call: the code keeps
-what it set up, and the run keeps its own. Random generators are shared on purpose: Tether draws from none of them.
-
-`exits_told()` surrounds a run. An `os._exit` or `os.exec*` of such code would end the process with whatever exit code
-it likes, 0 included; it ends with a sentence and the exit code of a faulty reward instead.
+`exits_told()` surrounds a run. If user code calls `os._exit` or `os.exec*`, the process would end with any exit code,
+including 0. Instead it ends with a message and the exit code of a faulty reward.
 """
 
 from __future__ import annotations
@@ -33,10 +29,12 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple, NoReturn
 
-GRACE = 15.0  # seconds past a limit, after which the process is ended
-AGAIN = 1.0  # seconds after which the error is raised again
-EXIT_CODE = 5  # of tether.errors.DataError
-SIGNAL = getattr(signal, "SIGVTALRM", None)  # users' code has SIGALRM for limits of its own
+# -- time limits --------------------------------------------------------------------------------------------------
+
+GRACE = 15.0  # seconds after a limit at which the process is ended
+AGAIN = 1.0  # seconds between two raises of the error
+EXIT_CODE = 5  # that of tether.errors.DataError
+SIGNAL = getattr(signal, "SIGVTALRM", None)  # SIGALRM stays free for limits in user code
 _end_process = os._exit
 
 
@@ -45,16 +43,16 @@ class TimeLimitError(BaseException):
 
 
 class _Watch:
-    """One limit at a time in each thread: the soonest. No lock is held on leaving one, for that may be interrupted."""
+    """The nearest limit of each thread. `end` takes no lock, because the error may interrupt it at any point."""
 
     def __init__(self) -> None:
-        self.limits: dict[int, tuple[float, str]] = {}  # by thread: when it ends, and what is ended
+        self.limits: dict[int, tuple[float, str]] = {}  # by thread: the deadline, and the name of the code
         self.changed = threading.Condition()
         self.thread: threading.Thread | None = None
         self.pid = 0
 
     def begin(self, until: float, what: str) -> tuple[float, str] | None:
-        """Watch this thread; returns the limit that this one stands in for."""
+        """Watch this thread; returns the outer limit that this one replaces."""
         me = threading.get_ident()
         with self.changed:
             if self.thread is None or self.pid != os.getpid():  # a fork has no threads
@@ -62,7 +60,7 @@ class _Watch:
                 self.thread = threading.Thread(target=self._run, name="tether-time-limit", daemon=True)
                 try:
                     self.thread.start()
-                except RuntimeError:  # no memory for one: what is short is told where it is needed
+                except RuntimeError:  # no memory for a thread: the code that needs memory reports it
                     self.thread = None
             before = self.limits.get(me)
             self.limits[me] = (until, what) if before is None or until < before[0] else before
@@ -70,7 +68,7 @@ class _Watch:
         return before
 
     def end(self, before: tuple[float, str] | None) -> None:
-        """Back to the limit before."""
+        """Restore the outer limit."""
         if before is None:
             self.limits.pop(threading.get_ident(), None)
         else:
@@ -104,7 +102,7 @@ _watch = _Watch()
 
 def _end(what: str) -> None:
     with suppress(OSError):
-        os.write(2, f"\ntether: {what} took longer than its time limit and did not let itself be ended\n".encode())
+        os.write(2, f"\ntether: {what} took longer than its time limit and could not be stopped\n".encode())
     _end_process(EXIT_CODE)
 
 
@@ -122,18 +120,18 @@ def _raise(*_: object) -> None:
 
 @contextmanager
 def time_limit(seconds: float | None, what: str) -> Iterator[None]:
-    """Raise TimeLimitError in the block once it has taken `seconds`; None or 0: no limit. `what` names the code."""
+    """Raise TimeLimitError in the block after `seconds`; None or 0 means no limit. `what` names the code."""
     if not seconds:
         yield
         return
     in_main = threading.current_thread() is threading.main_thread()
     if SIGNAL is not None and in_main and signal.getsignal(SIGNAL) is not _raise:
-        # Left in place afterwards: a signal that is under way must never meet the default, which ends the process.
+        # The handler stays installed: a late signal must not reach the default action, which ends the process.
         signal.signal(SIGNAL, _raise)
     before = _watch.begin(time.monotonic() + seconds, what)
     timed = SIGNAL is not None and in_main
     try:
-        if timed:  # code that keeps Python's lock, such as a regular expression, keeps the watching thread from running
+        if timed:  # a regular expression holds the GIL, so the watching thread cannot run
             signal.setitimer(signal.ITIMER_VIRTUAL, seconds, AGAIN)
         yield
     finally:
@@ -142,19 +140,21 @@ def time_limit(seconds: float | None, what: str) -> Iterator[None]:
             signal.setitimer(signal.ITIMER_VIRTUAL, 0.0)
 
 
+# -- whose error it is --------------------------------------------------------------------------------------------
+
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name))
 UNKNOWN = object()
-end_process = os._exit  # for Tether itself, which knows what it is doing
+end_process = os._exit  # the original, for Tether's own use
 
 
 class Interrupted(KeyboardInterrupt):
-    """A person wants to end what runs now, whoever's code that is."""
+    """The user asked to stop, whichever code is running."""
 
 
 def is_its_own(error: BaseException) -> bool:
-    """Whether what came out of a user's code is that code's own affair, and no order to end this process.
+    """Whether an error of user code is that code's own failure, not a request to end this process.
 
-    A KeyboardInterrupt is a person's where Python's own handler of Ctrl-C is installed, which raises it.
+    A KeyboardInterrupt comes from the user if Python's own Ctrl-C handler, which raises it, is installed.
     """
     if isinstance(error, Interrupted):
         return False
@@ -163,11 +163,11 @@ def is_its_own(error: BaseException) -> bool:
     return isinstance(error, (Exception, SystemExit, GeneratorExit, asyncio.CancelledError, TimeLimitError))
 
 
-# -- what belongs to the process ----------------------------------------------------------------------------------
+# -- process state ------------------------------------------------------------------------------------------------
 
 
 class Setting(NamedTuple):
-    """One thing that all code of a process shares."""
+    """One setting that all code in a process shares."""
 
     name: str
     read: Callable[[], Any]
@@ -176,7 +176,7 @@ class Setting(NamedTuple):
 
 def _read_folder() -> Any:
     try:
-        return os.getcwd()  # noqa: PTH109 (text, as os.chdir takes it)
+        return os.getcwd()  # noqa: PTH109 (os.chdir takes text)
     except OSError:
         return UNKNOWN
 
@@ -220,7 +220,7 @@ def _write_signal(number: int) -> Callable[[Any], None]:
 
 
 def _write_device(torch: Any, device: Any) -> None:
-    torch.set_default_device(None if device.type == "cpu" else device)  # None is how torch starts
+    torch.set_default_device(None if device.type == "cpu" else device)  # None is torch's initial value
 
 
 def _cuda(torch: Any) -> Any:
@@ -246,7 +246,7 @@ SETTINGS = (
         _to_torch(lambda t, mode: t.set_deterministic_debug_mode(mode)),
     ),
     Setting(
-        "precision of products",
+        "matmul precision",
         _of_torch(lambda t: t.get_float32_matmul_precision()),
         _to_torch(lambda t, kind: t.set_float32_matmul_precision(kind)),
     ),
@@ -256,15 +256,15 @@ SETTINGS = (
 
 
 class _Apart:
-    """The two sides of the process: what the run has set, and what users' code has set otherwise."""
+    """The two versions of the process state: the run's settings, and the changes that user code made."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.depth = 0
-        self.theirs: dict[str, Any] = {}  # what users' code has set, by name
+        self.theirs: dict[str, Any] = {}  # settings changed by user code, by name
 
     def enter(self) -> dict[str, Any]:
-        """Put on what users' code had set; returns what the run has."""
+        """Apply the settings of user code; returns the run's settings."""
         ours = {setting.name: _read(setting) for setting in SETTINGS}
         for setting in SETTINGS:
             if setting.name in self.theirs and self.theirs[setting.name] != ours[setting.name]:
@@ -272,7 +272,7 @@ class _Apart:
         return ours
 
     def leave(self, ours: dict[str, Any]) -> None:
-        """Keep what users' code has set, and put back what the run had."""
+        """Save the settings of user code and restore the run's settings."""
         for setting in SETTINGS:
             now, before = _read(setting), ours[setting.name]
             if now is UNKNOWN and setting.name != "working folder":
@@ -287,7 +287,7 @@ class _Apart:
 def _read(setting: Setting) -> Any:
     try:
         return setting.read()
-    except Exception:  # a version of torch that refuses the question
+    except Exception:  # a version of torch without this setting
         return UNKNOWN
 
 
@@ -302,7 +302,7 @@ _apart = _Apart()
 
 @contextmanager
 def apart() -> Iterator[None]:
-    """Around a call of a user's code; within another one it does nothing more. Other threads wait their turn."""
+    """Isolate one call of user code; a nested call does nothing more. Other threads wait until it ends."""
     with _apart.lock:
         if _apart.depth:
             yield
@@ -316,14 +316,14 @@ def apart() -> Iterator[None]:
             _apart.depth -= 1
 
 
-# -- ways out of the process --------------------------------------------------------------------------------------
+# -- exits of the process -----------------------------------------------------------------------------------------
 
 
 @contextmanager
 def exits_told() -> Iterator[None]:
-    """Within it, `os._exit` and `os.exec*` end this process with a sentence and the exit code of a faulty reward.
+    """Make `os._exit` and `os.exec*` end this process with a message and the exit code of a faulty reward.
 
-    Processes that the code forks are let alone.
+    Processes that the code forks are not affected.
     """
     pid = os.getpid()
     names = ("_exit", "execv", "execve")
@@ -347,7 +347,7 @@ def exits_told() -> Iterator[None]:
 
 
 def _say_and_end(call: str) -> NoReturn:
-    words = f"tether: code that the recipe names called {call}, which would have ended the run without a word\n"
+    words = f"tether: code that the recipe names called {call}, which would have ended the run without a message\n"
     with suppress(OSError):
         os.write(2, words.encode("utf-8", "replace"))
     end_process(EXIT_CODE)

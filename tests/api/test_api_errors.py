@@ -30,7 +30,7 @@ def test_wrong_prompts_are_told_by_their_place(small_ppo, tmp_path):
         small_ppo(["red:", 7])
     with refused(tether.DataError, r"^prompts: expected a file or a list of texts or mappings.*was given a dict"):
         small_ppo({"prompt": "red:"})
-    with refused(tether.DataError, r"^prompts\[0\]: it cannot be kept as JSON"):
+    with refused(tether.DataError, r"^prompts\[0\]: it cannot be written as JSON"):
         small_ppo([{"prompt": "red:", "when": object()}])
     with refused(tether.DataError, r"nowhere\.jsonl"):
         small_ppo("nowhere.jsonl")
@@ -59,9 +59,7 @@ def test_an_unknown_setting_is_answered_with_the_nearest(small_ppo, tmp_path):
         tether.sft("tiny-bytes", DEMONSTRATIONS, steps=3, epochs=1, directory=tmp_path)
     with refused(tether.ConfigError, r"^unknown method pppo: did you mean ppo\?"):
         tether.train_recipe("pppo")
-    with refused(
-        tether.ConfigError, r"^sft learns from records, and takes no algorithm _makes_nothing: that is for ppo,"
-    ):
+    with refused(tether.ConfigError, r"^sft trains on records and takes no algorithm _makes_nothing: that is for ppo,"):
         tether.train_recipe("sft", settings={"data.train": "x.jsonl"}, algorithm=_makes_nothing)
 
 

@@ -35,7 +35,7 @@ def test_a_run_found_on_disk_goes_on_with_its_reward_passed_again(small_ppo, tmp
     assert f"tether.load_run('{found.path}').resume(reward=...)" in str(refused.value)
     with pytest.raises(tether.ConfigError, match=r"begun from Python with objects .*share_of_letters"):
         found.resume(reward={"another": share_of_letters}, progress=False)
-    with pytest.raises(tether.ConfigError, match=r"had weight 1 as the run began, and 2 is given"):
+    with pytest.raises(tether.ConfigError, match=r"had weight 1 when the run started, and 2 is given"):
         found.resume(reward=(share_of_letters, 2.0), progress=False)
     heard: list[int] = []
     done = found.resume(reward=share_of_letters, on_step=lambda step: heard.append(step.step), progress=False)

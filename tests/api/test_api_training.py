@@ -170,12 +170,12 @@ def test_sft_then_a_reward_model_then_ppo_against_it(tmp_path):
         **place,
     )
     assert heard == list(range(20)) and judge.metrics["accuracy"].iloc[-1] == 1.0 and judge.report
-    with pytest.raises(tether.ConfigError, match=r"is a reward model, which scores answers"):
+    with pytest.raises(tether.ConfigError, match=r"is a reward model: it scores answers"):
         judge.generate("hi")
     run = tether.ppo(first, ["red?", "pink?"], judge, steps=2, settings=SMALL, **place)
     assert run.settings["reward"]["parts"][0]["path"] == str(judge.model_path)
     assert run.settings["run"]["objects"] == [] and run.finished
-    with pytest.raises(tether.ConfigError, match=r"was trained by sft, and is no reward model"):
+    with pytest.raises(tether.ConfigError, match=r"was trained by sft and is not a reward model"):
         tether.ppo(first, ["red?"], first, steps=1, **place)
 
 

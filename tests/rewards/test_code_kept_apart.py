@@ -94,4 +94,4 @@ def test_no_way_out_with_exit_code_0(tmp_path: Path) -> None:
     words += ["--reward.parts={kind: function, function: 'mine.py:score'}"]
     done = subprocess.run([sys.executable, "-c", RUN, *words], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 5, done.stderr
-    assert "without a word" in done.stderr
+    assert "without a message" in done.stderr

@@ -51,7 +51,7 @@ except StorageError as error:
 
     words = [sys.executable, "-c", script, str(Path(__file__).parent)]
     done = subprocess.run(words, capture_output=True, text=True, timeout=60, preexec_fn=limited, check=False)
-    assert done.returncode == 0 and "inflate to more than 256 MiB" in done.stdout, done.stderr[-800:]
+    assert done.returncode == 0 and "decompress to more than 256 MiB" in done.stdout, done.stderr[-800:]
 
 
 def packed(header: object, rest: bytes = b"", size: int | None = None) -> bytes:

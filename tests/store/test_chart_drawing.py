@@ -93,8 +93,8 @@ def test_a_chart_has_a_name_and_says_its_numbers_in_words():
 
 
 def test_no_data_is_said():
-    assert "nothing was recorded" in render_svg(Chart("t", "q", ()))
-    assert "nothing was recorded" in render_svg(chart((1, NAN)))
+    assert "no data was recorded" in render_svg(Chart("t", "q", ()))
+    assert "no data was recorded" in render_svg(chart((1, NAN)))
 
 
 def test_a_line_breaks_where_a_value_is_missing():

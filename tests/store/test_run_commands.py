@@ -108,7 +108,7 @@ def test_tokens_are_coloured_by_advantage(workspace, capsys, monkeypatch):
     ("words", "told"),
     [
         (["show", "demo/pppo"], "did you mean demo/ppo"),
-        (["show", "demo/ppo", "--step", "77"], "nearest that were are of 5"),
+        (["show", "demo/ppo", "--step", "77"], "nearest kept steps are 5"),
         (["show", "demo/ppo", "--step", "1", "--sample", "9"], "samples 0 to 1"),
         (["export", "demo/ppo"], "say what to export"),
         (["export", "demo/ppo", "--metrics", "x.xml"], "must end in .csv or .jsonl"),

@@ -213,13 +213,13 @@ def test_doctor_verify_says_what_is_wrong_and_repairs_what_it_can(tmp_path: Path
     told = " ".join(fault for one in found["results"] for fault in one["faults"])
     assert "run.steps is 4, was 3" in told and "metrics of step 1" in told
     assert main(["doctor", "--verify", "--repair"]) == 0
-    assert "put back" in capsys.readouterr().out
+    assert "restored" in capsys.readouterr().out
     assert main(["doctor", "a", "--verify"]) == 0
     (tmp_path / "runs" / "tether.db").unlink()
     assert main(["doctor", "runs/a", "--verify"]) == 6
     capsys.readouterr()
     assert main(["doctor", "runs/a", "--verify", "--repair"]) == 6, "tokens are nowhere else"
-    assert "tokens of steps 0 to 2 were in the run store alone" in capsys.readouterr().out
+    assert "tokens of steps 0 to 2 were only in the run store" in capsys.readouterr().out
     assert main(["doctor", "runs/a", "--verify"]) == 0
     with open_workspace("runs") as opened:
         assert [row["third"] for row in read_run(opened, "a").metrics] == [1 / 3] * 3

@@ -61,7 +61,7 @@ def test_a_locked_store_is_told_once_waited_for_on_disk_and_caught_up_in_order(t
     recording.recorder.close("done")
     assert recorded_steps(tmp_path) == [0, 1, 2, 3, 4]
     away, back = recording.said
-    assert "locked" in away and "Training goes on" in away and "4 records" in back
+    assert "locked" in away and "Training continues" in away and "4 records" in back
     assert not (recording.folder / "spool").exists() and recording.recorder.dropped == 0
     with open_workspace(tmp_path / "runs") as opened:
         run = read_run(opened, "a")

@@ -59,7 +59,7 @@ def test_a_damaged_mark_of_the_version_is_told_in_a_sentence(tmp_path: Path, sto
     workspace = workspace_at(tmp_path, store_url)
     with open_engine(workspace).begin() as connection:
         connection.execute(text("UPDATE alembic_version SET version_num = '000&'"))
-    with pytest.raises(StorageError, match=r"damaged.*put it back from a copy"):
+    with pytest.raises(StorageError, match=r"damaged.*restore it from a copy"):
         open_engine(workspace)
 
 

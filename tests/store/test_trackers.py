@@ -81,7 +81,7 @@ def test_a_hanging_sink_neither_stops_a_step_nor_the_end(monkeypatch):
     gate.set()
     assert [text.split(":")[0] for text in said] == [
         "The metric trackers are too slow",
-        "A metric tracker did not finish in time and is left behind.",
+        "A metric tracker did not finish in time and was abandoned.",
     ]
 
 

@@ -185,7 +185,7 @@ def test_an_owner_finds_assigns_and_marks_items_with_the_keyboard(visitor: Visit
     visitor.press("Enter")
     expect(page.locator(".badge.gold")).to_have_count(1)
     visitor.press("t")
-    expect(page.get_by_label("Tags, with commas between")).to_be_focused()
+    expect(page.get_by_label("Tags, separated by commas")).to_be_focused()
     page.keyboard.type("hard, odd")
     visitor.press("Enter")
     expect(page.locator(".badge", has_text="hard")).to_have_count(1)

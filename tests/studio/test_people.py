@@ -280,8 +280,8 @@ def test_the_wish_for_a_proxy_is_checked(capsys):
         ("--public-url", "ftp://x"): "--public-url",
         ("--public-url", "https://user@x"): "--public-url",
         ("--public-url", "https://x:99999"): "--public-url",
-        ("--trusted-proxies", "proxy.local"): "no address or network",
-        ("--trusted-proxies", "10.0.0.0/99"): "no address or network",
+        ("--trusted-proxies", "proxy.local"): "not an address or network",
+        ("--trusted-proxies", "10.0.0.0/99"): "not an address or network",
     }.items():
         assert main(["studio", "--port", "0", *words]) == 2
         assert said in capsys.readouterr().err

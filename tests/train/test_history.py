@@ -54,7 +54,7 @@ def test_a_store_that_is_gone_gets_the_history_back_from_the_runs_folder(tmp_pat
     stopped(tmp_path / "runs")
     lose(tmp_path / "runs")
     said = resumed(tmp_path / "runs" / "run")
-    assert any("lacked metrics of steps 0 to 3: they were put back" in text for text in said)
+    assert any("lacked metrics of steps 0 to 3: they were restored" in text for text in said)
     assert differences(calm, tmp_path / "runs" / "run") == []
     with open_workspace(tmp_path / "runs") as opened:
         kinds = [event.kind for event in read_run(opened, "run").events]
@@ -86,7 +86,7 @@ def test_a_run_that_was_renamed_takes_its_records_along_tokens_included(tmp_path
     said: list[str] = []
     moved = stored_recipe(tmp_path / "runs" / "run2")
     train_recipe(moved, stop=lambda: False, advance=lambda step, row: None, notify=said.append, resume=True)
-    assert any("was recorded as run and goes on as run2" in text for text in said)
+    assert any("was recorded as run and continues as run2" in text for text in said)
     with open_workspace(tmp_path / "runs") as opened:
         assert [run.name for run in list_runs(opened)] == ["run2"]
         run = read_run(opened, "run2")
@@ -201,7 +201,7 @@ def test_a_run_of_a_tether_without_headers_and_logs_gets_them(tmp_path):
     (runs / "tether.db").unlink()
     (runs / "run" / "finished.json").unlink()
     said = resumed(runs / "run")
-    assert any("steps 0 to 5" in text and "put back" in text for text in said)
+    assert any("steps 0 to 5" in text and "restored" in text for text in said)
 
 
 def _without_run(path: Path) -> None:

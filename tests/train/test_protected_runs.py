@@ -42,7 +42,7 @@ def test_an_edited_recipe_is_refused_with_the_commands_that_go_on_and_that_undo_
         assert cli.main(command) == 2
         told = capsys.readouterr().err
         assert "optimizer.policy_lr is 0.002, was 0.003" in told
-    with pytest.raises(ConfigError, match="is not what the run was begun with"):
+    with pytest.raises(ConfigError, match="is not what the run started with"):
         run_config(str(stopped))
     fork = told.partition("`tether ")[2].partition("`")[0].split()
     assert fork == ["fork", str(stopped), "--optimizer.policy_lr", "0.002"]
@@ -65,7 +65,7 @@ def test_a_flipped_bit_of_a_recipe_is_found(tmp_path, key):
     assert place > 0
     content[place + len(key) + 2] ^= 1
     file.write_bytes(bytes(content))
-    with pytest.raises(ConfigError, match="is not what the run was begun with"):
+    with pytest.raises(ConfigError, match="is not what the run started with"):
         stored_recipe(file.parent)
 
 
@@ -242,7 +242,7 @@ def test_a_run_that_begins_removes_nothing_of_another_program(tmp_path, name):
     precious = tmp_path / "runs" / "run" / name / "epoch=1.ckpt"
     precious.parent.mkdir(parents=True)
     precious.write_text("weights")
-    with pytest.raises(ConfigError, match=f"{name} is there already"):
+    with pytest.raises(ConfigError, match=f"{name} exists already"):
         whole(tiny("sft", tmp_path / "runs", *RULES))
     assert precious.read_text() == "weights"
     assert [path.name for path in (tmp_path / "runs" / "run").iterdir()] == [name]

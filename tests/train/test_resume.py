@@ -111,11 +111,11 @@ def test_a_damaged_checkpoint_is_told_and_the_one_before_leads_to_the_same_bits(
     taken: list[int] = []
     attempt(recipe, notify=told.append, advance=lambda step, metrics: taken.append(step))
     assert taken == [2, 3, 4, 5, 6, 7]
-    assert [text for text in told if "passed over" in text] and "step-00000005/state.json" in told[0]
+    assert [text for text in told if "skipping a damaged" in text] and "step-00000005/state.json" in told[0]
     assert differences(calm, run_path(recipe)) == []
     with open_workspace(tmp_path / "damaged") as opened:
         events = read_run(opened, "run").events
-    assert sum("passed over" in event.text for event in events) == 2
+    assert sum("skipping a damaged" in event.text for event in events) == 2
 
 
 def test_a_run_that_was_killed_at_its_very_end_still_gets_its_model_and_report(tmp_path, monkeypatch):

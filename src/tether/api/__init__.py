@@ -1,6 +1,6 @@
-"""The Python API: train, look at and use models from a program or a notebook; docs/python.md shows it.
+"""The Python API: train, inspect and use models from a program or a notebook. See docs/python.md.
 
-Every function goes through the recipe, the checks and the loop of the command line.
+Every function uses the same recipe, checks and loop as the command line.
 """
 
 from tether.api.run import Answer, Run, load_run

@@ -1,4 +1,4 @@
-"""What a program gives, as a recipe names it: models, records and rewards."""
+"""Convert the arguments of a program (models, records, rewards) to the form that a recipe uses."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from tether.types import Prompt
 if TYPE_CHECKING:
     from tether.api.run import Run
 
-INPUTS = "inputs"  # the folder of a workspace that keeps records which a program gave as objects
+INPUTS = "inputs"  # the workspace folder for records that a program passed as objects
 
 
 # -- models -------------------------------------------------------------------------------------------------------
 
 
 def model_name(model: Any) -> str:
-    """A model as `model.path` names it: text, a path, or a run."""
+    """A model in the form of `model.path`: a name, a path, or the path of a run."""
     if _is_run(model):
         return str(model.path)
     if isinstance(model, str | os.PathLike) and os.fspath(model):
@@ -39,10 +39,10 @@ def model_name(model: Any) -> str:
 
 
 def source_of(records: Any, directory: str, field: str, *, texts: bool = False) -> str | list[str]:
-    """Records as a recipe names them: a path stays one, objects are written to a file of the workspace.
+    """Records in the form that a recipe uses: a path is unchanged, objects are written to a file of the workspace.
 
-    The file is called by the digest of its content, so the same records are the same file, and resuming a run checks
-    that they have not changed. With `texts` a plain text is a prompt.
+    The file is named by the digest of its content, so the same records give the same file, and resuming a run checks
+    that they have not changed. With `texts`, a plain text is a prompt.
     """
     if isinstance(records, str | os.PathLike):
         return str(records)
@@ -84,7 +84,7 @@ def rows_of(records: Any, field: str, *, texts: bool = False) -> list[dict[str, 
 
 
 def prompts_of(prompts: Any, field: str = "prompts") -> list[Prompt]:
-    """Prompts to answer now: of a file, or of objects."""
+    """Prompts to answer now, from a file or from objects."""
     if isinstance(prompts, str | os.PathLike):
         return read_prompts(str(prompts))
     rows = rows_of(prompts, field, texts=True)
@@ -96,12 +96,12 @@ def _line(row: dict[str, Any], place: str) -> str:
         return json.dumps(row, ensure_ascii=False, allow_nan=False, default=_plain) + "\n"
     except (TypeError, ValueError) as error:
         raise DataError(
-            f"{place}: it cannot be kept as JSON ({error}): leave out what is no text, number or list"
+            f"{place}: it cannot be written as JSON ({error}): use only texts, numbers, lists and mappings"
         ) from None
 
 
 def _plain(value: Any) -> Any:
-    """A number or an array of NumPy's as Python's."""
+    """Convert a NumPy number or array to Python's types."""
     if callable(convert := getattr(value, "tolist", None)):
         return convert()
     raise TypeError(f"a {type(value).__name__}")
@@ -113,10 +113,10 @@ Functions = dict[str, Callable[..., Any]]
 
 
 def reward_of(reward: Any) -> tuple[list[dict[str, Any]], Functions]:
-    """A reward as `reward.parts`, and the functions of its parts of kind object by name.
+    """A reward as `reward.parts`, and the Python functions of its parts by name.
 
     A reward is a function, the run or folder of a reward model, `package.module:name`, a part as in a recipe, a list of
-    these, or a mapping of names to these. Each may stand in a pair with its weight.
+    these, or a mapping of names to these. Each may be in a pair with its weight.
     """
     if isinstance(reward, Mapping) and "kind" not in reward:
         given = [(str(name), *_weighted(one)) for name, one in reward.items()]
@@ -139,7 +139,7 @@ def reward_of(reward: Any) -> tuple[list[dict[str, Any]], Functions]:
 def _part(one: Any) -> dict[str, Any]:
     if _is_run(one):
         if one.method != "reward":
-            raise ConfigError(f"reward: {one.path} was trained by {one.method}, and is no reward model")
+            raise ConfigError(f"reward: {one.path} was trained by {one.method} and is not a reward model")
         return {"kind": "model", "path": str(one.path / "model")}
     if callable(one):
         return {"kind": "object"}

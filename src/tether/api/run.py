@@ -1,4 +1,4 @@
-"""A run as an object: what it recorded, its answers, its model, and going on with it."""
+"""A run as an object: its metrics, its answers, its model, and methods to resume or fork it."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ from tether.train.resume import checkpoint_model, forked_recipe, resumable_recip
 if TYPE_CHECKING:
     from pandas import DataFrame
 
-MAX_NEW_TOKENS = 128  # of a run that sampled nothing itself
+MAX_NEW_TOKENS = 128  # default for a run that did not sample
 
 
 @dataclass(frozen=True)
 class Answer:
-    """One answer of a model."""
+    """One answer of a model, with its score."""
 
-    prompt: str  # the last message that was answered
+    prompt: str  # the last message of the prompt
     text: str
-    ended: bool  # by itself; False where the length limit cut it off
-    score: float | None = None  # None where nothing scored it
+    ended: bool  # with an end token; False if the length limit cut it off
+    score: float | None = None  # None if there was no reward
     parts: Mapping[str, float] = field(default_factory=dict[str, float])  # of the score
     messages: Sequence[Mapping[str, Any]] = ()  # the whole prompt
 
@@ -49,7 +49,7 @@ class Run:
     def __init__(self, path: Path, *, objects: Objects | None = None, store_url: str | None = None) -> None:
         self.path = Path(path)
         self._objects = objects or Objects()
-        self._store_url = store_url  # with its password, which no file keeps
+        self._store_url = store_url  # with its password, which is never written to a file
         self._loaded: LoadedModel | None = None
 
     def __repr__(self) -> str:
@@ -58,7 +58,7 @@ class Run:
             f"<Run {self.path}: {summary.method}, {summary.steps_done} of {summary.steps_target} steps, {self.state}>"
         )
 
-    # -- what it is -----------------------------------------------------------------------------------------------
+    # -- state ----------------------------------------------------------------------------------------------------
 
     @property
     def name(self) -> str:
@@ -67,22 +67,22 @@ class Run:
 
     @property
     def method(self) -> str:
-        """Such as ppo."""
+        """The training method, such as "ppo"."""
         return self._recipe().method
 
     @property
     def state(self) -> str:
-        """Such as done or stopped."""
+        """The state, such as "done" or "stopped"."""
         return self._summary().state
 
     @property
     def finished(self) -> bool:
-        """Whether every step was taken; False for a run that can be resumed."""
+        """Whether all steps are complete; False for a run that can be resumed."""
         return RunFolder(self.path).is_finished
 
     @property
     def steps(self) -> int:
-        """How many steps were taken."""
+        """Number of completed steps."""
         return self._summary().steps_done
 
     @property
@@ -90,11 +90,11 @@ class Run:
         """Every key of its recipe, by section."""
         return self._recipe().model_dump(mode="json")
 
-    # -- what it recorded -----------------------------------------------------------------------------------------
+    # -- records --------------------------------------------------------------------------------------------------
 
     @property
     def metrics(self) -> DataFrame:
-        """One row a step, as a pandas DataFrame; `metrics_rows` needs no pandas."""
+        """One row per step, as a pandas DataFrame; `metrics_rows` needs no pandas."""
         try:
             import pandas
         except ImportError:
@@ -105,12 +105,12 @@ class Run:
         return pandas.DataFrame(self.metrics_rows()).set_index("step")
 
     def metrics_rows(self) -> list[dict[str, float]]:
-        """One mapping a step, each with its "step"; what was not finite is NaN."""
+        """One mapping per step, with its "step"; values that were not finite are NaN."""
         with self._opened() as opened:
             return [dict(row) for row in read_run(opened, str(self.path)).metrics]
 
     def answers(self, step: int = -1) -> list[Answer]:
-        """The answers that a step learned from, with their scores; -1 is the last step whose answers were kept."""
+        """The answers that a step trained on, with their scores; -1 is the last step whose answers were kept."""
         with self._opened() as opened:
             run = recorded(opened, find_run(opened, str(self.path)), metrics=())
             kept = list(run.rollout_steps)
@@ -136,30 +136,30 @@ class Run:
 
     @property
     def events(self) -> list[Event]:
-        """What happened: resumed, stopped, a finding of the doctor."""
+        """Events of the run, such as "resumed", "stopped" or a finding of the doctor."""
         with self._opened() as opened:
             return list(recorded(opened, find_run(opened, str(self.path)), metrics=()).events)
 
     @property
     def report(self) -> dict[str, Any]:
-        """What was measured at its end; for a reward model, its accuracy on held-out records."""
+        """The final measurements; for a reward model, its accuracy on held-out records."""
         file = self.path / "report.json"
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
-    # -- its model ------------------------------------------------------------------------------------------------
+    # -- model ----------------------------------------------------------------------------------------------------
 
     @property
     def model_path(self) -> Path:
-        """The folder of its model, which every function takes as `model`; there once the run is finished."""
+        """The folder of its model, which every function accepts as `model`; it exists once the run is finished."""
         return RunFolder(self.path).model_path
 
     @property
     def best_path(self) -> Path:
-        """The folder of the model with the best held-out score, where there were evaluations."""
+        """The folder of the model with the best held-out score; it exists if the run was evaluated."""
         return RunFolder(self.path).best_path
 
     def save(self, folder: str | Path) -> Path:
-        """Write the model, or the adapters that were trained, to a new folder.
+        """Write the model, or the trained LoRA adapters, to a new folder.
 
         A run that was stopped gives the model of its newest checkpoint.
         """
@@ -181,10 +181,10 @@ class Run:
         top_p: float = 1.0,
         seed: int = 0,
     ) -> list[Answer]:
-        """`n` answers to each prompt, those to one prompt side by side.
+        """Sample `n` answers to each prompt; the answers to one prompt are next to each other.
 
-        A prompt is a text or a mapping such as {"messages": [...]}. Length and temperature are by default those that
-        the run sampled with. Temperature 0 is greedy. The model stays loaded until `release`.
+        A prompt is a text or a mapping such as {"messages": [...]}. Length and temperature default to those of the
+        run's training. Temperature 0 is greedy. The model stays loaded until `release`.
         """
         if n < 1:
             raise ConfigError(f"n is {n}: it must be at least 1")
@@ -208,7 +208,7 @@ class Run:
         ]
 
     def release(self) -> None:
-        """Let go of the model that `generate` loaded."""
+        """Free the model that `generate` loaded."""
         self._loaded = None
 
     def _model(self) -> LoadedModel:
@@ -216,7 +216,7 @@ class Run:
             return self._loaded
         recipe = self._recipe()
         if recipe.method == "reward":
-            raise ConfigError(f"{self.path} is a reward model, which scores answers and writes none")
+            raise ConfigError(f"{self.path} is a reward model: it scores answers and cannot generate any")
         held = {
             "dtype": "auto" if recipe.model.dtype == "bfloat16" else recipe.model.dtype,
             "device": recipe.model.device,
@@ -229,7 +229,7 @@ class Run:
             self._loaded = load_causal_lm(str(self.save(Path(folder) / "model")), **held)
         return self._loaded
 
-    # -- going on with it -----------------------------------------------------------------------------------------
+    # -- resume and fork ------------------------------------------------------------------------------------------
 
     def resume(
         self,
@@ -242,9 +242,9 @@ class Run:
         on_step: Callable[[Any], object] | None = None,
         progress: bool = True,
     ) -> Run:
-        """Go on with a run that was stopped, to its last step: the result has the same bits as without the stop.
+        """Resume a stopped run and train to its last step; the result is bitwise equal to an uninterrupted run.
 
-        Objects that the run was begun with must be passed again, but for those that this `Run` still holds.
+        Pass again the objects that the run was started with, except those that this `Run` still holds.
         """
         from tether.api.training import go
 
@@ -271,9 +271,9 @@ class Run:
         on_step: Callable[[Any], object] | None = None,
         progress: bool = True,
     ) -> Run:
-        """Go on with more steps or other settings, as a run of its own, from the checkpoint after `step` steps.
+        """Start a new run, with more steps or other settings, from the checkpoint after `step` steps.
 
-        By default that is the newest checkpoint. A `reward` takes the place of the run's own.
+        The default is the newest checkpoint. `reward` replaces the run's own reward.
         """
         from tether.api.training import go
 
@@ -291,7 +291,7 @@ class Run:
         return go(_with_url(child, self._store_url), objects, on_step=on_step, progress=progress, forked=forked)
 
     def _with(self, reward: Any, task: Any, engine: Any, algorithm: Any, trackers: Sequence[Tracker] | None) -> Objects:
-        """The objects that this run holds, with those that are passed in their place."""
+        """The objects that this run holds, replaced by the ones passed here."""
         functions = None if reward is None else reward_of(reward)[1]
         changed = {"rewards": functions, "task": task, "engine": engine, "algorithm": algorithm, "trackers": trackers}
         return replace(self._objects, **{role: one for role, one in changed.items() if one is not None})
@@ -313,7 +313,7 @@ class Run:
 
 
 def load_run(path: str | Path, directory: str | Path = "runs") -> Run:
-    """A run that is on disk, by its folder or by its name in the workspace `directory`."""
+    """Load a run from disk, by its folder or by its name in the workspace `directory`."""
     return Run(run_folder(str(path), str(directory)))
 
 
@@ -324,12 +324,12 @@ def _with_url(recipe: Recipe, url: str | None) -> Recipe:
 
 
 def _check_weights(recipe: Recipe, reward: Any) -> None:
-    """Raise where a weight is given that is not the run's: resuming changes nothing."""
+    """Raise if a weight differs from the run's: resuming changes no setting."""
     begun = {part.label: part.weight for part in recipe.reward.parts} if isinstance(recipe, RLRecipe) else {}
     for part in reward_of(reward)[0]:
         name = part.get("name") or part["kind"]
         if "weight" in part and name in begun and part["weight"] != begun[name]:
             raise ConfigError(
-                f"reward: {name} had weight {begun[name]:g} as the run began, and {part['weight']:g} is given: leave "
-                "it out, or go on with the new one by fork"
+                f"reward: {name} had weight {begun[name]:g} when the run started, and {part['weight']:g} is given: "
+                "leave it out, or use fork to train with the new weight"
             )

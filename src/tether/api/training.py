@@ -1,9 +1,4 @@
-"""Training and evaluating from Python: one function for each method, and one for any recipe.
-
-Training from Python: one function for each method, and one for any recipe.
-
-Measuring models from Python, alone or against each other.
-"""
+"""Training and evaluating from Python: one function per method, one for any recipe, and `evaluate`."""
 
 from __future__ import annotations
 
@@ -40,7 +35,7 @@ OnStep = Callable[["Step"], object]
 
 @dataclass(frozen=True)
 class Step:
-    """One step of a run, as `on_step` hears of it."""
+    """One step of a run; `on_step` is called with it."""
 
     step: int  # 0 for the first, as in the run's metrics and answers
     total: int
@@ -68,13 +63,13 @@ def ppo(
 ) -> Run:
     """Train a model by PPO so that its answers to the prompts get more reward.
 
-    `prompts` is a file, a list of texts or mappings, or a `datasets.Dataset`; `held_out` is the same, or the fraction
-    of the prompts to hold out. `reward` is a function `f(prompt, completion, **columns)` that gives a number, or any
+    `prompts` is a file, a list of texts or mappings, or a `datasets.Dataset`. `held_out` is the same, or the fraction
+    of the prompts to hold out. `reward` is a function `f(prompt, completion, **columns)` that returns a number, or any
     other form that docs/python.md lists. `settings` are keys of the recipe, such as {"rollout.samples_per_prompt": 4}.
-    `on_step` is called with a `Step` after each step, and may return False to stop. `task` stands in for prompts and
+    `on_step` is called with a `Step` after each step, and may return False to stop. `task` replaces prompts and
     reward. `engine`, `algorithm` and `trackers` are objects of `tether.protocols` and `tether.algorithms`.
 
-    Ctrl-C ends the run after the step at hand and raises `Stopped`, whose `run` can be resumed.
+    Ctrl-C stops the run after the current step and raises `Stopped`, whose `run` can be resumed.
     """
     return _from_rollouts("ppo", locals())
 
@@ -97,7 +92,7 @@ def grpo(
     algorithm: Any = None,
     trackers: Sequence[Tracker] = (),
 ) -> Run:
-    """Train a model by GRPO: as `ppo`, with advantages relative to a group of answers and no critic."""
+    """Train a model by GRPO: like `ppo`, with advantages relative to a group of answers and no critic."""
     return _from_rollouts("grpo", locals())
 
 
@@ -174,7 +169,7 @@ def train_recipe(
     algorithm: Any = None,
     trackers: Sequence[Tracker] = (),
 ) -> Run:
-    """Train as a recipe file says, with `settings` in place of its keys: `tether train METHOD RECIPE` from Python.
+    """Train from a recipe file, with `settings` overriding its keys: `tether train METHOD RECIPE` from Python.
 
     `method` is one of `tether train --help`: sft, reward, ppo, reinforce, rloo, grpo, trpo, dpo.
     """
@@ -190,9 +185,9 @@ def train_recipe(
 def _from_rollouts(method: str, arguments: dict[str, Any]) -> Run:
     prompts, reward, task = (arguments[name] for name in ("prompts", "reward", "task"))
     if prompts is None and task is None:
-        raise ConfigError("prompts is missing: give a list of texts, a file, or a task in its place (task=...)")
+        raise ConfigError("prompts is missing: give a list of texts or a file, or use a task instead (task=...)")
     if prompts is not None and task is not None:
-        raise ConfigError("prompts and task are both given, and a task has prompts of its own: leave one out")
+        raise ConfigError("prompts and task are both given, and a task has its own prompts: leave one out")
     if prompts is not None and reward is None and not _sets_reward(arguments["settings"] or {}):
         raise ConfigError("reward is missing: give a function such as f(prompt, completion) that returns a number")
     given = _common(arguments)
@@ -240,7 +235,7 @@ def _sets_reward(settings: Mapping[str, Any]) -> bool:
 def _objects(
     given: dict[str, Any], reward: Any, task: Any, engine: Any, algorithm: Any, trackers: Sequence[Tracker]
 ) -> Objects:
-    """The objects among the arguments; what a recipe can say of them is put into `given`."""
+    """The objects among the arguments; their settings that a recipe can express are added to `given`."""
     functions: dict[str, Callable[..., Any]] = {}
     if reward is not None:
         given["reward.parts"], functions = reward_of(reward)
@@ -253,7 +248,7 @@ def _objects(
 
 
 def _merged(settings: Mapping[str, Any] | None, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with the arguments that were given; what is given twice is refused."""
+    """The settings merged with the arguments; a key that both contain raises ConfigError."""
     flat = dict[str, Any]()
     for key, value in (settings or {}).items():
         nested = isinstance(value, Mapping) and "." not in str(key)
@@ -281,7 +276,7 @@ def _begin(
     recipe = load_recipe(method, path, settings=settings)
     if objects.names() and not isinstance(recipe, RLRecipe):
         rollouts = ", ".join(name for name, kind in RECIPES.items() if issubclass(kind, RLRecipe))
-        raise ConfigError(f"{method} learns from records, and takes no {objects.names()[0]}: that is for {rollouts}")
+        raise ConfigError(f"{method} trains on records and takes no {objects.names()[0]}: that is for {rollouts}")
     agree_to_recipe(recipe, path, [f"--{key}" for key in settings])
     return go(recipe, objects, on_step=on_step, progress=progress)
 
@@ -320,12 +315,12 @@ def go(
 
 
 def _interrupt() -> NoReturn:
-    """The second Ctrl-C in a program: a KeyboardInterrupt at once, which no reward's failure hides."""
+    """Handle the second Ctrl-C: raise KeyboardInterrupt at once, which user code's errors cannot hide."""
     raise Interrupted
 
 
 class _StepWatch(Watch):
-    """Tells the progress bar, then the program's own function, of every step."""
+    """Reports every step to the progress bar, then to the program's own `on_step`."""
 
     def __init__(self, bar: Watch, on_step: OnStep | None) -> None:
         self.bar, self.on_step = bar, on_step
@@ -333,12 +328,12 @@ class _StepWatch(Watch):
         self._total, self._first, self._began = 0, 0, 0.0
 
     def begin(self, total: int, done: int) -> None:
-        """There are `total` steps."""
+        """Training starts: `total` steps, of which `done` are complete."""
         self.bar.begin(total, done)
         self._total, self._first, self._began = total, done, time.monotonic()
 
     def advance(self, step: int, metrics: dict[str, float]) -> None:
-        """A step was taken."""
+        """A step is complete."""
         self.bar.advance(step, metrics)
         if self.on_step is None:
             return
@@ -348,7 +343,7 @@ class _StepWatch(Watch):
             self.stopped = True
 
     def heartbeat(self, words: str) -> None:
-        """A phase of a step has begun."""
+        """A phase of a step starts."""
         self.bar.heartbeat(words)
 
 
@@ -369,8 +364,9 @@ def evaluate(
     """Measure a model's answers to prompts: `report.metrics["score"]` has a mean and its 95 % interval.
 
     `prompts` and `reward` are as for `ppo`. With `against`, a second model answers the same prompts with the same
-    random draws: `report.differences` has the difference of each metric, `report.win_rates["reward"]` how often the
-    first model's answer got the higher reward. Length and temperature are by default those of the model's run.
+    random draws: `report.differences` has the difference of each metric, and `report.win_rates["reward"]` the fraction
+    of prompts where the first model's answer got the higher reward. Length and temperature default to those of the
+    model's run.
     """
     if n < 1:
         raise ConfigError(f"n is {n}: it must be at least 1")

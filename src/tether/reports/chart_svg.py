@@ -1,12 +1,8 @@
-"""Charts drawn as SVG text with the standard library alone.
+"""Charts drawn as SVG text with only the standard library.
 
-Where everything of a chart goes: its scales, its ticks, the rows of its legend, its colours.
-
-Charts drawn as SVG text, with the standard library alone.
-
-A chart is legible without colour (each series has a shape of its own at its end), without sight (a title and a
-description in words), in light and in dark, and at the width of a phone. `standalone` makes a file that carries its
-own style and heading; without it the page brings `chart_css()` and the heading.
+A chart is readable without colour (each series has its own marker), by a screen reader (a title and a description), in
+light and dark mode, and at the width of a phone. `standalone` makes a file with its own style and heading; otherwise
+the page provides `chart_css()` and the heading.
 """
 
 from __future__ import annotations
@@ -41,19 +37,19 @@ GREY = 5  # the last colour of the style
 
 @dataclass(frozen=True)
 class Plot:
-    """Where things are: the two scales, and the row at which each row of words above the plot stands."""
+    """The layout of a chart: its two scales, and the positions of the text rows above the plot."""
 
     x: Scale
     y: Scale
     x_ticks: list[float]
     y_ticks: list[float]
     legend: list[list[tuple[int, Series]]]
-    top: float  # of the words
+    top: float  # of the text rows
     colours: list[int]  # of the series
 
 
 def plan(chart: Chart, heading: float) -> Plot:
-    """Where everything of a chart goes, below a heading of so many pixels."""
+    """The layout of a chart below a heading of `heading` pixels."""
     low, high = y_bounds(chart)
     x_low, x_high = x_bounds(chart)
     if chart.diagonal:
@@ -72,7 +68,7 @@ def plan(chart: Chart, heading: float) -> Plot:
 
 
 def _colours(chart: Chart) -> list[int]:
-    """A colour for each series; dots behind a line are what it was smoothed from, and stay grey."""
+    """A colour for each series; the raw dots behind a smoothed line are grey."""
     behind = any(series.kind == "line" for series in chart.series)
     raw = [behind and series.kind == "dots" for series in chart.series]
     turns = [place - sum(raw[:place]) for place in range(len(raw))]
@@ -80,26 +76,26 @@ def _colours(chart: Chart) -> list[int]:
 
 
 def _around(low: float, high: float) -> tuple[float, float]:
-    """The range of probabilities where the values look like them: a whole of 0 to 1, or its upper half."""
+    """The range 0 to 1, or 0.5 to 1, if the values look like probabilities."""
     if low >= -0.05 and high <= 1.05:
         return (0.45 if low >= 0.45 else 0.0), 1.0
     return low, high
 
 
 def line_ends(chart: Chart) -> list[tuple[int, list[Point]]]:
-    """(place, last run) of each line: where its last value is written."""
+    """(index, last segment) of each line, where its last value is written."""
     lines = [(place, runs_of(series.points)) for place, series in enumerate(chart.series) if series.kind == "line"]
     return [(place, runs[-1]) for place, runs in lines if runs]
 
 
 def tick_labels(ticks: list[float]) -> list[str]:
-    """Ticks as they are written."""
+    """The text of each tick."""
     step = ticks[1] - ticks[0] if len(ticks) > 1 else abs(ticks[0]) or 1.0 if ticks else 1.0
     return [tick_label(tick, step) for tick in ticks]
 
 
 def _legend_rows(chart: Chart) -> list[list[tuple[int, Series]]]:
-    """Which series stand in which row of the legend; none for a single series, which the title names."""
+    """The series in each row of the legend; empty for a single series, which the title names."""
     if len(chart.series) < 2:
         return []
     rows: list[list[tuple[int, Series]]] = [[]]
@@ -114,18 +110,20 @@ def _legend_rows(chart: Chart) -> list[list[tuple[int, Series]]]:
     return rows
 
 
-MARGIN = 10.0  # around a chart in a file of its own
+# -- drawing ------------------------------------------------------------------------------------------------------
+
+MARGIN = 10.0  # around a standalone chart
 MAX_HITS = 120
 
 
 @cache
 def chart_css() -> str:
-    """The style that every chart is drawn with."""
+    """The style of every chart."""
     return files("tether.reports").joinpath("chart_style.css").read_text(encoding="utf-8")
 
 
 def render_svg(chart: Chart, *, name: str = "chart", standalone: bool = False) -> str:
-    """A chart as one `<svg>` element; `name` must differ between the charts of a page."""
+    """A chart as one `<svg>` element; `name` must be unique on a page."""
     name = "".join(letter if letter.isascii() and letter.isalnum() else "-" for letter in name)
     plot = plan(chart, heading=22.0 if standalone else 0.0)
     height = HEIGHT + plot.top
@@ -148,13 +146,13 @@ def render_svg(chart: Chart, *, name: str = "chart", standalone: bool = False) -
     else:
         parts += [
             f'<rect class="grid" fill="none" x=".5" y="{plot.top + 8:g}" width="{WIDTH - 1:g}" height="190" rx="4"/>',
-            _text(WIDTH / 2, plot.top + 107, "nothing was recorded for this", "soft", "middle"),
+            _text(WIDTH / 2, plot.top + 107, "no data was recorded for this chart", "soft", "middle"),
         ]
     return "\n".join([*parts, "</svg>"])
 
 
 def describe(chart: Chart) -> str:
-    """A chart in words: where each series starts and ends, and its extremes."""
+    """A description of a chart: where each series starts and ends, and its extremes."""
     words: list[str] = []
     for series in chart.series:
         points = [point for run in runs_of(series.points) for point in run]
@@ -222,7 +220,7 @@ def _marks(chart: Chart, plot: Plot) -> list[str]:
             y = plot.y(mark.value)
             parts.append(f'<path class="mark" d="M{left:.1f} {y:.1f}H{right:.1f}"/>')
             ends = [[abs(plot.y(run[place][1]) - y) for _, run in line_ends(chart)] for place in (0, -1)]
-            after = min(ends[1], default=0.0) > min(ends[0], default=0.0)  # where the lines are further away
+            after = min(ends[1], default=0.0) > min(ends[0], default=0.0)  # the side that is further from the lines
             place, anchor = (right - 4, "end") if after else (left + 5, "")
             parts.append(_text(place, y + 13 if y - 5 < top + 8 else y - 5, mark.label, "soft halo", anchor))
     return parts
@@ -253,7 +251,7 @@ def _every_series(chart: Chart, plot: Plot) -> list[str]:
 
 
 def _end_labels(chart: Chart, plot: Plot) -> list[str]:
-    """The last value of each line, beside its end; labels that would overlap are moved apart."""
+    """The last value of each line at its end; overlapping labels are moved apart."""
     ends = sorted((plot.y(run[-1][1]), place, run[-1]) for place, run in line_ends(chart))
     parts: list[str] = []
     rows: list[float] = []
@@ -276,7 +274,7 @@ def _bar(colour: int, point: Point, width: float, plot: Plot) -> str:
 
 
 def _shape(colour: int, kind: str, x: float, y: float) -> str:
-    """The sign of a series: circle, square, triangle, diamond in turn, so that colour is not needed to tell them."""
+    """The marker of a series: circle, square, triangle, diamond in turn, so that colour is not needed."""
     style = f'class="dot fill s{colour}"'
     if kind == "bars":
         return f'<rect {style} x="{x - 5:.1f}" y="{y - 5:.1f}" width="10" height="10" rx="1.5"/>'
@@ -291,7 +289,7 @@ def _shape(colour: int, kind: str, x: float, y: float) -> str:
 
 
 def _hits(chart: Chart, plot: Plot) -> list[str]:
-    """Columns that show, under the pointer, every series' value there; browsers do this without a script."""
+    """Invisible columns whose tooltips show the value of every series; browsers need no script for this."""
     values: dict[float, list[str]] = {}
     for series in chart.series:
         for x, y in (point for run in runs_of(series.points) for point in run):

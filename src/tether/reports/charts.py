@@ -1,11 +1,6 @@
-"""What a chart says: its series, its ranges and round ticks.
+"""The content of a chart: its title, the question it answers, its series, ranges and ticks. `chart_svg` draws it.
 
-What a chart says: its title, the question it answers, its series. `chart_svg` draws it.
-
-Charts are values: they hold numbers and words and know nothing of a page. Points that are not finite are left out when
-drawn, and a line breaks there rather than bridge the gap.
-
-Numbers on a chart: ranges, round ticks, how values are written, and thinning what no eye could tell apart.
+A chart is a value that knows nothing about pages. Points that are not finite are left out, and a line has a gap there.
 """
 
 from __future__ import annotations
@@ -23,7 +18,7 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Points under one name. Bars stand on zero at their x, as wide as the closest two are apart."""
+    """Named points. Bars start at zero; they are as wide as the smallest distance between two of them."""
 
     name: str
     points: tuple[Point, ...]
@@ -32,7 +27,7 @@ class Series:
 
 @dataclass(frozen=True)
 class Mark:
-    """A thin line across the chart at one value of an axis, with a word on it: a target, a peak, a bound."""
+    """A thin line across the chart at one value of an axis, with a label: a target, a peak, a bound."""
 
     axis: Literal["x", "y"]
     value: float
@@ -41,7 +36,7 @@ class Mark:
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart. `question` is what its group asks; `note` is how to read it, in a sentence."""
+    """One chart. `question` is the question of its group; `note` explains in one sentence how to read it."""
 
     title: str
     question: str
@@ -51,12 +46,12 @@ class Chart:
     x_label: str = "step"
     marks: tuple[Mark, ...] = ()
     y_range: tuple[float | None, float | None] = (None, None)  # None: from the points
-    diagonal: bool = False  # both axes share a range, with the line x = y drawn
+    diagonal: bool = False  # both axes share a range, and the line x = y is drawn
 
 
 @dataclass(frozen=True)
 class ChartGroup:
-    """The charts that answer one question, and the answer in words where there is one."""
+    """The charts that answer one question, and the answer in words if there is one."""
 
     question: str
     charts: tuple[Chart, ...]
@@ -64,7 +59,7 @@ class ChartGroup:
 
 
 def group_charts(charts: Iterable[Chart], answers: dict[str, str] | None = None) -> tuple[ChartGroup, ...]:
-    """Charts by their question, in the order in which the questions first come up."""
+    """Charts grouped by question, in the order in which the questions first appear."""
     groups: dict[str, list[Chart]] = {}
     for chart in charts:
         groups.setdefault(chart.question, []).append(chart)
@@ -72,9 +67,9 @@ def group_charts(charts: Iterable[Chart], answers: dict[str, str] | None = None)
 
 
 def margin_histogram(margins: Sequence[float], *, question: str, bins: int = 20) -> Chart:
-    """How far apart a reward model puts held-out pairs: score of the chosen answer less that of the rejected one.
+    """Histogram of a reward model's margins on held-out pairs: score of the chosen minus score of the rejected answer.
 
-    Zero is an edge between two bins, so every bar lies wholly on one side: ranked right, or ranked wrong.
+    Zero is an edge between two bins, so every bar is either ranked correctly or ranked wrongly.
     """
     known = [margin for margin in margins if math.isfinite(margin)]
     width = max((abs(margin) for margin in known), default=0.0) * 2.0 / max(bins, 2) or 1.0
@@ -98,9 +93,9 @@ def margin_histogram(margins: Sequence[float], *, question: str, bins: int = 20)
 
 
 def calibration_chart(predicted: Sequence[float], happened: Sequence[float], *, question: str, bins: int = 8) -> Chart:
-    """Predicted probabilities against how often the thing happened, in bins of like count; on the diagonal is right."""
+    """Predicted probability against observed frequency, in bins of similar size; the diagonal is perfect."""
     if len(predicted) != len(happened):
-        raise ValueError(f"{len(predicted)} predictions cannot be held against {len(happened)} outcomes")
+        raise ValueError(f"{len(predicted)} predictions do not match {len(happened)} outcomes")
     pairs = sorted(pair for pair in zip(predicted, happened, strict=True) if all(map(math.isfinite, pair)))
     bins = max(1, min(bins, len(pairs)))
     edges = [round(len(pairs) * place / bins) for place in range(bins + 1)]
@@ -109,28 +104,30 @@ def calibration_chart(predicted: Sequence[float], happened: Sequence[float], *, 
         if part := pairs[low:high]:
             points.append((sum(p for p, _ in part) / len(part), sum(h for _, h in part) / len(part)))
     return Chart(
-        title="Is its confidence earned?",
+        title="Is it calibrated?",
         question=question,
         series=(Series("held-out pairs", tuple(points), "dots"),),
-        y_label="how often it was right",
-        x_label="how sure it was",
-        note="Below the diagonal it is surer than it should be; above, less sure.",
+        y_label="observed frequency",
+        x_label="predicted probability",
+        note="Below the diagonal the model is overconfident; above it, underconfident.",
         diagonal=True,
     )
 
 
-LARGEST = 1e100  # beyond this a value is as good as infinite, and differences could overflow
+# -- ranges, ticks and numbers ------------------------------------------------------------------------------------
+
+LARGEST = 1e100  # larger values are treated as infinite: differences could overflow
 MINUS = "\N{MINUS SIGN}"
 
 
 def drawable(value: float) -> bool:
-    """Whether a value has a place on an axis."""
+    """Whether a value can be placed on an axis."""
     return math.isfinite(value) and abs(value) <= LARGEST
 
 
 @dataclass(frozen=True)
 class Scale:
-    """A range of values onto a range of pixels; `low` is below `high`, `start` and `end` may be either way."""
+    """Maps a range of values to a range of pixels; `low` is below `high`, `start` and `end` may be in either order."""
 
     low: float
     high: float
@@ -138,13 +135,13 @@ class Scale:
     end: float
 
     def __call__(self, value: float) -> float:
-        """The pixel of a value, no further out than the ends."""
+        """The pixel of a value, clamped to the ends."""
         part = (value - self.low) / (self.high - self.low)
         return self.start + min(max(part, 0.0), 1.0) * (self.end - self.start)
 
 
 def value_range(values: Sequence[float], *, from_zero: bool = False, pad: float = 0.06) -> tuple[float, float]:
-    """A range that holds the values with a little room; a constant gets room on both sides."""
+    """A range that holds the values with some padding; a constant gets padding on both sides."""
     known = [value for value in values if drawable(value)]
     if not known:
         return 0.0, 1.0
@@ -159,7 +156,7 @@ def value_range(values: Sequence[float], *, from_zero: bool = False, pad: float 
 
 
 def y_bounds(chart: Chart) -> tuple[float, float]:
-    """The range of a chart's y axis: its own, or one that holds its points and its horizontal marks."""
+    """The range of a chart's y axis: its own, or one that holds its points and horizontal marks."""
     values = [y for series in chart.series for x, y in series.points if drawable(x)]
     values += [mark.value for mark in chart.marks if mark.axis == "y"]
     low, high = value_range(values, from_zero=any(series.kind == "bars" for series in chart.series))
@@ -169,7 +166,7 @@ def y_bounds(chart: Chart) -> tuple[float, float]:
 
 
 def x_bounds(chart: Chart) -> tuple[float, float]:
-    """The range of a chart's x axis: tight around lines, with room beside dots and bars."""
+    """The range of a chart's x axis: tight around lines, padded beside dots and bars."""
     points = [(x, series) for series in chart.series for x, y in series.points if drawable(x) and drawable(y)]
     xs = [x for x, _ in points]
     if not xs:
@@ -186,13 +183,13 @@ def x_bounds(chart: Chart) -> tuple[float, float]:
 
 
 def bar_width(every: Sequence[Series]) -> float:
-    """How wide bars are: the least distance between two of them, in any series; 1 where there is only one."""
+    """The width of bars: the smallest distance between two of them in any series; 1 if there is only one."""
     xs = sorted({x for series in every if series.kind == "bars" for x, y in series.points if drawable(x)})
     return min((high - low for low, high in pairwise(xs)), default=1.0)
 
 
 def nice_ticks(low: float, high: float, about: int = 5, *, whole: bool = False) -> list[float]:
-    """Round values within [low, high], a step of 1, 2 or 5 times a power of ten apart; about as many as asked for."""
+    """About `about` round values within [low, high], with a step of 1, 2 or 5 times a power of ten."""
     rough = (high - low) / max(about, 1)
     if not rough > 0.0 or not math.isfinite(rough):
         return []
@@ -204,7 +201,7 @@ def nice_ticks(low: float, high: float, about: int = 5, *, whole: bool = False) 
 
 
 def tick_label(value: float, step: float) -> str:
-    """A tick with as many digits as its neighbours need."""
+    """A tick with as many digits as the step needs."""
     size = max(abs(value), step)
     if size >= 1e6 or size < 1e-3:
         return short(0.0 if abs(value) < step * 1e-6 else value)
@@ -213,7 +210,7 @@ def tick_label(value: float, step: float) -> str:
 
 
 def short(value: float) -> str:
-    """A value to two or three digits, for a label: 0.81, 12.4, 1,240, 3e-5."""
+    """A value with two or three digits, for a label: 0.81, 12.4, 1,240, 3e-5."""
     if math.isnan(value):
         return "not a number"
     if math.isinf(value):
@@ -230,12 +227,12 @@ def short(value: float) -> str:
 
 
 def text_width(text: str, size: float) -> float:
-    """About how wide text is in a system font; wide scripts count double."""
+    """Approximate width of text in a system font; wide scripts count double."""
     return sum(1.0 if ord(letter) > 0x2E7F else 0.6 for letter in text) * size
 
 
 def runs_of(points: Sequence[Point]) -> list[list[Point]]:
-    """The points in order of x, split wherever a value has no place on the axis."""
+    """The points in order of x, split at every value that cannot be drawn."""
     runs: list[list[Point]] = [[]]
     for x, y in sorted((point for point in points if drawable(point[0])), key=lambda point: point[0]):
         if drawable(y):
@@ -246,7 +243,7 @@ def runs_of(points: Sequence[Point]) -> list[list[Point]]:
 
 
 def thinned(points: list[Point], most: int = 600) -> list[Point]:
-    """At most about `most` points of a line, with every piece's lowest and highest kept, so that no spike is lost."""
+    """Reduce a line to about `most` points; each segment keeps its minimum and maximum, so no spike is lost."""
     if len(points) <= most:
         return points
     size = math.ceil(2 * len(points) / most)

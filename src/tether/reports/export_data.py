@@ -1,10 +1,7 @@
-"""Taking a run's model, rollouts and metrics out of the workspace, with a model card.
+"""Export a run's model, rollouts and metrics, and write the model card. Each file is written atomically.
 
-The model card of a trained model: README.md with the hub's front matter, made from what the run recorded.
-
-It holds names, settings and numbers. Paths are cut down to their last part, and addresses are left out.
-
-Taking a run's model, rollouts and metrics out of the workspace. A file is whole, or not there.
+The model card is README.md with the hub's front matter. It holds names, settings and numbers from the run's records.
+Paths are reduced to their last part, and URLs are left out.
 """
 
 from __future__ import annotations
@@ -34,6 +31,8 @@ from tether.store.find import run_config
 from tether.store.read import RunSummary, find_run, read_run
 from tether.store.recorded import RecordedRun
 
+# -- the model card -----------------------------------------------------------------------------------------------
+
 CARD = "README.md"
 METHODS = {
     "sft": "supervised fine-tuning on demonstrations",
@@ -54,7 +53,7 @@ MAX_CHAIN = 16
 
 @dataclass(frozen=True)
 class CardFacts:
-    """What is exported. `step` is the step whose metrics are the model's, None for the last."""
+    """What is exported. `step` is the step that the metrics are taken from; None for the last."""
 
     kind: str  # model, adapters, reward, reward-adapters
     dtype: str | None = None
@@ -64,12 +63,12 @@ class CardFacts:
 
 
 def write_card(folder: Path, summary: RunSummary, run: RecordedRun, facts: CardFacts) -> None:
-    """Put README.md into the folder."""
+    """Write README.md into the folder."""
     (folder / CARD).write_text(card_text(summary, run, facts), encoding="utf-8")
 
 
 def card_text(summary: RunSummary, run: RecordedRun, facts: CardFacts) -> str:
-    """The whole card."""
+    """The text of the card."""
     chain = base_models(str(summary.config.get("model", {}).get("path", "")))
     parts = [
         f"---\n{yaml.safe_dump(_front_matter(summary, facts, chain[-1]), sort_keys=False)}---",
@@ -83,7 +82,7 @@ def card_text(summary: RunSummary, run: RecordedRun, facts: CardFacts) -> str:
 
 
 def base_models(path: str) -> list[str]:
-    """What the model was trained from, nearest first: runs by their folder's name, then the model at the beginning."""
+    """The models that this one was trained from, nearest first: runs by folder name, then the original model."""
     chain: list[str] = []
     while len(chain) < MAX_CHAIN:
         config = run_config(path) if path else {}
@@ -96,7 +95,7 @@ def base_models(path: str) -> list[str]:
 
 
 def _base_name(path: str) -> str:
-    """A hub id or a known name as it is; of a folder its last part."""
+    """A hub id or a known name unchanged; the last part of a folder."""
     if HUB_ID.fullmatch(path) and not Path(path).exists():
         return path
     return Path(path).name or "unknown"
@@ -104,7 +103,7 @@ def _base_name(path: str) -> str:
 
 def _front_matter(summary: RunSummary, facts: CardFacts, base: str) -> dict[str, Any]:
     front: dict[str, Any] = {"license": facts.licence or base_licence(base) or "other"}
-    if HUB_ID.fullmatch(base):  # the hub refuses a base model that is no id
+    if HUB_ID.fullmatch(base):  # the hub rejects a base model that is not an id
         front["base_model"] = base
     front["library_name"] = "peft" if facts.kind.endswith("adapters") else "transformers"
     front["pipeline_tag"] = "text-classification" if facts.kind.startswith("reward") else "text-generation"
@@ -187,7 +186,7 @@ def _last(rows: list[Mapping[str, float]], name: str) -> float | None:
 
 
 def _intervals(folder: Path, facts: CardFacts) -> dict[str, tuple[float, float]]:
-    """Those of the report that a finished reward model has."""
+    """The confidence intervals in the report of a finished reward model."""
     try:
         report = read_plain_json(folder / "report.json")
         low, high = report["accuracy_interval"]
@@ -233,21 +232,24 @@ def _settings(config: Mapping[str, Any], method: str) -> Iterator[tuple[str, str
 
 
 def _is_idle(config: Mapping[str, Any], key: str) -> bool:
-    """Settings of another mode than the run's."""
+    """Whether a setting belongs to a mode that the run does not use."""
     mode = config.get("roles", {}).get("mode")
     return (key.startswith("lora_") and mode != "lora") or (key == "trainable_layers" and mode != "shared_backbone")
 
 
 def _short(text: Any) -> str:
-    """A path as its last part; a URL as nothing but what it is."""
+    """The last part of a path; "(an address)" for a URL."""
     said = str(text)
     if "://" in said:
         return "(an address)"
     return re.split(r"[/\\]", said.rstrip("/\\"))[-1] if ("/" in said or "\\" in said) else said
 
 
+# -- exported files -----------------------------------------------------------------------------------------------
+
+
 def export(options: argparse.Namespace) -> int:
-    """Write what the options ask for, and say what was written."""
+    """Write the files that the options name, and print their paths."""
     with open_for(options) as opened:
         summary, run = find_run(opened, options.run), read_run(opened, options.run)
         wanted = _targets(options, summary, run)
@@ -300,13 +302,13 @@ def _facts(summary: RunSummary, run: RecordedRun, folder: Path, options: argpars
 
 
 def best_step(run: RecordedRun) -> int | None:
-    """The step with the best held-out score, the first of them; None where none was measured."""
+    """The first step with the best held-out score; None if there was no evaluation."""
     scored = [(row["held_out/score"], -row["step"]) for row in run.metrics if "held_out/score" in row]
     return int(-max(scored)[1]) if scored else None
 
 
 def model_folder(summary: RunSummary, *, best: bool = False) -> Path:
-    """Where a run's model is, the last or the best."""
+    """The folder of a run's last or best model."""
     source = summary.folder / ("best" if best else "model")
     if not is_being_recorded(summary.folder):
         recover(source)
@@ -315,20 +317,20 @@ def model_folder(summary: RunSummary, *, best: bool = False) -> Path:
             f"{summary.name} has no model in {source}: it is not finished, or had run.save set to false; "
             "--checkpoint -1 takes it from the newest checkpoint"
             if not best
-            else f"{summary.name} has no {source}: it had no held-out evaluation, or never got better than its start"
+            else f"{summary.name} has no {source}: it had no held-out evaluation, or its score never improved"
         )
     check_saved(source)
     for path in (source, *source.rglob("*")):
-        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # a copy of it would hold a file from elsewhere
+        if path.is_symlink() or not (path.is_file() or path.is_dir()):  # a copy would hold a file from elsewhere
             raise ConfigError(
-                f"{path} is a link, or no plain file, and a saved model holds plain files alone: remove it, or put the "
-                "file that it stands for in its place"
+                f"{path} is a link or not a plain file, and a saved model holds only plain files: remove it, or "
+                "replace the link by its target"
             )
     return source
 
 
 def copy_model(summary: RunSummary, target: Path, *, best: bool = False) -> Path:
-    """Copy a run's model, or its adapters where it trained those, to a folder that does not exist yet."""
+    """Copy a run's model, or its adapters if it trained LoRA, to a folder that must not exist."""
     source = model_folder(summary, best=best)
     if target.exists():
         raise UsageError(f"--model: {target} exists already; name a new folder")
@@ -343,7 +345,7 @@ def copy_model(summary: RunSummary, target: Path, *, best: bool = False) -> Path
 
 
 def write_metrics(run: RecordedRun, target: Path) -> Path:
-    """One row a step; in CSV, what was not measured or was not finite is empty."""
+    """Write one row per step; in CSV, values that are missing or not finite are empty."""
     kind = _kind(target, "--metrics", ("csv", "jsonl"))
     with _beside(target) as path, path.open("w", encoding="utf-8", newline="") as file:
         if kind == "jsonl":
@@ -354,7 +356,7 @@ def write_metrics(run: RecordedRun, target: Path) -> Path:
 
 
 def write_table(file: TextIO, rows: Sequence[Mapping[str, float]]) -> None:
-    """Metrics as CSV, one row a step; what was not measured or was not finite is empty."""
+    """Write metrics as CSV, one row per step; values that are missing or not finite are empty."""
     names = ["step", *sorted({name for row in rows for name in row} - {"step"})]
     table = csv.writer(file)
     table.writerow(csv_cell(name) for name in names)
@@ -363,18 +365,18 @@ def write_table(file: TextIO, rows: Sequence[Mapping[str, float]]) -> None:
 
 
 def csv_cell(value: Any) -> Any:
-    """A cell that no spreadsheet takes for a formula: a text that begins like one gets an apostrophe before it.
+    """A cell that no spreadsheet reads as a formula: a text that looks like one gets an apostrophe in front.
 
-    Numbers stay numbers, negative ones too.
+    Numbers are unchanged, including negative ones.
     """
     return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
-FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # spreadsheets read the wide ones alike
+FORMULA = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # spreadsheets accept the full-width forms too
 
 
 def write_rollouts(run: RecordedRun, target: Path, steps: list[int]) -> Path:
-    """One row a rollout, every token column a list. One step is held in memory at a time."""
+    """Write one row per rollout, every token column as a list. One step is in memory at a time."""
     kind = _kind(target, "--rollouts", ("parquet", "jsonl"))
     write: Callable[[Path, RecordedRun, list[int]], None] = _write_parquet if kind == "parquet" else _write_jsonl
     with _beside(target) as path:
@@ -404,7 +406,7 @@ def _write_parquet(path: Path, run: RecordedRun, steps: list[int]) -> None:
 
 
 def _parquet_schema(pa: Any, run: RecordedRun, steps: list[int]) -> Any:
-    """Types of the columns; numbers of tokens keep the precision that they were stored with."""
+    """The column types; token columns keep their stored precision."""
     first = run.rollouts(steps[0])[0] if steps else None
     kinds = {"step": pa.int64(), "sample": pa.int64(), "group_id": pa.int64(), "sample_id": pa.int64()}
     kinds |= {"score": pa.float64(), "temperature": pa.float64(), "final_value": pa.float64()}
@@ -422,7 +424,7 @@ def _parquet_schema(pa: Any, run: RecordedRun, steps: list[int]) -> Any:
 
 
 def _for_parquet(row: dict[str, Any]) -> dict[str, Any]:
-    """Parts as JSON, and texts without halves of characters, which Parquet does not take."""
+    """Parts as JSON, and texts without lone surrogates, which Parquet does not accept."""
     row["parts"] = json.dumps(without_infinities(row["parts"]))
     row["piece"] = [_whole(piece) for piece in row["piece"]]
     return {name: _whole(value) if isinstance(value, str) else value for name, value in row.items()}
@@ -445,7 +447,7 @@ def _kind(target: Path, option: str, known: tuple[str, ...]) -> str:
 
 @contextmanager
 def _beside(target: Path) -> Iterator[Path]:
-    """A path to write to, which becomes the target once it is whole."""
+    """A temporary path to write to, which is renamed to the target on success."""
     target.parent.mkdir(parents=True, exist_ok=True)
     path = target.with_name(f".{target.name}.{os.getpid()}")
     try:

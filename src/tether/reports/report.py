@@ -1,15 +1,7 @@
-"""A run's report as values, as one HTML page, and as Markdown.
+"""A run's report as values (`ReportContent`), as one HTML page, and as Markdown with SVG charts beside it.
 
-What a report says, as values: the pages are made from these and from nothing else.
-
-A report as Markdown, for a repository or an issue; its charts are SVG files beside it.
-
-A report as one HTML file that needs nothing else: no script, no font, no request.
-
-Every word from outside goes through `escape`; the page's own policy forbids scripts and requests besides, so that a
-slip there could still do nothing.
-
-A run's report: what it says (`ReportContent`), as a page, as Markdown, and on disk.
+The HTML file needs nothing else: no script, no font, no request. All text passes through `escape`. The page's content
+security policy also forbids scripts and requests, so an escaping bug could do no harm.
 """
 
 from __future__ import annotations
@@ -42,7 +34,7 @@ Level = Literal["good", "note", "warning"]
 
 @dataclass(frozen=True)
 class Figure:
-    """A number worth saying first, already written out, such as "87 %", with what it rests on as `detail`."""
+    """A formatted headline number, such as "87 %"; `detail` says what it is based on."""
 
     label: str
     value: str
@@ -51,7 +43,7 @@ class Figure:
 
 @dataclass(frozen=True)
 class ReportFinding:
-    """Something the run showed, in words. The first sentence stands out."""
+    """A finding in words. The first sentence is emphasised."""
 
     level: Level
     text: str
@@ -59,7 +51,7 @@ class ReportFinding:
 
 @dataclass(frozen=True)
 class ScorePart:
-    """One part of the true rule on one sample: 0 is not met, 1 is met, and what lies between is shown as a number."""
+    """One part of the true rule on one sample: 0 is not met, 1 is met; values in between are shown as a number."""
 
     name: str
     before: float
@@ -68,7 +60,7 @@ class ScorePart:
 
 @dataclass(frozen=True)
 class Sample:
-    """What two models answered to one held-out prompt, with the true score of each answer."""
+    """The answers of two models to one held-out prompt, with the true score of each."""
 
     prompt: str
     before: str
@@ -80,7 +72,7 @@ class Sample:
 
 @dataclass(frozen=True)
 class NextStep:
-    """Something to do with the result, with the command that does it where one does."""
+    """A suggestion for what to do next, with a command if there is one."""
 
     title: str
     text: str
@@ -89,7 +81,7 @@ class NextStep:
 
 @dataclass(frozen=True)
 class ReportContent:
-    """Everything a report says. Only the title is needed; a part that is empty is left out of the page."""
+    """The content of a report. Only the title is required; empty parts are left out."""
 
     title: str
     subtitle: str = ""
@@ -105,18 +97,20 @@ class ReportContent:
     after_name: str = "After"
 
 
+# -- Markdown -----------------------------------------------------------------------------------------------------
+
 _MARKDOWN_LEVELS = {"good": "✅", "note": "▫️", "warning": "⚠️"}
 
 
 class MarkdownReport(NamedTuple):
-    """The text, and the SVG of each chart by its file's name, for the folder that the text links to."""
+    """The text, and the SVG of each chart by file name, for the folder that the text links to."""
 
     text: str
     charts: dict[str, str]
 
 
 def render_markdown(content: ReportContent, charts_folder: str = "charts") -> MarkdownReport:
-    """The report's text with links into `charts_folder`, and the files that must be there."""
+    """The report's text with links into `charts_folder`, and the files for that folder."""
     charts: dict[str, str] = {}
     blocks = [f"# {markdown(content.title)}", markdown(content.subtitle)]
     if content.headline:
@@ -153,7 +147,7 @@ def _markdown_sample(content: ReportContent, sample: Sample) -> list[str]:
 
 
 def part_sign(value: float) -> str:
-    """How far a part of the rule is met: a tick, a cross, or the number between."""
+    """A tick, a cross, or the number in between."""
     return "✓" if value >= 0.995 else "✗" if value <= 0.005 else short(value)
 
 
@@ -173,7 +167,7 @@ def _endings(content: ReportContent) -> list[str]:
     blocks: list[str] = []
     if content.stages:
         rows = [f"| {markdown(name)} | {duration(seconds)} |" for name, seconds in content.stages]
-        whole = f"| **all of it** | **{duration(sum(seconds for _, seconds in content.stages))}** |"
+        whole = f"| **total** | **{duration(sum(seconds for _, seconds in content.stages))}** |"
         blocks += ["## Where the time went", "\n".join(["| stage | time |", "|---|---:|", *rows, whole])]
     if content.next_steps:
         blocks.append("## What to do next")
@@ -191,6 +185,8 @@ def _endings(content: ReportContent) -> list[str]:
 def _slug(title: str) -> str:
     return re.sub(r"[^a-z0-9]+", "-", title.lower()).strip("-")[:40].strip("-") or "chart"
 
+
+# -- HTML ---------------------------------------------------------------------------------------------------------
 
 _POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; base-uri 'none'; form-action 'none'"
 _LEVELS = {"good": ("✓", "Good"), "note": ("·", "Note"), "warning": ("!", "Warning")}
@@ -330,7 +326,7 @@ def _figure(chart: Chart, name: str) -> str:
 
 
 def _stages(stages: tuple[tuple[str, float], ...]) -> str:
-    """One row a stage, each bar beginning where the one before it ended."""
+    """One row per stage; each bar starts where the previous one ended."""
     known = [(name, seconds if 0.0 <= seconds < 1e9 else 0.0) for name, seconds in stages]
     whole = sum(seconds for _, seconds in known)
     rows: list[str] = []
@@ -395,14 +391,16 @@ __all__ = [
     "write_report",
 ]
 
+
+# -- files --------------------------------------------------------------------------------------------------------
+
 CHARTS = "charts"
 
 
 def write_report(folder: Path, content: ReportContent) -> Path:
-    """Write `report.html`, `report.md` and `charts/*.svg` into a folder; the path of the HTML file.
+    """Write `report.html`, `report.md` and `charts/*.svg` into a folder; returns the path of the HTML file.
 
-    Each file is whole or not there: it is written beside its place and then moved into it, the charts before the text
-    that links to them.
+    Each file is written under a temporary name and renamed, the charts before the text that links to them.
     """
     page = render_html(content)
     text, charts = render_markdown(content, CHARTS)
@@ -410,7 +408,7 @@ def write_report(folder: Path, content: ReportContent) -> Path:
         (folder / CHARTS if charts else folder).mkdir(parents=True, exist_ok=True)
         for name, svg in charts.items():
             _write(folder / CHARTS / name, svg)
-        for old in (folder / CHARTS).glob("[0-9][0-9]-*.svg"):  # of a report that was here before
+        for old in (folder / CHARTS).glob("[0-9][0-9]-*.svg"):  # left by an earlier report
             if old.name not in charts:
                 old.unlink()
         _write(folder / "report.md", text)

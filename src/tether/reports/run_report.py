@@ -1,12 +1,8 @@
-"""The report of one run, and whether its true score fell behind the proxy.
+"""The report of one run of any method, and a check for over-optimisation (Gao et al. 2022).
 
-Whether the true score fell behind the proxy that the policy was trained on (Gao et al. 2022), said in words.
-
-Both curves are smoothed with a moving mean. How much they jump from point to point says how noisy they are, and only a
-change larger than that noise can make counts as a change, so that neither the luck of one evaluation nor its scale
-decides. The two need not share a scale or their steps.
-
-The report of one run, whatever its method: what it measured, in curves and plain words.
+The check tells whether the true score fell behind the proxy that the policy was trained on. Both curves are smoothed
+with a moving mean, and the jumps from point to point give an estimate of the noise. Only a change larger than the noise
+counts, so a single lucky evaluation does not decide. The curves may have different scales and different steps.
 """
 
 from __future__ import annotations
@@ -27,17 +23,19 @@ from tether.reports.run_table import open_for, origin
 from tether.store.read import RunSummary, find_run, read_run
 from tether.store.recorded import RecordedRun, StoredRollout
 
-MIN_POINTS = 6  # points of either curve below which nothing is said
-ERRORS = 4.0  # a change counts when it is this many standard errors of the difference of two smoothed points
-PART = 0.10  # and at least this part of the range that the smoothed curve covers
-LEVEL_PART = 0.25  # a level this part of the run long is a level
+# -- over-optimisation --------------------------------------------------------------------------------------------
+
+MIN_POINTS = 6  # with fewer points in either curve there is no verdict
+ERRORS = 4.0  # a change counts if it is this many standard errors of the difference of two smoothed points
+PART = 0.10  # and at least this fraction of the range of the smoothed curve
+LEVEL_PART = 0.25  # minimum length of a plateau, as a fraction of the run
 
 Curve = Sequence[tuple[float, float]]
 
 
 @dataclass(frozen=True)
 class _Smooth:
-    """A smoothed curve, and how large a difference between two of its points must be to count."""
+    """A smoothed curve, and the smallest difference between two of its points that counts."""
 
     steps: list[float]
     values: list[float]
@@ -45,7 +43,7 @@ class _Smooth:
     rose: bool  # from the first third of the run to its last
 
     def at(self, step: float) -> float:
-        """The value at a step, on the straight line between its neighbours."""
+        """The value at a step, by linear interpolation."""
         place = bisect.bisect_left(self.steps, step)
         if place == 0 or place == len(self.steps):
             return self.values[min(place, len(self.values) - 1)]
@@ -54,13 +52,13 @@ class _Smooth:
         return self.values[place - 1] * (1.0 - part) + self.values[place] * part
 
     def change(self, start: float) -> int:
-        """From a step to the end: 1 for a rise, -1 for a fall, 0 for neither."""
+        """The direction from a step to the end: 1 for a rise, -1 for a fall, 0 for neither."""
         difference = self.values[-1] - self.at(start)
         return 0 if abs(difference) <= self.margin else (1 if difference > 0.0 else -1)
 
 
 def judge_overoptimisation(proxy: Curve, true: Curve) -> ReportFinding:
-    """What two curves of (step, score) say about over-optimisation; the numbers in the words are smoothed ones."""
+    """The verdict on over-optimisation from two curves of (step, score); the numbers in it are smoothed."""
     proxy, true = _known(proxy), _known(true)
     if min(len(proxy), len(true)) < MIN_POINTS:
         return ReportFinding(
@@ -84,8 +82,8 @@ def judge_overoptimisation(proxy: Curve, true: Curve) -> ReportFinding:
         return ReportFinding(
             "note",
             f"The true score began to fall behind the proxy: it levelled off at about {short(far.values[-1])} from "
-            f"step {_step(levelled)}. Since then the proxy has still risen from {_span(near, levelled)}, so more steps "
-            f"buy proxy and nothing else. The true score has not fallen ({_margin(far)}).",
+            f"step {_step(levelled)}. Since then only the proxy has risen, from {_span(near, levelled)}, so more steps "
+            f"improve nothing but the proxy. The true score has not fallen ({_margin(far)}).",
         )
     if far.rose:
         return ReportFinding(
@@ -102,7 +100,7 @@ def judge_overoptimisation(proxy: Curve, true: Curve) -> ReportFinding:
 
 
 def _fell(near: _Smooth, far: _Smooth, peak: int) -> ReportFinding:
-    """The words where the true score ends well below its peak."""
+    """The verdict if the true score ends well below its peak."""
     step, top, last = far.steps[peak], far.values[peak], far.values[-1]
     fall = (
         f"fell, smoothed, from its peak of {short(top)} at step {_step(step)} to {short(last)} at step "
@@ -112,7 +110,7 @@ def _fell(near: _Smooth, far: _Smooth, peak: int) -> ReportFinding:
     if direction < 0:
         return ReportFinding(
             "warning",
-            f"Both scores fell, so this is not over-optimisation but training that came apart. The true score {fall}; "
+            f"Both scores fell, so this is not over-optimisation: training became unstable. The true score {fall}; "
             f"the proxy fell over the same steps from {_span(near, step)}. Look at KL, entropy and the learning rate.",
         )
     went = "kept rising" if direction > 0 else "held"
@@ -125,13 +123,13 @@ def _fell(near: _Smooth, far: _Smooth, peak: int) -> ReportFinding:
 
 
 def _did_not_follow(near: _Smooth, far: _Smooth, start: float) -> ReportFinding:
-    """The words where only the proxy rose for certain."""
+    """The verdict if only the proxy clearly rose."""
     rose = f"The proxy rose from {_span(near, start)}, the true score went from {_span(far, start)}"
     if far.values[-1] - far.at(start) > far.margin / 2.0:
         return ReportFinding(
             "note",
-            f"The true score seems to follow the proxy, but too little to be told from noise. {rose} "
-            f"({_margin(far)}). More held-out prompts or more evaluations would tell.",
+            f"The true score seems to follow the proxy, but the change is within the noise. {rose} "
+            f"({_margin(far)}). Use more held-out prompts or more evaluations to decide.",
         )
     return ReportFinding(
         "warning",
@@ -141,10 +139,11 @@ def _did_not_follow(near: _Smooth, far: _Smooth, start: float) -> ReportFinding:
 
 
 def _levelled_at(near: _Smooth, far: _Smooth) -> float | None:
-    """The step from which the true score stood still while the proxy went on; None where it did not.
+    """The step from which the true score stayed level while the proxy still rose; None if there is none.
 
-    Had it kept pace, it would have gained the same part of its whole gain since any step as the proxy did. The step is
-    the one since which it lacks the most of that; the lack must be more than noise, and what it did gain no more.
+    Had the true score kept pace, its gain since any step would be the same fraction of its total gain as the proxy's.
+    The result is the step with the largest shortfall. The shortfall must exceed the noise, and the gain since that step
+    must not.
     """
     first, end = max(near.steps[0], far.steps[0]), far.steps[-1]
     whole, true_whole = near.values[-1] - near.at(first), far.values[-1] - far.at(first)
@@ -159,16 +158,16 @@ def _levelled_at(near: _Smooth, far: _Smooth) -> float | None:
 
 
 def _known(curve: Curve) -> list[tuple[float, float]]:
-    """The points that are numbers, in order of step; the last one of a step that comes twice."""
+    """The finite points in order of step; the last one of a step that occurs twice."""
     return sorted({float(step): float(value) for step, value in curve if drawable(step) and drawable(value)}.items())
 
 
 def _smooth(curve: list[tuple[float, float]]) -> _Smooth:
     """A centred moving mean over about an eighth of the points, at least three; shorter at the ends.
 
-    Noise is read off second differences, in which a steady slope cancels: their mean square is 6 σ². A difference of
-    two means of w points then has the error σ √(2/w); at the ends w is the shorter count. Few differences measure σ
-    badly, so it is taken larger for them.
+    The noise is estimated from second differences, in which a constant slope cancels: their mean square is 6 σ². A
+    difference of two means of w points then has the standard error σ √(2/w); at the ends w is the shorter count. With
+    few differences the estimate is uncertain, so σ is increased.
     """
     steps, raw = [step for step, _ in curve], [value for _, value in curve]
     half = max(1, len(raw) // 16)
@@ -199,6 +198,8 @@ def _step(step: float) -> str:
     return f"{step:,.0f}" if step == int(step) else short(step)
 
 
+# -- the report ---------------------------------------------------------------------------------------------------
+
 BETTER, NEAR, SAFE, FAST = (
     "Did it get better?",
     "Is it still near the start?",
@@ -206,26 +207,26 @@ BETTER, NEAR, SAFE, FAST = (
     "Where did the time go?",
 )
 CURVES: tuple[tuple[str, str, str, str, str], ...] = (
-    (BETTER, "score", "Score", "a step's mean", "What the policy was trained on."),
+    (BETTER, "score", "Score", "mean per step", "The score that the policy was trained on."),
     (BETTER, "held_out/score", "Held-out score", "mean", "On prompts that are never trained on."),
-    (BETTER, "accuracy", "Accuracy", "share of pairs", "Pairs ranked as the data has them."),
-    (BETTER, "loss", "Loss", "a step's mean", ""),
-    (NEAR, "kl_ref_k3", "KL to the reference", "nats an answer", "How far the policy has moved."),
-    (NEAR, "kl_coef", "KL coefficient", "", "How strongly it is held."),
+    (BETTER, "accuracy", "Accuracy", "share of pairs", "Pairs ranked as in the data."),
+    (BETTER, "loss", "Loss", "mean per step", ""),
+    (NEAR, "kl_ref_k3", "KL to the reference", "nats per answer", "How far the policy has moved."),
+    (NEAR, "kl_coef", "KL coefficient", "", "The weight of the KL penalty."),
     (NEAR, "response_length", "Length of answers", "tokens", ""),
-    (SAFE, "entropy", "Entropy", "nats a token", "A fall to zero is mode collapse."),
-    (SAFE, "clip_fraction", "Clip fraction", "share of tokens", "Tokens whose step was cut short."),
-    (SAFE, "explained_variance", "Explained variance", "of returns", "1 is a perfect critic, 0 knows nothing."),
-    (SAFE, "approx_kl", "KL to the sampler", "nats a token", "How far one update moves."),
+    (SAFE, "entropy", "Entropy", "nats per token", "A fall to zero is mode collapse."),
+    (SAFE, "clip_fraction", "Clip fraction", "share of tokens", "Tokens whose gradient the clip removed."),
+    (SAFE, "explained_variance", "Explained variance", "of returns", "1 is a perfect critic, 0 predicts nothing."),
+    (SAFE, "approx_kl", "KL to the sampler", "nats per token", "How far one update moves."),
     (SAFE, "grad_norm/policy", "Gradient of the policy", "norm", ""),
     (SAFE, "grad_norm/critic", "Gradient of the critic", "norm", ""),
-    (SAFE, "truncated", "Answers cut off", "share of answers", "They ran into the length limit."),
-    (FAST, "seconds/step", "Seconds a step", "seconds", ""),
+    (SAFE, "truncated", "Answers cut off", "share of answers", "They reached the length limit."),
+    (FAST, "seconds/step", "Seconds per step", "seconds", ""),
     (FAST, "seconds/rollout", "Seconds of sampling", "seconds", ""),
 )
 MAX_SAMPLES = 8
 MAX_ERRORS = 5  # of each kind
-STEPS_LOOKED_AT = 5  # kept steps at either end of the run in which answers to one prompt are looked for
+STEPS_LOOKED_AT = 5  # kept steps at either end of the run that are searched for answers to the same prompt
 
 
 def report(options: argparse.Namespace) -> int:
@@ -239,7 +240,7 @@ def report(options: argparse.Namespace) -> int:
 
 
 def run_content(summary: RunSummary, run: RecordedRun) -> ReportContent:
-    """What the report of a run says."""
+    """The content of a run's report."""
     came_from = origin(summary)
     return ReportContent(
         title=f"Run {summary.name}",
@@ -258,29 +259,29 @@ def run_content(summary: RunSummary, run: RecordedRun) -> ReportContent:
 
 
 def points(run: RecordedRun, name: str) -> tuple[tuple[float, float], ...]:
-    """One metric by step, where it was finite."""
+    """One metric by step, without values that are not finite."""
     return tuple((float(step), value) for step, value in zip(*run.column(name), strict=True) if math.isfinite(value))
 
 
 def headline(run: RecordedRun) -> tuple[Figure, ...]:
-    """First and last values of what matters most."""
+    """First and last values of the most important metrics."""
     names = {"score": "Score", "held_out/score": "Held-out score", "accuracy": "Accuracy", "loss": "Loss"}
     figures: list[Figure] = []
     for name, label in names.items():
         found = points(run, name)
-        if found and not (name == "loss" and figures):  # of RL, the loss says nothing
+        if found and not (name == "loss" and figures):  # the loss is not informative for RL
             few = max(1, len(found) // 20)
             first, last = (sum(value for _, value in part) / few for part in (found[:few], found[-few:]))
             figures.append(Figure(label, f"{short(first)} → {short(last)}", f"mean of the first and the last {few}"))
     if found := points(run, "kl_ref_k3"):
-        figures.append(Figure("KL to the reference", short(found[-1][1]), "nats an answer, last step"))
+        figures.append(Figure("KL to the reference", short(found[-1][1]), "nats per answer, last step"))
     if found := points(run, "response_length"):
         figures.append(Figure("Length of answers", short(found[-1][1]), f"tokens; {short(found[0][1])} at first"))
     return tuple(figures[:4])
 
 
 def findings(summary: RunSummary, run: RecordedRun) -> tuple[ReportFinding, ...]:
-    """What the run showed, in words."""
+    """The findings about a run, in words."""
     found: list[ReportFinding] = []
     proxy, truth = points(run, "score"), points(run, "held_out/score") or points(run, "reward/true")
     if len(truth) > 2 and proxy:
@@ -295,12 +296,12 @@ def findings(summary: RunSummary, run: RecordedRun) -> tuple[ReportFinding, ...]
         ]
     broken = sorted({name for row in run.metrics for name, value in row.items() if not math.isfinite(value)})
     if broken:
-        found.append(ReportFinding("warning", f"Some values were not finite. They are of {', '.join(broken[:8])}."))
+        found.append(ReportFinding("warning", f"Some values were not finite: {', '.join(broken[:8])}."))
     return tuple(found)
 
 
 def charts(run: RecordedRun) -> tuple[ChartGroup, ...]:
-    """The curves that the run has points for, by the question they answer."""
+    """The curves that the run has points for, grouped by question."""
     drawn: list[Chart] = []
     for question, name, title, unit, note in CURVES:
         curve = points(run, name)
@@ -315,7 +316,7 @@ def charts(run: RecordedRun) -> tuple[ChartGroup, ...]:
 
 
 def samples(run: RecordedRun) -> tuple[Sample, ...]:
-    """Answers to prompts that came up both early and late, among the steps whose answers were kept."""
+    """Answers to prompts that occur both early and late, among the steps whose answers were kept."""
     early = _by_prompt(run, run.rollout_steps[:STEPS_LOOKED_AT])
     late = _by_prompt(run, run.rollout_steps[STEPS_LOOKED_AT:][-STEPS_LOOKED_AT:][::-1])
     both = [(early[prompt], late[prompt]) for prompt in early if prompt in late]
@@ -344,12 +345,12 @@ def _by_prompt(run: RecordedRun, steps: Sequence[int]) -> dict[str, StoredRollou
 
 
 def next_steps(summary: RunSummary, run: RecordedRun) -> tuple[NextStep, ...]:
-    """What to look at next."""
+    """Suggestions for what to do next."""
     steps: list[NextStep] = []
     if (summary.folder / "model").is_dir() and summary.method != "reward":
-        steps.append(NextStep("Talk to it", "The model that the run ended with.", f"tether chat {summary.folder}"))
+        steps.append(NextStep("Talk to it", "Chat with the final model of the run.", f"tether chat {summary.folder}"))
     if run.rollout_steps:
         command = f"tether show {summary.name} --step {run.rollout_steps[-1]} --sample 0"
         steps.append(NextStep("Look at an answer", "Token by token, with its advantages.", command))
     export = f"tether export {summary.name} --metrics metrics.csv"
-    return (*steps, NextStep("Take it elsewhere", "Metrics, answers or the model, for other tools.", export))
+    return (*steps, NextStep("Use it elsewhere", "Metrics, answers or the model, for other tools.", export))

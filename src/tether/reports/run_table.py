@@ -1,13 +1,4 @@
-"""Runs, steps and answers as tables for the terminal and as JSON.
-
-What the commands that read the run store share: their options, and printing.
-
-A list of runs, for people as a table and for programs as JSON.
-
-A run, a step and an answer as tables for the terminal.
-
-What `tether show` prints: reading is done here, the tables are in `show_text`.
-"""
+"""`tether runs` and `tether show`: runs, steps and answers as tables for the terminal and as JSON."""
 
 from __future__ import annotations
 
@@ -42,7 +33,7 @@ if TYPE_CHECKING:
 
 
 def open_for(options: argparse.Namespace) -> OpenWorkspace:
-    """The workspace that the options mean, open for reading."""
+    """Open the workspace that the options name, for reading."""
     from tether.store.read import open_workspace, store_of
 
     return open_workspace(*store_of(getattr(options, "run", ""), options.workspace))
@@ -50,7 +41,7 @@ def open_for(options: argparse.Namespace) -> OpenWorkspace:
 
 @contextmanager
 def printing() -> Iterator[Console]:
-    """A console whose text is printed at the end, all at once; rich would exit by itself on a closed pipe."""
+    """A console whose text is printed at the end in one piece; rich itself would exit on a closed pipe."""
     from rich.console import Console
 
     wide = sys.stdout.isatty() or "COLUMNS" in os.environ
@@ -59,6 +50,8 @@ def printing() -> Iterator[Console]:
         yield console
     print(captured.get(), end="")
 
+
+# -- the list of runs ---------------------------------------------------------------------------------------------
 
 STYLES = {"running": "green", "done": "", "stopped": "yellow", "interrupted": "yellow", "failed": "red"}
 
@@ -97,7 +90,7 @@ def print_runs(options: argparse.Namespace) -> int:
         if found:
             console.print(table)
         elif everything:
-            console.print(f"None of the {len(everything)} runs in {opened.workspace.place} fits.", markup=False)
+            console.print(f"None of the {len(everything)} runs in {opened.workspace.place} matches.", markup=False)
         else:
             console.print(f"No runs in {opened.workspace.place} yet.", markup=False)
     return 0
@@ -114,7 +107,7 @@ def labels_of(run: RunSummary) -> str:
 
 
 def summary_as_json(run: RunSummary) -> dict[str, Any]:
-    """A run without its steps; what was not finite is null."""
+    """A run without its steps; values that are not finite are null."""
     return {
         "name": run.name,
         "method": run.method,
@@ -142,7 +135,7 @@ def origin(run: RunSummary) -> str:
 
 
 def _score(run: RunSummary) -> str:
-    """The score; where there is none, the loss by name, for more of it is not better."""
+    """The score; without one, the loss with its name, because a higher loss is not better."""
     if "score" in run.latest:
         return _cell_number(run.latest["score"])
     name = next((name for name in ("accuracy", "loss") if name in run.latest), None)
@@ -152,6 +145,8 @@ def _score(run: RunSummary) -> str:
 def _cell_number(value: float | None) -> str:
     return "" if value is None else "not finite" if not math.isfinite(value) else f"{value:.3g}"
 
+
+# -- a run, a step, an answer -------------------------------------------------------------------------------------
 
 SHOWN_COLUMNS = {
     "behavior_logprob": "behaviour",
@@ -183,11 +178,11 @@ MAX_EVENTS = 12
 
 
 def run_tables(summary: RunSummary, run: RecordedRun) -> list[RenderableType]:
-    """A run in short: how far it came, what it was told, where it came from, what it measured last, what happened."""
+    """A summary of a run: progress, settings, origin, last metrics, events."""
     style = STYLES.get(summary.state, "red") or "none"
     head = Text.assemble((visible(summary.name), "bold"), "  ", summary.method, "  ", (summary.state, style))
     head.append(f"  {summary.steps_done} of {summary.steps_target} steps")
-    head.append(f", begun {time.strftime('%Y-%m-%d %H:%M', time.localtime(summary.created))}", "dim")
+    head.append(f", started {time.strftime('%Y-%m-%d %H:%M', time.localtime(summary.created))}", "dim")
     said = {"note": summary.note, "group": summary.group, "tags": ", ".join(summary.tags)}
     settings = {key: value for key in HIGHLIGHTS if (value := _setting(summary.config, key)) is not None}
     parts: list[RenderableType] = [head, *_section("notes", {name: text for name, text in said.items() if text})]
@@ -204,7 +199,7 @@ def run_tables(summary: RunSummary, run: RecordedRun) -> list[RenderableType]:
 
 
 def diff_table(compared: Sequence[RunSummary], differing: dict[str, list[Any]]) -> Table:
-    """The settings in which runs differ, a column a run; then what each measured last."""
+    """The settings that differ, one column per run, and the last metrics of each."""
     table = Table(box=None, padding=(0, 2, 0, 0))
     table.add_column("setting" if differing else "no setting differs")
     for run in compared:
@@ -236,7 +231,7 @@ def _events(run: RecordedRun, began: float) -> list[RenderableType]:
 
 
 def _section(title: str, rows: dict[str, Any], columns: int = 1) -> list[RenderableType]:
-    """A heading and its pairs of name and value, in so many columns side by side."""
+    """A heading and its pairs of name and value, in `columns` columns."""
     if not rows:
         return []
     table = Table.grid(padding=(0, 2))
@@ -254,7 +249,7 @@ def _setting(config: Any, key: str) -> Any:
 
 
 def step_table(run: RecordedRun, step: int, rollouts: Sequence[StoredRollout]) -> list[RenderableType]:
-    """The answers of a step, a line each."""
+    """The answers of a step, one line each."""
     table = Table(
         title=f"{escape(visible(run.name))}, step {step}", title_justify="left", box=None, padding=(0, 2, 0, 0)
     )
@@ -279,7 +274,7 @@ def step_table(run: RecordedRun, step: int, rollouts: Sequence[StoredRollout]) -
 
 
 def sample_tables(run: RecordedRun, rollout: StoredRollout) -> list[RenderableType]:
-    """One answer, token by token: green where the advantage says more of this, red where it says less."""
+    """One answer, token by token: green for a positive advantage, red for a negative one."""
     head = Text.assemble((visible(run.name), "bold"), f", step {rollout.step}, sample {rollout.row}")
     head.append(f"  score {_number(rollout.score)}, {visible(rollout.finish)}, temperature {rollout.temperature:g}")
     for name, value in rollout.parts.items():
@@ -315,7 +310,7 @@ def _largest(advantages: Any) -> float:
 
 
 def _colour(advantage: float, largest: float) -> str:
-    """From red over grey to green, as strong as the advantage is beside the answer's largest."""
+    """From red through grey to green, by the advantage relative to the answer's largest."""
     if not math.isfinite(advantage):
         return "bold magenta"
     share = max(-1.0, min(1.0, float(advantage) / largest))
@@ -325,24 +320,27 @@ def _colour(advantage: float, largest: float) -> str:
 
 
 def in_one_line(text: str, *, marks: bool = False) -> str:
-    """Text in one line; `marks` shows line ends and tabs as signs, for a token that is nothing else."""
+    """Text in one line; `marks` shows line ends and tabs as symbols, for a token that is only those."""
     if marks:
         return visible(text.replace("\n", "↵").replace("\t", "⇥").replace(" ", "·"))
     return " ".join(visible(text).split())
 
 
 def _fixed(value: float) -> str:
-    """Four places, so that a column's points stand below one another."""
+    """Four decimals, so that the decimal points of a column align."""
     return f"{value:.4f}" if abs(value) < 1e5 else f"{value:.3g}"
 
 
 def _number(value: float) -> str:
-    """Four digits, and no more places than they need."""
+    """Four significant digits."""
     return str(value) if not math.isfinite(value) else f"{value:.4g}"
 
 
+# -- `tether show` ------------------------------------------------------------------------------------------------
+
+
 def show(options: argparse.Namespace) -> int:
-    """Print a run, a step or a sample, as the options say."""
+    """Print a run, a step or a sample, depending on the options."""
     if options.diff:
         return show_diff(options)
     with open_for(options) as opened:
@@ -366,7 +364,7 @@ def show(options: argparse.Namespace) -> int:
 
 
 def show_diff(options: argparse.Namespace) -> int:
-    """Print the settings in which runs differ, a column a run, and their last metrics below."""
+    """Print the settings in which runs differ, one column per run, and their last metrics below."""
     if options.step is not None or options.sample is not None:
         raise UsageError("--diff compares whole runs: leave --step and --sample out")
     with open_for(options) as opened:
@@ -382,7 +380,7 @@ def show_diff(options: argparse.Namespace) -> int:
 
 
 def _step(run: RecordedRun, options: argparse.Namespace) -> int | None:
-    """The step that is meant; None for the whole run."""
+    """The step that the options select; None for the whole run."""
     if options.step is None and options.sample is None:
         return None
     if not run.rollout_steps:
@@ -390,7 +388,7 @@ def _step(run: RecordedRun, options: argparse.Namespace) -> int | None:
     step = run.rollout_steps[-1] if options.step in (None, -1) else options.step
     if step not in run.rollout_steps:
         nearest = min(run.rollout_steps, key=lambda kept: abs(kept - step))
-        raise UsageError(f"--step: the answers of step {step} were not kept; the nearest that were are of {nearest}")
+        raise UsageError(f"--step: the answers of step {step} were not kept; the nearest kept steps are {nearest}")
     return step
 
 
@@ -399,7 +397,7 @@ def _sample(rollouts: Sequence[StoredRollout], row: int | None) -> StoredRollout
         return None
     found = [rollout for rollout in rollouts if rollout.row == row]
     if not found:
-        raise UsageError(f"--sample: step {rollouts[0].step} has samples 0 to {rollouts[-1].row}, and no {row}")
+        raise UsageError(f"--sample: step {rollouts[0].step} has samples 0 to {rollouts[-1].row}, not {row}")
     return found[0]
 
 
@@ -443,7 +441,7 @@ def rollout_head(rollout: StoredRollout) -> dict[str, Any]:
 
 
 def rollout_as_json(rollout: StoredRollout) -> dict[str, Any]:
-    """A rollout with every column as a list over its tokens, the derived KL and the top_logprobs included."""
+    """A rollout with every token column as a list, including the derived KL and the top_logprobs."""
     columns = {name: column.tolist() for name, column in rollout.columns.items()}
     if rollout.kl is not None:
         columns["kl"] = rollout.kl.tolist()

@@ -1,1 +1,1 @@
-"""What a run leaves behind: metrics, rollouts with per-token columns, lineage, checkpoints."""
+"""The records of a run: metrics, rollouts with per-token columns, lineage, checkpoints."""

@@ -1,16 +1,13 @@
-"""Checkpoints: each a folder that is written whole or not at all, in the background.
-
-Checkpoints: each a folder that is written whole or not at all, and read only if every byte is what was written.
+"""Checkpoints: each a folder that is written atomically in the background and verified byte by byte when read.
 
     checkpoints/step-00000012/
         learner-00000.safetensors ...   tensors, in files of at most SHARD_BYTES
         state.json                      everything else
         manifest.json                   size and SHA-256 of each of them, and its own
 
-A folder is written under another name, flushed to the disk file by file, and then renamed; the name is on the disk when
-`write` returns. What is hashed on reading is what is loaded, so nothing can change in between.
-
-Writing checkpoints while training goes on: a step waits for the copy, not for the disk.
+A folder is written under a temporary name, flushed to disk file by file, and then renamed. The new name is on disk when
+`write` returns. The bytes that are hashed on reading are the bytes that are loaded, so they cannot change in between.
+`CheckpointWriter` writes in a thread: training waits for the copy of the tensors, not for the disk.
 """
 
 from __future__ import annotations
@@ -38,14 +35,14 @@ from tether.store.folder import sync_folder
 
 FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
-SHARD_BYTES = 2**26  # a file is held in memory twice while it is written, and training waits while it is put together
+SHARD_BYTES = 2**26  # a file is held in memory twice while it is written, and serializing it blocks training
 NAME = re.compile(r"step-(\d{8})")
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A run between two steps: `step` of them are taken. `tensors` is by kind, then by name; `values` is JSON."""
+    """The state of a run after `step` steps. `tensors` is by kind, then by name; `values` is JSON."""
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
@@ -53,13 +50,14 @@ class Checkpoint:
 
 
 class DamagedCheckpoint(StorageError):  # noqa: N818 (the checkpoint's state)
-    """A checkpoint that is not what was written."""
+    """A checkpoint whose bytes are not what was written."""
 
 
 def write(folder: Path, checkpoint: Checkpoint, before_naming: Callable[[], object] = lambda: None) -> Path:
-    """Write a checkpoint into `folder`, replacing one of the same step; `before_naming` is called once all is on disk.
+    """Write a checkpoint into `folder`, replacing one of the same step.
 
-    An OSError leaves the checkpoints that were there as they were.
+    `before_naming` is called once all bytes are on disk, before the rename. An OSError leaves existing checkpoints
+    unchanged.
     """
     target = folder / f"step-{checkpoint.step:08d}"
     unfinished = folder / f"{UNFINISHED}{target.name}"
@@ -81,9 +79,9 @@ def write(folder: Path, checkpoint: Checkpoint, before_naming: Callable[[], obje
 
 
 def _check_room(folder: Path, checkpoint: Checkpoint) -> None:
-    """Raise the OSError of a full disk where the tensors alone would fill it.
+    """Raise the OSError of a full disk if the tensors do not fit.
 
-    So a checkpoint that cannot be written does not take the last room from the records of the run for a while.
+    A write that fails halfway would fill the disk for a while, and the run's records could not be written.
     """
     needed = sum(tensor.nbytes for named in checkpoint.tensors.values() for tensor in named.values())
     if shutil.disk_usage(folder).free < needed:
@@ -91,7 +89,7 @@ def _check_room(folder: Path, checkpoint: Checkpoint) -> None:
 
 
 def read(path: Path) -> Checkpoint:
-    """A checkpoint, checked byte by byte. Raises DamagedCheckpoint, which says what is wrong with it."""
+    """Read a checkpoint and verify every byte. Raises DamagedCheckpoint, which describes the damage."""
     manifest = _read_manifest(path)
     tensors: dict[str, dict[str, Tensor]] = {}
     values: dict[str, Any] = {}
@@ -108,7 +106,7 @@ def read(path: Path) -> Checkpoint:
 
 
 def damage(path: Path) -> str | None:
-    """What is wrong with a checkpoint, in words; None where every byte is what was written."""
+    """Describe the damage of a checkpoint; None if every byte is what was written."""
     try:
         for name, about in _read_manifest(path)["files"].items():
             _read_checked(path / name, about)
@@ -118,7 +116,7 @@ def damage(path: Path) -> str | None:
 
 
 def listed(folder: Path) -> list[tuple[int, Path]]:
-    """(step, path) of every checkpoint in a folder, oldest first; damaged ones are among them."""
+    """(step, path) of every checkpoint in a folder, oldest first; damaged ones are included."""
     if not folder.is_dir():
         return []
     found = ((NAME.fullmatch(path.name), path) for path in folder.iterdir())
@@ -126,17 +124,17 @@ def listed(folder: Path) -> list[tuple[int, Path]]:
 
 
 def read_newest(folder: Path, report: Callable[[str], None]) -> Checkpoint | None:
-    """The newest checkpoint that is whole; each newer one that is not is reported and passed over."""
+    """Read the newest undamaged checkpoint; each damaged one on the way is reported and skipped."""
     for _, path in reversed(listed(folder)):
         try:
             return read(path)
         except DamagedCheckpoint as error:
-            report(f"a damaged checkpoint is passed over: {error}")
+            report(f"skipping a damaged checkpoint: {error}")
     return None
 
 
 def newest_values(folder: Path) -> dict[str, Any] | None:
-    """The values of the newest checkpoint whose manifest and values are whole, whatever its tensors are."""
+    """The values of the newest checkpoint whose manifest and values are undamaged; its tensors are not read."""
     for _, path in reversed(listed(folder)):
         try:
             return json.loads(_read_checked(path / STATE, _read_manifest(path)["files"][STATE]))
@@ -146,10 +144,10 @@ def newest_values(folder: Path) -> dict[str, Any] | None:
 
 
 def prune(folder: Path, newest: int, every: int = 0, known_whole: set[Path] | None = None) -> None:
-    """Remove all but the `newest` newest checkpoints, and those whose step is a multiple of `every`.
+    """Remove all but the `newest` newest checkpoints and those whose step is a multiple of `every`.
 
-    What is kept counts only if it is whole, so the last valid checkpoint is never removed. Those of `known_whole` are
-    not read again, and what is found to be whole is added to it.
+    Only undamaged checkpoints count as kept, so the last valid one is never removed. Checkpoints in `known_whole` are
+    not read again, and those found undamaged are added to it.
     """
     known = set[Path]() if known_whole is None else known_whole
     kept = 0
@@ -162,7 +160,7 @@ def prune(folder: Path, newest: int, every: int = 0, known_whole: set[Path] | No
 
 
 def remove(path: Path) -> None:
-    """Remove a checkpoint; being interrupted leaves no half of one under its name."""
+    """Remove a checkpoint by renaming it first, so that an interruption leaves no partial one under its name."""
     removed = path.with_name(f"{REMOVED}{path.name}")
     shutil.rmtree(removed, ignore_errors=True)
     path.rename(removed)
@@ -170,7 +168,7 @@ def remove(path: Path) -> None:
 
 
 def clear_leftovers(folder: Path) -> None:
-    """Remove what a killed process left half written or half removed, and put back what it had only taken aside."""
+    """Remove the partial folders of a killed process, and restore a folder that it had only renamed."""
     if folder.is_dir():
         for path in list(folder.iterdir()):
             if path.name.startswith((UNFINISHED, REMOVED)):
@@ -179,7 +177,7 @@ def clear_leftovers(folder: Path) -> None:
                 recover(folder / path.name.removeprefix(REPLACED))
 
 
-# -- small parts --------------------------------------------------------------------------------------------------
+# -- parts --------------------------------------------------------------------------------------------------------
 
 
 def _files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
@@ -203,7 +201,7 @@ def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:
 
 
 def _sealed(manifest: dict[str, Any]) -> bytes:
-    """The manifest with its own hash in it."""
+    """The manifest with its own digest."""
     return canonical(sealed(manifest))
 
 
@@ -241,10 +239,13 @@ def _read_checked(path: Path, about: Mapping[str, Any]) -> bytes:
     return content
 
 
-class CheckpointWriter:
-    """Writes checkpoints one after the other from a thread of its own, and keeps the newest few.
+# -- writing in the background ------------------------------------------------------------------------------------
 
-    A checkpoint that cannot be written is told to `notify`; those that are there stay, and training goes on.
+
+class CheckpointWriter:
+    """Writes checkpoints one after another in a thread, and keeps the newest few.
+
+    A failed write is reported to `notify`; existing checkpoints stay, and training continues.
     """
 
     def __init__(self, folder: Path, *, keep: int, keep_every: int, notify: Callable[[str], None]) -> None:
@@ -257,16 +258,16 @@ class CheckpointWriter:
         clear_leftovers(folder)
 
     def save(self, checkpoint: Checkpoint, before_naming: Callable[[], object] = lambda: None) -> None:
-        """Begin to write a checkpoint, once the one before it is done; its tensors must not change any more.
+        """Start to write a checkpoint, after the previous one is complete; its tensors must not change any more.
 
-        `before_naming` is called in the thread when all its bytes are on disk and it has no name yet.
+        `before_naming` is called in the thread once all bytes are on disk, before the rename.
         """
         self.wait()
         self._thread = threading.Thread(target=self._write, args=(checkpoint, before_naming), daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until nothing is being written."""
+        """Wait until nothing is being written."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -275,6 +276,6 @@ class CheckpointWriter:
         try:
             self._known_whole.add(write(self.folder, checkpoint, before_naming))
             prune(self.folder, self.keep, self.keep_every, self._known_whole)
-        except Exception as error:  # whatever it is, training can go on without this checkpoint
+        except Exception as error:  # training can continue without this checkpoint
             reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
             self.notify(f"The checkpoint of step {checkpoint.step} was not written ({reason}): {self.folder}")

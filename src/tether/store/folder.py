@@ -1,4 +1,4 @@
-"""A run's folder: its resolved recipe, its checkpoints, and the model it ends with."""
+"""The folder of a run: its resolved recipe, its checkpoints and its final model."""
 
 from __future__ import annotations
 
@@ -17,32 +17,32 @@ from tether.errors import ConfigError, StorageError
 from tether.files import read_plain_json, sealed, unsealed
 from tether.redact import redact_url, secret_in
 
-RECIPE = "recipe.json"  # what makes a folder a run's
-HEADER = "run.json"  # the same, sealed: see tether.store.header
+RECIPE = "recipe.json"  # a folder with this file is a run
+HEADER = "run.json"  # the recipe with a digest: see tether.store.header
 FINISHED = "finished.json"
-FORKED = "forked.json"  # what a run branched off from; there before the recipe is
-UNSTARTED = "no-step-yet.json"  # there until the first step is taken: a run that died before it does not keep its name
-DEMO = "demo.json"  # what makes a folder a demo's, with a run for each stage in it
+FORKED = "forked.json"  # the origin of a forked run; written before the recipe
+UNSTARTED = "no-step-yet.json"  # exists until the first step is complete: a run that died before it frees its name
+DEMO = "demo.json"  # a folder with this file is a demo, with one run for each stage
 
 
 def json_line(step: int, metrics: dict[str, float]) -> str:
-    """One step as strict JSON, in which a number that is not finite is null."""
+    """One step as strict JSON; a number that is not finite becomes null."""
     finite = {name: value if math.isfinite(value) else None for name, value in metrics.items()}
     return json.dumps({"step": step, **finite}, allow_nan=False)
 
 
 def is_run(folder: Path) -> bool:
-    """Whether a run was begun in this folder."""
+    """Whether this folder contains a run."""
     try:
         return (folder / RECIPE).is_file() or (folder / HEADER).is_file()
-    except OSError:  # such as a name that is too long to be one
+    except OSError:  # such as a name that is too long
         return False
 
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
-    """A JSON file that is there as a whole or not at all, whenever the machine stops."""
+    """Write a JSON file atomically: after a crash it is complete or absent."""
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.unlink(missing_ok=True)  # a link there would be written through
+    unfinished.unlink(missing_ok=True)  # writing would follow a symbolic link
     with unfinished.open("x", encoding="utf-8") as file:
         file.write(json.dumps(content, indent=2) + "\n")
         file.flush()
@@ -52,7 +52,7 @@ def write_whole(path: Path, content: dict[str, Any]) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
+    """Flush the file names of a folder to disk."""
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -61,38 +61,37 @@ def sync_folder(folder: Path) -> None:
 
 
 def run_path(recipe: Recipe) -> Path:
-    """Where the run of a recipe with a name is."""
+    """The folder of a recipe's run; the recipe must have a name."""
     assert recipe.run.name is not None
     return Path(recipe.run.directory) / recipe.run.name
 
 
 class RunFolder:
-    """`recipe.json`, `checkpoints/` and `model/` of one run, new or gone on with."""
+    """`recipe.json`, `checkpoints/` and `model/` of one run."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     @classmethod
     def begin(cls, recipe: Recipe, origin: dict[str, Any] | None = None, root: Path | None = None) -> RunFolder:
-        """A new run's folder; one that holds a run already is refused. `origin` says what it branched off from.
+        """Create the folder of a new run; a folder that already holds a run is refused. `origin` describes a fork.
 
-        `root` is the folder that the user ran from, by default the working folder.
-
-        A run that took no step, and that no process is at, is none: its folder is used again.
+        `root` is the folder that the user ran from; the default is the working folder. The folder of a run that
+        completed no step is used again, unless a process is still training it.
         """
         from tether.store.header import RunHeader
 
         folder = cls(run_path(recipe))
         if is_run(folder.path) and not folder.is_free:
             raise ConfigError(
-                f"run.name: {folder.path} already holds a run; choose another name, remove it, or go on with it: "
+                f"run.name: {folder.path} already holds a run; choose another name, remove it, or resume it: "
                 f"tether resume {folder.path}"
             )
         folder.check_empty()
         try:
             folder.path.mkdir(parents=True, exist_ok=True)
             (folder.path / FORKED).unlink(missing_ok=True)
-            shutil.rmtree(folder.checkpoints, ignore_errors=True)  # of a fork that died before its first step
+            shutil.rmtree(folder.checkpoints, ignore_errors=True)  # left by a fork that died before its first step
             folder.write(UNSTARTED, {"steps": 0})
             folder.write(FORKED, origin or {})
             (folder.path / SEAL).unlink(missing_ok=True)
@@ -106,54 +105,54 @@ class RunFolder:
         return folder
 
     def check_empty(self) -> None:
-        """Raise where a run that begins here would remove what no run of Tether wrote, or lie outside its workspace."""
+        """Raise if a new run here would overwrite files that are not Tether's, or lie outside its workspace."""
         if ".." in self.path.parts[-1:]:
             raise ConfigError(f"run.name: {self.path} is not the name of a folder in its workspace: give it a name")
-        if (self.path / UNSTARTED).is_file():  # all that is here is of a run which took no step
+        if (self.path / UNSTARTED).is_file():  # everything here belongs to a run that completed no step
             return
         for place in (self.checkpoints, self.model_path, self.best_path):
             with suppress(FileNotFoundError, NotADirectoryError, PermissionError):
                 if place.is_symlink() or any(place.iterdir()):
                     raise ConfigError(
-                        f"run.name: {place} is there already, and a run of this name would write over it: choose "
+                        f"run.name: {place} exists already, and a run of this name would overwrite it: choose "
                         "another run.name or run.directory, or move it away"
                     )
 
     @property
     def is_free(self) -> bool:
-        """Whether the run here took no step and nobody is about to."""
+        """Whether the run here completed no step and no process is training it."""
         from tether.store.database.journal import is_being_recorded
 
         return (self.path / UNSTARTED).is_file() and not is_being_recorded(self.path)
 
     def note_first_step(self) -> None:
-        """From now on the folder is this run's."""
+        """Mark that the run completed its first step, so that its folder is not used again."""
         with suppress(OSError):
             (self.path / UNSTARTED).unlink(missing_ok=True)
 
     def write(self, name: str, content: dict[str, Any]) -> None:
-        """Keep something as JSON; nothing is written where there is nothing to keep."""
+        """Write `content` as JSON; an empty one is not written."""
         if content:
             write_whole(self.path / name, content)
 
     @property
     def model_path(self) -> Path:
-        """Where the trained model goes."""
+        """The folder of the trained model."""
         return self.path / "model"
 
     @property
     def best_path(self) -> Path:
-        """Where the model with the best held-out score goes."""
+        """The folder of the model with the best held-out score."""
         return self.path / "best"
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints go."""
+        """The folder of the checkpoints."""
         return self.path / "checkpoints"
 
     @property
     def origin(self) -> dict[str, Any] | None:
-        """What it branched off from; None for a run that began at its beginning."""
+        """The origin of a forked run; None for any other run."""
         from tether.store.header import read_header
 
         header = read_header(self.path)
@@ -164,27 +163,27 @@ class RunFolder:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every step was taken and all that follows them is written."""
+        """Whether all steps are complete and the final files are written."""
         return self._finished() is not None
 
     @property
     def finish_is_damaged(self) -> bool:
-        """Whether there is a note that all is done, and it is not what was written: it counts for nothing."""
+        """Whether `FINISHED` exists but is damaged; the run then counts as unfinished."""
         return self._finished() is None and (self.path / FINISHED).exists()
 
     @property
     def steps_taken(self) -> int:
-        """Of a run that is finished."""
+        """Number of steps of a finished run."""
         steps = self._finished()
         assert steps is not None
         return steps
 
     def finish(self, steps: int) -> None:
-        """Note that nothing is left to do."""
+        """Write `FINISHED`: the run is complete."""
         write_whole(self.path / FINISHED, sealed({"steps": steps}))
 
     def _finished(self) -> int | None:
-        """The steps that a whole note says; one without a digest counts for a run of a Tether that wrote none."""
+        """The steps in `FINISHED`; None if it is damaged or missing. One without a digest is of an older version."""
         try:
             content = read_plain_json(self.path / FINISHED)
             if not (self.path / HEADER).exists() and isinstance(content, dict) and set(content) == {"steps"}:
@@ -195,10 +194,10 @@ class RunFolder:
 
 
 def recipe_record(recipe: Recipe) -> dict[str, Any]:
-    """A recipe as it is kept: every key resolved, and its method.
+    """A recipe as it is stored: every key resolved, and the method.
 
-    A password in `store.url` is not kept: PGPASSWORD or ~/.pgpass can give it when the run goes on. A secret elsewhere
-    cannot be left out, for the run would go on without it, and is refused.
+    A password in `store.url` is left out: PGPASSWORD or ~/.pgpass supplies it on resume. A secret in any other key
+    raises ConfigError, because the run could not be resumed without it.
     """
     record = {"method": recipe.method, **recipe.model_dump(mode="json")}
     if recipe.store.url is not None:

@@ -1,16 +1,13 @@
-"""`run.json`: what a run is, sealed when it begins; and checks that a run writes only into its folder.
+"""`run.json`, the identity of a run with a digest, and checks that a run writes only into its own folder.
 
-Whether what a run writes stays in its folder: a link or a named pipe under one of its names would lead elsewhere.
+`run.json` holds the run's id, the recipe it started with and the run it was forked from. `recipe.json` is the same
+recipe for people to read. If the two differ, the recipe was damaged or edited, and resuming would train other weights
+than the run that was started. So resuming is refused, with the command that undoes the change and the one that forks
+with the new settings. Each checkpoint also holds the header, in case `run.json` itself is damaged.
 
-Somebody who sends a run's folder could let `records.jsonl` lead to a file of yours, which going on would add lines to,
-or `checkpoints` to another run's, of which old ones would be removed.
-
-`run.json`: what a run is, sealed when it begins: its id, the recipe it was begun with, the run it branched off from.
-
-`recipe.json` says the same to people. A recipe that is not what `run.json` says was damaged or edited, and training on
-with it would end with other weights than the run that was begun; so it is refused, with the command that repairs it and
-the one that goes on with other settings on purpose. Each checkpoint holds the header as well, for a `run.json` that is
-damaged itself.
+A run's folder may come from somebody else. A link could make `records.jsonl` lead to one of your files, which resuming
+would append to, or `checkpoints` to another run, whose old checkpoints would be removed. Links and named pipes under
+the names that Tether writes to are therefore refused.
 """
 
 from __future__ import annotations
@@ -31,14 +28,17 @@ FOLDERS = frozenset(("checkpoints", "model", "best", "spool", "faults", "tensorb
 KINDS_OF_FILE = (".json", ".jsonl", ".html", ".md")
 
 
+# -- files that lead out of the folder ----------------------------------------------------------------------------
+
+
 def stray_file(run_folder: Path) -> str | None:
-    """What leads out of a run's folder under a name that Tether writes to, as a sentence; None where nothing does."""
+    """Describe a link or special file under a name that Tether writes to; None if there is none."""
     for folder in (run_folder, *(run_folder / name for name in sorted(FOLDERS))):
         if folder.is_symlink() and folder != run_folder:
             return _linked(folder)
         if not folder.is_dir():
             if folder != run_folder and folder.exists():
-                return f"{folder} is no folder: remove it, or put the folder back from a copy"
+                return f"{folder} is not a folder: remove it, or restore the folder from a copy"
             continue
         for path in sorted(folder.iterdir()):
             its_own = folder != run_folder or path.name.startswith(".") or path.suffix in KINDS_OF_FILE
@@ -48,11 +48,11 @@ def stray_file(run_folder: Path) -> str | None:
 
 
 def check_own_files(run_folder: Path) -> None:
-    """Raise where going on with a run would write, wait or remove elsewhere. The run's folder itself may be a link."""
+    """Raise if resuming a run would write, wait or remove outside its folder. The folder itself may be a link."""
     try:
         trouble = stray_file(run_folder)
     except OSError as error:
-        raise ConfigError(f"{run_folder} cannot be looked through: {error.strerror}") from error
+        raise ConfigError(f"{run_folder} cannot be read: {error.strerror}") from error
     if trouble:
         raise ConfigError(trouble)
 
@@ -63,32 +63,34 @@ def _trouble(path: Path) -> str | None:
     other = what_else(path)
     if other in (None, "a folder"):
         return None
-    return f"{path} is {other}, and a plain file is expected: remove it, or put the file back from a copy"
+    return f"{path} is {other}, and a plain file is expected: remove it, or restore the file from a copy"
 
 
 def _linked(path: Path) -> str:
     return (
-        f"{path} is a link to {path.readlink()}, and a run writes to its own folder alone: put what it leads to in its "
-        "place, or move the run's whole folder there and link that"
+        f"{path} is a link to {path.readlink()}, and a run may write only to its own folder: replace the link by its "
+        "target, or move the run's whole folder there and link that"
     )
 
+
+# -- the header ---------------------------------------------------------------------------------------------------
 
 FORMAT = 1
 ID = re.compile(r"[0-9a-zA-Z_-]{1,64}")
 MAX_BYTES = 20_000_000  # of a file that describes a run
-MAX_NAMED = 4  # settings that a sentence names
+MAX_NAMED = 4  # settings that a message names
 
 
 @dataclass(frozen=True)
 class RunHeader:
-    """What a run was begun as."""
+    """The identity of a run, fixed when it starts."""
 
-    uid: str  # the run's own, in whatever folder it lies and whatever it is called
-    recipe: Mapping[str, Any]  # as `recipe.json` had it
-    forked: Mapping[str, Any] = field(default_factory=dict[str, Any])  # as `forked.json` had it; empty: no fork
+    uid: str  # unique, and independent of the run's folder and name
+    recipe: Mapping[str, Any]  # the content of `recipe.json` at the start
+    forked: Mapping[str, Any] = field(default_factory=dict[str, Any])  # the content of `forked.json`; empty: no fork
 
     def record(self) -> dict[str, Any]:
-        """As `run.json` and checkpoints hold it."""
+        """The header as a mapping, as `run.json` and checkpoints hold it."""
         return {"format": FORMAT, "id": self.uid, "recipe": dict(self.recipe), "forked": dict(self.forked)}
 
     def write(self, folder: Path) -> None:
@@ -97,7 +99,7 @@ class RunHeader:
 
 
 def header_from(record: Any) -> RunHeader:
-    """The header of a record. Raises ValueError where it is none."""
+    """Parse a header. Raises ValueError if the record is not one."""
     if not isinstance(record, dict) or record.get("format") != FORMAT:
         raise ValueError("it is of another version")
     uid, recipe, forked = record.get("id"), record.get("recipe"), record.get("forked")
@@ -107,14 +109,14 @@ def header_from(record: Any) -> RunHeader:
         or not isinstance(recipe, dict)
         or not isinstance(forked, dict)
     ):
-        raise ValueError("it is no header of a run")
+        raise ValueError("it is not the header of a run")
     if forked and not (isinstance(forked.get("step"), int) and isinstance(forked.get("folder"), str)):
-        raise ValueError("it does not say where the run branched off")
+        raise ValueError("it does not say where the run was forked")
     return RunHeader(uid, recipe, forked)
 
 
 def header_file(folder: Path) -> RunHeader | None:
-    """What `run.json` says; None where there is none. Raises ValueError where it is damaged."""
+    """Read `run.json`; None if there is none. Raises ValueError if it is damaged."""
     try:
         content = read_plain_json(folder / HEADER, MAX_BYTES)
     except FileNotFoundError:
@@ -125,9 +127,9 @@ def header_file(folder: Path) -> RunHeader | None:
 
 
 def read_header(folder: Path, tell: Callable[[str], None] = lambda text: None) -> RunHeader | None:  # noqa: ARG005
-    """What a run was begun as: by `run.json`, else by its newest whole checkpoint.
+    """The header of a run: from `run.json`, else from its newest undamaged checkpoint.
 
-    None for a run that was begun before there were headers. `tell` hears of a `run.json` that is damaged or gone.
+    None for a run of an older version, which wrote no header. `tell` is called if `run.json` is damaged or missing.
     """
     try:
         found, trouble = header_file(folder), "is missing"
@@ -137,11 +139,11 @@ def read_header(folder: Path, tell: Callable[[str], None] = lambda text: None) -
         return found
     found = _from_checkpoints(folder)
     if found is not None:
-        tell(f"{folder / HEADER} {trouble}; the newest checkpoint holds the same, and it is used.")
+        tell(f"{folder / HEADER} {trouble}; the copy in the newest checkpoint is used.")
     elif (folder / HEADER).exists():
         tell(
-            f"{folder / HEADER} {trouble}, and no checkpoint holds the same: whether {RECIPE} is what the run was "
-            "begun with cannot be checked."
+            f"{folder / HEADER} {trouble}, and no checkpoint holds a copy: Tether cannot check that {RECIPE} is what "
+            "the run started with."
         )
     return found
 
@@ -164,9 +166,9 @@ def protected_recipe(
     *,
     original: bool = False,
 ) -> dict[str, Any]:
-    """The recipe that a run was begun with, as it was kept. Raises ConfigError where `recipe.json` is another.
+    """The recipe that a run started with. Raises ConfigError if `recipe.json` differs from it.
 
-    With `original` another one is told and passed over, for whoever branches off with settings of their own.
+    With `original`, a difference is only reported: a fork uses its own settings anyway.
     """
     header = read_header(folder, tell)
     try:
@@ -178,24 +180,22 @@ def protected_recipe(
         found, trouble = None, f"it is damaged: {str(error).partition(chr(10))[0]}"
     if header is None:
         if trouble:
-            raise ConfigError(f"{folder / RECIPE} cannot be used ({trouble}): put it back from a copy")
+            raise ConfigError(f"{folder / RECIPE} cannot be used ({trouble}): restore it from a copy")
         assert isinstance(found, dict)
         return found
     if trouble or found != header.recipe:
         text = changed_sentence(folder, header.recipe, found if isinstance(found, dict) else None, trouble)
         if not original:
             raise ConfigError(text)
-        tell(text.partition(": to go on")[0] + ": the settings it was begun with are used.")
+        tell(text.partition(": to train")[0] + ": the settings it started with are used.")
     return dict(header.recipe)
 
 
 def changed_sentence(folder: Path, began: Mapping[str, Any], now: Mapping[str, Any] | None, trouble: str) -> str:
-    """What differs, how to go on with it on purpose, and how to undo it."""
+    """Describe what differs, how to train with the changes, and how to undo them."""
     place, undo = quote(str(folder)), "`tether doctor {} --verify --repair`"
     if now is None:
-        return (
-            f"{folder / RECIPE} is not what the run was begun with ({trouble}): put it back with {undo.format(place)}"
-        )
+        return f"{folder / RECIPE} is not what the run started with ({trouble}): restore it with {undo.format(place)}"
     before, after = flat(began), flat(now)
     keys = [key for key in {**before, **after} if key not in before or key not in after or before[key] != after[key]]
     words = ", ".join(_difference(key, before, after) for key in keys[:MAX_NAMED])
@@ -203,16 +203,16 @@ def changed_sentence(folder: Path, began: Mapping[str, Any], now: Mapping[str, A
     flags = [f"--{key} {quote(_flag(after[key]))}" for key in keys if key in before and key in after]
     known = flags if len(flags) == len(keys) <= MAX_NAMED else ["--KEY VALUE"]
     return (
-        f"{folder / RECIPE} is not what the run was begun with ({words}): to go on with other settings, branch off "
-        f"with `tether fork {place} {' '.join(known)}`; to undo the change, {undo.format(place)}"
+        f"{folder / RECIPE} is not what the run started with ({words}): to train with other settings, fork the run "
+        f"with `tether fork {place} {' '.join(known)}`; to undo the change, run {undo.format(place)}"
     )
 
 
 def _difference(key: str, before: Mapping[str, Any], after: Mapping[str, Any]) -> str:
     if key not in before:
-        return f"{key} was not there"
+        return f"{key} was added"
     if key not in after:
-        return f"{key} is gone"
+        return f"{key} was removed"
     return f"{key} is {json.dumps(after[key])}, was {json.dumps(before[key])}"
 
 
@@ -232,7 +232,7 @@ def flat(record: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def kept_recipe(folder: Path) -> dict[str, Any]:
-    """The recipe of a run, to find its way by: the sealed one where it is whole. Empty where none can be read."""
+    """The recipe of a run for display: the one in `run.json` if it is undamaged. Empty if none can be read."""
     try:
         header = header_file(folder)
         return dict(header.recipe) if header is not None else read_plain_json(folder / RECIPE, MAX_BYTES)
@@ -245,7 +245,7 @@ def kept_recipe(folder: Path) -> dict[str, Any]:
 
 
 def origin_trouble(folder: Path, header: RunHeader) -> str | None:
-    """What is wrong with `forked.json`; None where it is what the run was begun with."""
+    """Describe the damage of `forked.json`; None if it is unchanged."""
     try:
         found = read_plain_json(folder / FORKED, MAX_BYTES) if (folder / FORKED).exists() else {}
     except (OSError, ValueError):
@@ -253,6 +253,6 @@ def origin_trouble(folder: Path, header: RunHeader) -> str | None:
     if found == dict(header.forked):
         return None
     return (
-        f"{folder / FORKED} is not what the run was begun with; run.json says where it branched off, and that is used. "
-        f"Put it back with `tether doctor {quote(str(folder))} --verify --repair`."
+        f"{folder / FORKED} is not what the run started with; the origin in run.json is used. "
+        f"Restore it with `tether doctor {quote(str(folder))} --verify --repair`."
     )

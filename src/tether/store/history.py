@@ -1,9 +1,9 @@
-"""A run's history belongs to the run: found again wherever its folder went, checked, and put back where it is missing.
+"""Keep a run's records with the run: find them after its folder was moved or copied, check them, restore missing ones.
 
-A run knows itself by the id in `run.json`, its store by a name. Before a run goes on, `take_over` gives its records the
-name that its folder has now (a folder that was moved) or a copy of them (a folder that was copied). Once it stands at
-its checkpoint, `settle_history` holds the store and the run's own log against each other, step by step and event by
-event: what one of them lacks is put back from the other, and told.
+A run is identified by the id in `run.json`, and in the store by its name. Before a run resumes, `take_over` renames its
+records if its folder was moved, or copies them if its folder was copied. Once its checkpoint is loaded,
+`settle_history` compares the store with the run's own log, step by step and event by event. Whatever one of them lacks
+is restored from the other and reported.
 """
 
 from __future__ import annotations
@@ -46,29 +46,29 @@ from tether.store.database.verify_rows import (
 from tether.store.folder import HEADER
 from tether.store.header import RunHeader, header_file
 
-DEPTHS = ("*", "*/*", "*/*/*")  # in which the folders of runs lie within a workspace
+DEPTHS = ("*", "*/*", "*/*/*")  # where run folders may lie within a workspace
 
 
 @dataclass(frozen=True)
 class Identity:
-    """Who a run is as it goes on. `told` are sentences for the user."""
+    """The identity of a resumed run. `told` are messages for the user."""
 
     header: RunHeader
-    moved: Mapping[str, str]  # where the other runs of the workspace lie now, by their ids
+    moved: Mapping[str, str]  # the current names of the other runs of the workspace, by id
     told: tuple[str, ...] = ()
 
 
 @dataclass
 class Settled:
-    """What was found, and what was put back. `told` are sentences for the user."""
+    """What was found and what was restored. `told` are messages for the user."""
 
     told: list[str] = field(default_factory=list[str])
-    faults: list[str] = field(default_factory=list[str])  # what was wrong, or still is
-    missing: list[int] = field(default_factory=list[int])  # steps that the store lacked
+    faults: list[str] = field(default_factory=list[str])  # faults found, repaired or not
+    missing: list[int] = field(default_factory=list[int])  # steps that were missing in the store
 
 
 def runs_by_id(directory: Path, besides: Path) -> dict[str, str]:
-    """The names of the runs in a workspace by their ids, but for the one in `besides`."""
+    """The names of the runs in a workspace by id, except for the run in `besides`."""
     found: dict[str, str] = {}
     for path in (path for depth in DEPTHS for path in directory.glob(f"{depth}/{HEADER}")):
         if path.parent.resolve() == besides.resolve():
@@ -82,13 +82,13 @@ def runs_by_id(directory: Path, besides: Path) -> dict[str, str]:
     return found
 
 
-# -- whose records are these? -------------------------------------------------------------------------------------
+# -- the owner of the records -------------------------------------------------------------------------------------
 
 
 def take_over(workspace: Workspace, folder: Path, header: RunHeader, *, is_new: bool) -> Identity:
-    """Have the store know a run by the name that its folder has; a copy of a run becomes one of its own.
+    """Enter a run in the store under its folder's current name; a copied run becomes a separate run.
 
-    `is_new`: the header was made just now, for a run of an older Tether, whose records go by its name alone.
+    `is_new`: the header was created just now, for a run of an older version whose records have only a name.
     """
     moved = runs_by_id(workspace.directory, folder)
     if workspace.file is not None and not workspace.file.is_file():
@@ -96,7 +96,7 @@ def take_over(workspace: Workspace, folder: Path, header: RunHeader, *, is_new: 
     try:
         engine = open_engine(workspace)
     except (SQLAlchemyError, OSError, TetherError):
-        return Identity(header, moved)  # the recorder tells of it
+        return Identity(header, moved)  # the recorder reports it
     try:
         with engine.begin() as connection:
             return _take_over(connection, workspace, folder, header, moved, is_new)
@@ -118,16 +118,16 @@ def _take_over(
     named = select(runs.c.id, runs.c.workspace, runs.c.name).where(runs.c.uid == header.uid)
     others = connection.execute(named.order_by(runs.c.id)).all()
     told: list[str] = []
-    if own is not None:  # the name was another run's, whose folder is elsewhere now or gone
+    if own is not None:  # another run had this name, and its folder was moved or deleted
         place = moved.get(own.uid) or f"{name}-{own.uid[:8]}"
         connection.execute(update(runs).where(runs.c.id == own.id).values(name=place))
-        told.append(f"The store knew another run as {name}: it is listed as {place} now.")
+        told.append(f"The store had another run named {name}: it is now listed as {place}.")
     for row in others:
         if not _still_there(workspace, row, folder, header.uid):
             values = {"workspace": workspace.key, "name": name}
             connection.execute(update(runs).where(runs.c.id == row.id).values(**values))
             told.append(
-                f"The run was recorded as {_shown(row, workspace)} and goes on as {name}, with all its records."
+                f"The run was recorded as {_shown(row, workspace)} and continues as {name}, with all its records."
             )
             return Identity(header, moved, tuple(told))
     if others or header.uid in moved:
@@ -136,7 +136,7 @@ def _take_over(
             _copy_rows(connection, others[0].id, {"workspace": workspace.key, "name": name, "uid": copy.uid})
         source = _shown(others[0], workspace) if others else moved[header.uid]
         told.append(
-            f"This is a copy of the run {source}: it goes on as {name}, a run of its own, with a copy of its records."
+            f"This is a copy of the run {source}: it continues as {name}, a separate run, with a copy of its records."
         )
         return Identity(copy, moved, tuple(told))
     return Identity(header, moved, tuple(told))
@@ -151,9 +151,9 @@ def _shown(row: Any, workspace: Workspace) -> str:
 
 
 def _still_there(workspace: Workspace, row: Any, folder: Path, uid: str) -> bool:
-    """Whether the folder by which the store knows a run still holds it, and is another than this one.
+    """Whether the run is still in the folder that the store has for it, and that is a different folder.
 
-    What another machine has is taken to be there.
+    A folder on another machine is assumed to exist.
     """
     root = workspace.directory
     if row.workspace != workspace.key:
@@ -174,7 +174,7 @@ def _still_there(workspace: Workspace, row: Any, folder: Path, uid: str) -> bool
 
 
 def _copy_rows(connection: Connection, source: int, changes: Mapping[str, Any]) -> None:
-    """A second set of a run's rows, under another name and id."""
+    """Copy the rows of a run under another name and id."""
     row = connection.execute(select(runs).where(runs.c.id == source)).one()._mapping
     values = {name: row[name] for name in row if name not in ("id", "digest")} | dict(changes)
     made = connection.execute(insert(runs).values(**values, digest=row_digest("runs", values)).returning(runs.c.id))
@@ -189,13 +189,13 @@ def _copy_rows(connection: Connection, source: int, changes: Mapping[str, Any]) 
         connection.execute(insert(events).values(run_id=run_id, **content | {"uid": secrets.token_hex(8)}))
 
 
-# -- is everything there? -----------------------------------------------------------------------------------------
+# -- comparing the store with the log -----------------------------------------------------------------------------
 
 
 def settle_history(workspace: Workspace, folder: Path, first: int, done: int, *, repair: bool = True) -> Settled:
-    """Hold the store and the run's log against each other over the steps from `first` to `done` - 1.
+    """Compare the store with the run's log over the steps from `first` to `done` - 1.
 
-    With `repair` each gets what it lacks from the other; without, only what differs is said.
+    With `repair`, each gets what it lacks from the other. Otherwise the differences are only reported.
     """
     found = Settled()
     logged = read_log(folder)
@@ -208,8 +208,8 @@ def settle_history(workspace: Workspace, folder: Path, first: int, done: int, *,
             engine.dispose()
     except (SQLAlchemyError, OSError, TetherError, ValueError, TypeError) as error:
         text = (
-            f"The run store {workspace.place} cannot be checked ({reason(error)}): put it back from a copy, or move it "
-            f"away and resume; metrics and events are put back from {folder / LOG}."
+            f"The run store {workspace.place} cannot be checked ({reason(error)}): restore it from a copy, or move it "
+            f"away and resume; metrics and events are restored from {folder / LOG}."
         )
         found.told.append(text)
         found.faults.append(text)
@@ -227,7 +227,7 @@ def _settle(
 ) -> None:
     for fault in file_faults(connection, workspace, most_bytes=CHECKED_AT_RESUME if repair else None):
         text = (
-            f"{workspace.place} fails SQLite's own check ({fault}): put it back from a copy, or `sqlite3 .recover` it."
+            f"{workspace.place} fails SQLite's own check ({fault}): restore it from a copy, or `sqlite3 .recover` it."
         )
         found.told.append(text)
         found.faults.append(text)
@@ -235,14 +235,14 @@ def _settle(
     run = _row(connection, runs.c.workspace == workspace.key, runs.c.name == name)
     if run is None:
         stored = StoredHistory()
-        found.faults.append(f"{workspace.place} knows no run {name}")
+        found.faults.append(f"{workspace.place} has no run {name}")
         if not repair:
             return
-        raise ValueError(f"it knows no run {name}")
+        raise ValueError(f"it has no run {name}")
     stored = read_history(connection, run.id)
     found.faults += [f"{workspace.place}: {fault}" for fault in stored.faults]
     log = logged or Logged()
-    is_new = logged is None or (log.start or {}).get("resumes", False)  # begun by a Tether that wrote no log
+    is_new = logged is None or (log.start or {}).get("resumes", False)  # started by a version that wrote no log
     pair = _Pair(connection, workspace, folder / LOG, run.id, stored, log, found, repair)
     _settle_steps(pair, expected, is_new=is_new)
     _settle_events(pair)
@@ -256,7 +256,7 @@ def _settle(
 
 @dataclass(frozen=True)
 class _Pair:
-    """A run's rows in the store and its log, which are compared; with `repair` each gets what it lacks."""
+    """A run's rows in the store and its log, which are compared; with `repair`, each gets what it lacks."""
 
     connection: Connection
     workspace: Workspace
@@ -289,10 +289,10 @@ def _settle_steps(pair: _Pair, expected: Iterable[int], *, is_new: bool) -> None
             stored.steps[step] = log.steps[step]
         for step in unlogged:
             log.steps[step] = stored.steps[step]
-    command = "they were put back from" if repair else "`tether resume`, or --repair, puts them back from"
+    command = "they were restored from" if repair else "`tether resume` or --repair restores them from"
     for what, at in (("lacked", missing), ("had damaged", damaged), ("had other", other)):
         if at:
-            if not repair and at is not damaged:  # which the rows' own digests have told
+            if not repair and at is not damaged:  # the digests of the rows already reported those
                 found.faults.append(f"{place} {what} metrics of {spans(at)}")
             found.told.append(f"The run store {place} {what} metrics of {spans(at)}: {command} {pair.log_file}.")
     if unlogged and not is_new:
@@ -312,7 +312,7 @@ def _digest(data: Mapping[str, Any]) -> str:
 def _settle_events(pair: _Pair) -> None:
     stored, log, found, repair = pair.stored, pair.log, pair.found, pair.repair
     absent = [uid for uid in log.events if uid not in stored.events]
-    if absent:  # a copied run's events have ids of their own: what they say is there
+    if absent:  # the events of a copied run have other ids, so compare their content
         said = {(row["time"], row["kind"]) for row in stored.events.values()}
         absent = [uid for uid in absent if (log.events[uid]["time"], log.events[uid]["kind"]) not in said]
     if repair and stored.damaged_events:
@@ -325,14 +325,14 @@ def _settle_events(pair: _Pair) -> None:
         log.events.setdefault(uid, row)
     if absent or stored.damaged_events:
         count = max(len(absent), len(stored.damaged_events))
-        command = "they were put back from" if repair else "--repair puts them back from"
+        command = "they were restored from" if repair else "--repair restores them from"
         text = f"The run store {pair.workspace.place} lacked or had damaged {count} events: {command} {pair.log_file}."
         found.told.append(text)
         found.faults += [] if repair else [text]
 
 
 def _finish(connection: Connection, run_id: int, folder: Path, log: Logged, rewrites: bool) -> None:
-    """The run's own row, and its log where that lacked something."""
+    """Update the run's own row, and rewrite its log if that lacked something."""
     last = connection.execute(select(func.max(steps.c.step)).where(steps.c.run_id == run_id)).scalar()
     begun = {"steps_done": 0 if last is None else last + 1}
     row = connection.execute(select(runs).where(runs.c.id == run_id)).one()._mapping
@@ -346,16 +346,16 @@ def _finish(connection: Connection, run_id: int, folder: Path, log: Logged, rewr
 
 
 def _tell_tokens(workspace: Workspace, stored: StoredHistory, log: Logged, found: Settled) -> None:
-    """Tokens are in the store alone: what is damaged or gone there cannot be put back."""
+    """Report damaged or missing tokens: only the store holds them, so they cannot be restored."""
     if stored.damaged_rollouts or stored.missing_rollouts:
         at = sorted({step for step, _ in stored.damaged_rollouts} | set(stored.missing_rollouts))
         found.told.append(
-            f"The run store {workspace.place} has damaged or missing tokens of {spans(at)}, which are kept nowhere "
-            "else: they are not shown or exported. The other steps are whole, and training does not read them."
+            f"The run store {workspace.place} has damaged or missing tokens of {spans(at)}, and there is no other "
+            "copy: they are not shown or exported. The other steps are undamaged, and training does not read tokens."
         )
         return
     gone = [step for step in found.missing if log.steps[step]["rollouts"] and not stored.rollouts.get(step)]
     if gone:
         found.told.append(
-            f"The tokens of {spans(gone)} were in the run store alone, and {workspace.place} does not have them."
+            f"The tokens of {spans(gone)} were only in the run store, and {workspace.place} does not have them."
         )

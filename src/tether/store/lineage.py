@@ -1,9 +1,4 @@
-"""What a run was made from and with: models, data, versions, machine, seed.
-
-What a run was made with: versions, machine, seed, and the state of the user's own project.
-
-What a run is made from, read off its resolved recipe: models, reward models, the critic's start, data.
-"""
+"""The lineage of a run: the models and data in its recipe, and the versions, machine, seed and commit."""
 
 from __future__ import annotations
 
@@ -32,6 +27,9 @@ MAX_INDEX = 500_000_000  # bytes of a repository's index
 PACKAGES = ("torch", "transformers", "tokenizers", "peft", "numpy")
 
 
+# -- versions, machine and commit ---------------------------------------------------------------------------------
+
+
 def describe_environment(*, seed: int, device: str) -> dict[str, Any]:
     """Everything that could make the same recipe give another result."""
     found: dict[str, Any] = {
@@ -50,10 +48,10 @@ def describe_environment(*, seed: int, device: str) -> dict[str, Any]:
 
 
 def git_state(folder: Path) -> dict[str, Any]:
-    """The commit that the folder is at and whether it has changes; empty where it is in no repository.
+    """The commit of a folder's repository, and whether it has changes; empty if it is in no repository.
 
     A repository's own configuration can name programs that git runs (file monitors, filters, hooks, ssh). So the commit
-    is read from its file, and git is asked for changes through a folder of ours, with a configuration of ours.
+    is read from its file, and git is run in a folder of ours with our own configuration.
     """
     for top in (folder, *folder.parents):
         try:
@@ -69,7 +67,7 @@ def git_state(folder: Path) -> dict[str, Any]:
 
 
 def _git_folder(top: Path) -> Path | None:
-    """The repository whose top folder this is; `.git` is a file in a linked worktree and in a submodule."""
+    """The git folder of a working tree; `.git` is a file in a linked worktree and in a submodule."""
     place = top / ".git"
     if place.is_dir():
         return place
@@ -80,7 +78,7 @@ def _git_folder(top: Path) -> Path | None:
 
 
 def _common_folder(git: Path) -> Path:
-    """Where objects and branches are: a linked worktree shares them."""
+    """The folder of objects and branches, which a linked worktree shares."""
     file = git / "commondir"
     return git / _line(file) if file.is_file() else git
 
@@ -107,14 +105,14 @@ def _hash(text: str) -> str | None:
 
 
 def _line(file: Path) -> str:
-    if not file.is_file():  # a named pipe would be waited for
-        raise ValueError(f"{file} is no file")
+    if not file.is_file():  # reading a named pipe would block
+        raise ValueError(f"{file} is not a file")
     with file.open(encoding="utf-8", errors="replace") as opened:
         return opened.readline(4096).strip()
 
 
 def _is_dirty(top: Path, git: Path, common: Path, commit: str) -> bool | None:
-    """Whether a file that git knows was changed; None where git does not say so within seconds."""
+    """Whether a tracked file was changed; None if git does not answer within the time limit."""
     try:
         index = git / "index"
         if not index.is_file() or index.stat().st_size > MAX_INDEX:
@@ -132,7 +130,7 @@ def _is_dirty(top: Path, git: Path, common: Path, commit: str) -> bool | None:
 
 
 def _fill(ours: Path, commit: str, index: Path) -> None:
-    """Make a folder a repository that is at this commit, with this index and nothing configured."""
+    """Make a folder a repository at this commit, with this index and an empty configuration."""
     version, extension = (1, "[extensions]\nobjectFormat = sha256\n") if len(commit) == 64 else (0, "")
     config = f"[core]\nrepositoryformatversion = {version}\nbare = false\n{extension}"
     (ours / "refs").mkdir()
@@ -149,7 +147,7 @@ def _has_changes(top: Path, ours: Path, objects: Path) -> bool | None:
     given |= {"GIT_OPTIONAL_LOCKS": "0", "GIT_NO_LAZY_FETCH": "1", "GIT_TERMINAL_PROMPT": "0"}
     command = ["git", "status", "--porcelain", "--untracked-files=no", "--ignore-submodules=all"]
     quiet = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": 5, "check": False}
-    done = subprocess.run(command, cwd=top, env=given, **quiet)  # noqa: S603 (constants alone)
+    done = subprocess.run(command, cwd=top, env=given, **quiet)  # noqa: S603 (only constants)
     return bool(done.stdout.strip()) if done.returncode == 0 else None
 
 
@@ -161,7 +159,7 @@ def _version(name: str) -> str | None:
 
 
 def _processor() -> str:
-    """The processor's name, where the system tells it."""
+    """The processor's name, if the system reports it."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -169,8 +167,11 @@ def _processor() -> str:
     return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
 
 
+# -- models and data of a recipe ----------------------------------------------------------------------------------
+
+
 def sources_of(config: Mapping[str, Any], workspace: Workspace) -> list[RecordSource]:
-    """The models and files that a recipe names; a model that a run of this workspace trained leads to that run."""
+    """The models and files of a recipe; a model trained by a run of this workspace is linked to that run."""
     models = [
         RecordSource(role, path, run=_run_at(Path(path), workspace), sha256=_weights(Path(path), role))
         for role, path in models_of(config)
@@ -183,7 +184,7 @@ def sources_of(config: Mapping[str, Any], workspace: Workspace) -> list[RecordSo
 
 
 def models_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """(role, path) of every model that a recipe names."""
+    """(role, path) of every model in a recipe."""
     if path := config.get("model", {}).get("path"):
         yield "model", path
     if path := config.get("roles", {}).get("critic_init"):
@@ -194,7 +195,7 @@ def models_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _files(config: Mapping[str, Any]) -> Iterator[tuple[str, Paths, str, str | None]]:
-    """(role, where it is, its split, its configuration) of all records that a recipe reads."""
+    """(role, path, split, configuration) of all records that a recipe reads."""
     data, task = config.get("data", {}), config.get("task", {})
     split, other, subset = data.get("split", "train"), data.get("held_out_split"), data.get("config")
     main = data.get("train") or task.get("prompts")
@@ -212,19 +213,19 @@ def _files(config: Mapping[str, Any]) -> Iterator[tuple[str, Paths, str, str | N
 
 
 def _run_at(path: Path, workspace: Workspace) -> str | None:
-    """The run that a model's folder belongs to: the folder itself, or the one that it is `model/` or `best/` of."""
+    """The run that a model's folder belongs to: the folder itself, or the parent of `model/` or `best/`."""
     for folder in (path, path.parent):
         if is_run(folder):
             try:
                 return workspace.name_of(folder)
-            except ConfigError:  # a run, of another workspace
+            except ConfigError:  # a run of another workspace
                 return None
     return None
 
 
 def _weights(folder: Path, role: str) -> str | None:
-    """One digest over a model's files of weights; None for the policy, whose weights are looked at once loaded."""
-    if (folder / "model").is_dir():  # a run's own folder
+    """One digest over a model's weight files; None for the policy, whose weights are digested after loading."""
+    if (folder / "model").is_dir():  # the folder of a run
         folder = folder / "model"
     files = sorted(folder.glob("*.safetensors")) if role != "model" and folder.is_dir() else []
     digests = [f"{file.name} {_sha256(file)}" for file in files]
@@ -232,7 +233,7 @@ def _weights(folder: Path, role: str) -> str | None:
 
 
 def _sha256(path: Path) -> str | None:
-    """The digest of a file's bytes; None where it cannot be read."""
+    """The digest of a file's bytes; None if it cannot be read."""
     try:
         require_plain(path)
         with path.open("rb") as file:

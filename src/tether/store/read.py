@@ -1,8 +1,6 @@
-"""Reading the run store: which runs there are, what each recorded, notes and tags.
+"""Read the run store: the list of runs, the records of one run, and its note, tags and group.
 
-Reading the run store: which runs there are, and what one of them recorded. Nothing here needs torch.
-
-A run's note, tags and group, and how the settings of several runs differ.
+This module needs no torch.
 """
 
 from __future__ import annotations
@@ -31,12 +29,12 @@ from tether.store.header import kept_recipe
 from tether.store.recorded import MAX_STEP_BYTES, Event, RecordedRun, StoredRollout, decode_rollout, inflated_size
 
 LATEST = ("score", "kl_ref_k3", "loss", "accuracy", "held_out/score")
-"""The metrics that a list of runs shows, as the last step had them."""
+"""The metrics that a list of runs shows, from the last step."""
 
 
 @dataclass(frozen=True)
 class Ancestor:
-    """Something a run was made from; `run` is the name it has in the same workspace, where it is a run."""
+    """Something a run was made from; `run` is its name if it is a run of the same workspace."""
 
     role: str
     source: str
@@ -46,7 +44,7 @@ class Ancestor:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """A run without its steps. Its `state` is running, done, stopped, failed, or interrupted: no one writes it on."""
+    """A run without its steps. `state` is running, done, stopped, failed, or interrupted (no process trains it)."""
 
     id: int
     name: str
@@ -74,7 +72,7 @@ class OpenWorkspace:
     engine: Engine
 
     def close(self) -> None:
-        """Let go of the database."""
+        """Close the database."""
         self.engine.dispose()
 
     def __enter__(self) -> OpenWorkspace:
@@ -85,7 +83,7 @@ class OpenWorkspace:
 
     @contextmanager
     def reading(self) -> Iterator[Connection]:
-        """One view of the database, in which nothing changes."""
+        """A connection with one consistent snapshot of the database."""
         try:
             with self.engine.connect().execution_options(reads_only=True) as connection, connection.begin():
                 yield connection
@@ -95,7 +93,7 @@ class OpenWorkspace:
 
 
 def open_workspace(directory: str | Path = "runs", url: str | None = None) -> OpenWorkspace:
-    """Open a workspace that is there. What an ended run could not write to its store is taken in on the way."""
+    """Open an existing workspace. Records that an ended run left in its spool are written to the store first."""
     workspace = workspace_at(directory, url)
     waiting = _runs_with_pending(workspace)
     if workspace.file is not None and not workspace.file.is_file() and not waiting:
@@ -110,7 +108,7 @@ def open_workspace(directory: str | Path = "runs", url: str | None = None) -> Op
 
 
 def open_store(workspace: Workspace, **options: Any) -> Engine:
-    """A workspace's database, as `open_engine` has it; what is wrong with it is told in a sentence."""
+    """Open a workspace's database like `open_engine`; raises StorageError with a message for the user."""
     try:
         return open_engine(workspace, **options)
     except (SQLAlchemyError, OSError) as error:
@@ -125,30 +123,30 @@ def _runs_with_pending(workspace: Workspace) -> list[Path]:
 
 
 def _meant_for(workspace: Workspace, folder: Path) -> bool:
-    """Whether what waits beside a run is for this store: its recipe may name another."""
+    """Whether a run's spooled records belong to this store: the run's recipe may name another."""
     url = recipe_url(folder)
     return url is None or workspace_at(workspace.directory, url).place == workspace.place
 
 
 def _take_in(workspace: Workspace, folder: Path) -> None:
-    """Write what waits beside a run that no one is writing."""
+    """Write the spooled records of a run that no process is writing."""
     with recording_lock(folder) as free:
         if free:
             journal = Journal(workspace, workspace.name_of(folder), None, lambda text: None)  # noqa: ARG005
             journal.close()
 
 
-# -- which runs there are -----------------------------------------------------------------------------------------
+# -- the list of runs ---------------------------------------------------------------------------------------------
 
 
 def list_runs(opened: OpenWorkspace) -> list[RunSummary]:
-    """Every run of the workspace, the one written last first."""
+    """Every run of the workspace, the most recently written first."""
     with opened.reading() as connection:
         mine = runs.c.workspace == opened.workspace.key
         rows = connection.execute(select(runs).where(mine).order_by(runs.c.updated.desc(), runs.c.id.desc())).all()
         latest = _latest(connection)
         ancestors = _ancestors(connection)
-    rows = [row for row in rows if is_inside(row.name)]  # no run of ours has another: such a row was put there
+    rows = [row for row in rows if is_inside(row.name)]  # Tether writes no other names: somebody else added the row
     return [_summary(opened, row, latest.get(row.id, {}), ancestors.get(row.id, [])) for row in rows]
 
 
@@ -161,7 +159,7 @@ def _summary(opened: OpenWorkspace, row: Row[Any], latest: dict[str, float], anc
 
 
 def _shown_config(config: Any) -> Any:
-    """A recipe out of the store; an older Tether may have kept a password in the address of the database."""
+    """A recipe from the store, with secrets hidden: older versions stored the password of the database's URL."""
     store = config.get("store") if isinstance(config, dict) else None
     if isinstance(store, dict) and isinstance(store.get("url"), str):
         return config | {"store": store | {"url": redact_url(store["url"])}}
@@ -169,9 +167,9 @@ def _shown_config(config: Any) -> Any:
 
 
 def state_now(opened: OpenWorkspace, row: Any) -> str:
-    """The state of a run's row (id, name, state): running, but written by no living process, means interrupted.
+    """The state of a run's row (id, name, state); "running" without a living process becomes "interrupted".
 
-    A run may end between the look at its row and the look for its process, so a row without one is read again.
+    A run may end between reading its row and looking for its process, so the row is then read again.
     """
     if row.state != "running" or is_being_recorded(opened.workspace.folder(row.name)):
         return row.state
@@ -181,7 +179,7 @@ def state_now(opened: OpenWorkspace, row: Any) -> str:
 
 
 def _latest(connection: Connection) -> dict[int, dict[str, float]]:
-    """By an outer join, which goes from the runs to their metrics; the other way SQLite would read all of those."""
+    """Use an outer join from the runs to their metrics; in the other direction SQLite would read all metrics."""
     last = and_(metrics.c.run_id == runs.c.id, metrics.c.step == runs.c.steps_done - 1, metrics.c.name.in_(LATEST))
     chosen = select(runs.c.id, metrics.c.name, metrics.c.value).select_from(runs.outerjoin(metrics, last))
     found: dict[int, dict[str, float]] = {}
@@ -200,21 +198,21 @@ def _ancestors(connection: Connection) -> dict[int, list[Ancestor]]:
 
 
 def find_run(opened: OpenWorkspace, words: str) -> RunSummary:
-    """The run that a person means: by its name, or by the path of its folder."""
+    """Find a run by its name or by the path of its folder."""
     known = {run.name: run for run in list_runs(opened)}
     name = words.strip("/")
     if name not in known:
-        with suppress(ConfigError):  # it may be no path
+        with suppress(ConfigError):  # it may not be a path
             name = opened.workspace.name_of(Path(words).expanduser())
     if name in known:
         return known[name]
     close = get_close_matches(name, known, n=1)
-    advice = f"did you mean {close[0]}?" if close else "`tether runs` lists what there is"
+    advice = f"did you mean {close[0]}?" if close else "`tether runs` lists all runs"
     raise ConfigError(f"no run called {words} is recorded in {opened.workspace.place}: {advice}")
 
 
 def store_of(words: str, directory: str | None = None) -> tuple[str, str | None]:
-    """The workspace in which a run is meant, and the URL of its store where the run's recipe names one."""
+    """The workspace of a run, and the URL of its store if the run's recipe names one."""
     workspace = workspace_of(words, directory)
     for folder in (Path(words).expanduser(), Path(workspace) / words):
         if words and is_run(folder):
@@ -229,7 +227,7 @@ def recipe_url(folder: Path) -> str | None:
 
 
 def workspace_of(words: str, directory: str | None = None) -> str:
-    """The folder of the workspace in which a run is meant: as said, around the run's own folder, or `runs`."""
+    """The workspace folder of a run: `directory` if given, else the one around the run's folder, else `runs`."""
     if directory is not None:
         return directory
     folder = Path(words).expanduser()
@@ -241,25 +239,25 @@ def workspace_of(words: str, directory: str | None = None) -> str:
 
 
 def _named_workspace(folder: Path) -> Path:
-    """The workspace by the run's own name, which may have several parts."""
+    """The workspace of a run folder, found by the run's own name, which may have several parts."""
     run = kept_recipe(folder).get("run")
     name = run.get("name") if isinstance(run, dict) else None
     parts = Path(name).parts if name else ()
     return folder.parents[len(parts) - 1] if parts and folder.parts[-len(parts) :] == parts else folder.parent
 
 
-# -- what a run recorded ------------------------------------------------------------------------------------------
+# -- the records of a run -----------------------------------------------------------------------------------------
 
 
 def read_run(opened: OpenWorkspace, words: str) -> RecordedRun:
-    """All that a run recorded; its rollouts are read when asked for, step by step."""
+    """Everything that a run recorded; rollouts are read on demand, one step at a time."""
     return recorded(opened, find_run(opened, words))
 
 
 def recorded(
     opened: OpenWorkspace, run: RunSummary, metrics: Sequence[Mapping[str, float]] | None = None
 ) -> RecordedRun:
-    """The same of a run that was found; `metrics` where they are known already, one mapping a step."""
+    """Like `read_run`, for a run that was found; `metrics`, one mapping per step, if they are already read."""
     with opened.reading() as connection:
         return RecordedRun(
             name=run.name,
@@ -273,7 +271,7 @@ def recorded(
 
 
 def _metrics(connection: Connection, run: RunSummary) -> list[dict[str, float]]:
-    """The metrics of every step. Raises StorageError where those of a step are not what was written."""
+    """The metrics of every step. Raises StorageError if those of a step are damaged."""
     taken = select(steps.c.step, steps.c.digest).where(steps.c.run_id == run.id).order_by(steps.c.step)
     sealed: dict[int, str | None] = {row.step: row.digest for row in connection.execute(taken)}
     rows: dict[int, dict[str, float | None]] = {step: {} for step in sealed}
@@ -283,14 +281,14 @@ def _metrics(connection: Connection, run: RunSummary) -> list[dict[str, float]]:
     damaged = [step for step, values in rows.items() if sealed.get(step) != _careful_digest(step, values)]
     if damaged:
         raise StorageError(
-            f"the metrics of {spans(damaged)} of {run.name} are damaged in the run store: put them back from the run's "
+            f"the metrics of {spans(damaged)} of {run.name} are damaged in the run store: restore them from the run's "
             f"folder with `tether doctor {quote(str(run.folder))} --verify --repair`"
         )
     return [{"step": step, **{name: _number(value) for name, value in row.items()}} for step, row in rows.items()]
 
 
 def _careful_digest(step: int, values: Mapping[str, float | None]) -> str | None:
-    """The digest of a step; None where a value is none that a metric can have."""
+    """The digest of a step; None if a value is not one that a metric can have."""
     try:
         return step_digest(step, values)
     except (TypeError, ValueError):
@@ -308,7 +306,7 @@ def _rollout_steps(connection: Connection, run_id: int) -> list[int]:
 
 
 def read_rollouts(opened: OpenWorkspace, run_id: int, step: int, row: int | None = None) -> list[StoredRollout]:
-    """The rollouts of one step, or one row of it, in the order of its batch; empty where they were not kept."""
+    """The rollouts of one step, or one row of it, in batch order; empty if they were not kept."""
     chosen = select(rollouts).where(rollouts.c.run_id == run_id, rollouts.c.step == step)
     if row is not None:
         chosen = chosen.where(rollouts.c.place == row)
@@ -319,14 +317,14 @@ def read_rollouts(opened: OpenWorkspace, run_id: int, step: int, row: int | None
     for one in rows:
         if one.digest is not None and not is_whole(rollouts, one):
             raise StorageError(
-                f"step {step}, sample {one.place} is damaged in the run store {opened.workspace.place}: its tokens are "
-                "kept nowhere else; the other samples and steps can be read"
+                f"step {step}, sample {one.place} is damaged in the run store {opened.workspace.place}, and there is "
+                "no other copy of its tokens; the other samples and steps can be read"
             )
         fields = {"group_id": one.group_id, "sample_id": one.sample_id, "finish": one.finish}
         found.append(decode_rollout(one.content, step=one.step, row=one.place, score=_number(one.score), **fields))
         size += inflated_size(found[-1])
         if size > MAX_STEP_BYTES:
-            raise StorageError(f"the tokens of step {step} inflate to more than {MAX_STEP_BYTES >> 30} GiB")
+            raise StorageError(f"the tokens of step {step} decompress to more than {MAX_STEP_BYTES >> 30} GiB")
     return found
 
 
@@ -334,14 +332,16 @@ def _number(value: float | None) -> float:
     return math.nan if value is None else value
 
 
+# -- notes, tags and groups ---------------------------------------------------------------------------------------
+
 NOT_COMPARED = ("run.name", "run.directory", "run.note", "run.tags", "run.group")
-"""Settings in which any two runs differ, or that say nothing about training."""
+"""Settings that differ between any two runs, or that do not affect training."""
 MISSING = "(not a setting)"
 
 
 @dataclass(frozen=True)
 class RunNotes:
-    """What people say about a run."""
+    """A run's note, tags and group."""
 
     note: str = ""
     tags: tuple[str, ...] = ()
@@ -349,7 +349,7 @@ class RunNotes:
 
 
 def change_notes(opened: OpenWorkspace, run: RunSummary, changes: Mapping[str, Any]) -> RunNotes:
-    """Change the note, the tags or the group of a run, and leave the others as they are."""
+    """Change the note, the tags or the group of a run; those not in `changes` stay."""
     now = replace(RunNotes(run.note, tuple(run.tags), run.group), **changes)
     checked = RunNotes(now.note.strip(), clean_tags(now.tags), now.group.strip())
     if len(checked.note) > MAX_NOTE:
@@ -367,7 +367,7 @@ def change_notes(opened: OpenWorkspace, run: RunSummary, changes: Mapping[str, A
 
 
 def clean_tags(tags: Iterable[str]) -> tuple[str, ...]:
-    """Each tag once, in the order given."""
+    """The tags without duplicates, in the given order."""
     found = tuple(dict.fromkeys(tag.strip() for tag in tags if tag.strip()))
     wrong = next((tag for tag in found if not TAG.fullmatch(tag)), None)
     if wrong is not None:
@@ -375,15 +375,15 @@ def clean_tags(tags: Iterable[str]) -> tuple[str, ...]:
             f"tags: {wrong[:60]!r} is not a tag; use up to 40 letters, digits, dots, dashes and underscores"
         )
     if len(found) > MAX_TAGS:
-        raise ConfigError(f"tags: at most {MAX_TAGS} tags a run; these are {len(found)}")
+        raise ConfigError(f"tags: at most {MAX_TAGS} tags per run; this one has {len(found)}")
     return found
 
 
-# -- settings side by side ----------------------------------------------------------------------------------------
+# -- comparing settings -------------------------------------------------------------------------------------------
 
 
 def config_diff(configs: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """The dotted keys in which the settings differ, each with its value in every run; MISSING where a run has none."""
+    """The dotted keys whose values differ, each with its value in every run; MISSING if a run does not have it."""
     flat = [flatten(config) for config in configs]
     keys = dict.fromkeys(key for one in flat for key in one)
     rows = {key: [one.get(key, MISSING) for one in flat] for key in keys if key not in NOT_COMPARED}

@@ -1,15 +1,13 @@
-"""What a run has recorded, as values, and one rollout as bytes and back.
+"""The records of a run as values, which reports, audits and exports read, and the encoding of one rollout.
 
-What a run has recorded, as values: whoever reads a run (reports, audits, exports) reads these.
-
-One rollout as bytes, and back, bit for bit.
+A rollout is encoded without loss:
 
     version (1 byte) | zlib( header length (4 bytes) | header | column | column | ... | top_logprobs )
 
-The header is JSON: the texts, the pieces, the numbers of the whole rollout, and which columns follow. Version 2 may
-have top_logprobs after them: how many at each token, a byte each, then the ids and the log-probs of all. A column of
-bools is packed to bits. A column of numbers is written plane by plane, the first bytes of all tokens before their
-second bytes: neighbouring log-probs share their sign and exponent, so that the planes of high bytes nearly vanish.
+The header is JSON: the texts, the text of each token, the numbers of the whole rollout, and the names of the columns.
+Version 2 may have top_logprobs at the end: one byte per token with their count, then all ids, then all log-probs. A
+column of bools is packed to bits. A column of numbers is written in byte planes: the first bytes of all tokens, then
+their second bytes, and so on. Neighbouring log-probs share their sign and exponent, so the high planes compress well.
 """
 
 from __future__ import annotations
@@ -40,22 +38,22 @@ TOKEN_COLUMNS: dict[str, str] = {
     "reward": "float32",
     "advantage": "float32",
     "return": "float32",
-    "ratio": "float32",  # new / old, as the last pass of the update over this token saw it
+    "ratio": "float32",  # new / old, in the last pass of the update over this token
     "clipped": "bool",  # whether the clip removed this token's gradient in that pass
     "entropy": "float32",  # of the policy that sampled, in nats
 }
-"""The columns that a rollout may have, and what they are stored as. `ref_logprob`, `value`, `return`, `ratio` and
-`clipped` are absent where there is no reference, no critic or no clip; `entropy` in what older versions recorded."""
+"""The columns that a rollout may have, with their stored types. `ref_logprob`, `value`, `return`, `ratio` and `clipped`
+are absent without a reference, a critic or a clip. `entropy` is absent in rollouts of older versions."""
 
 
 @dataclass(frozen=True)
 class TopLogprobs:
-    """What else might have been said at each of T tokens; those at one token stand together, the likeliest first."""
+    """The most likely tokens at each of T positions, grouped by position, the likeliest first."""
 
-    counts: Column  # (T,) uint8, how many there are at each token; 0 off the answer
-    tokens: Column  # (N,) int32, of all of them
-    logprobs: Column  # (N,) float16: to be read by people
-    texts: Mapping[int, str]  # of each token that occurs
+    counts: Column  # (T,) uint8, how many there are at each position; 0 off the answer
+    tokens: Column  # (N,) int32, of all positions
+    logprobs: Column  # (N,) float16, for display
+    texts: Mapping[int, str]  # the text of each token id
 
     def at_each(self) -> list[list[tuple[str, float]]]:
         """(T,) lists of (text, log-prob)."""
@@ -72,7 +70,7 @@ class StoredRollout:
     """One rollout of one step with its token columns, each of length T = prompt + answer tokens."""
 
     step: int
-    row: int  # its place in the step's batch
+    row: int  # index in the step's batch
     prompt_id: str
     group_id: int
     sample_id: int
@@ -86,8 +84,8 @@ class StoredRollout:
     parts: Mapping[str, float] = field(default_factory=dict[str, float])
     final_value: float | None = None
     top_logprobs: TopLogprobs | None = None
-    messages: Sequence[Mapping[str, Any]] = ()  # the prompt as it was asked; empty in what older versions recorded
-    tools: Sequence[Mapping[str, Any]] = ()  # that the prompt offered
+    messages: Sequence[Mapping[str, Any]] = ()  # the messages of the prompt; empty in rollouts of older versions
+    tools: Sequence[Mapping[str, Any]] = ()  # the tools of the prompt
 
     @property
     def kl(self) -> Column | None:
@@ -98,13 +96,13 @@ class StoredRollout:
         return np.where(self.columns["response"], difference, np.float32(0.0))
 
     def answer(self, name: str) -> Column:
-        """One column over the answer's tokens alone."""
+        """One column, restricted to the answer's tokens."""
         return self.columns[name][self.columns["response"]]
 
 
 @dataclass(frozen=True)
 class Event:
-    """Something that happened to a run: started, resumed, checkpoint, skipped, finding, ..."""
+    """An event of a run: started, resumed, checkpoint, skipped, finding, ..."""
 
     time: float  # seconds since 1970
     kind: str
@@ -114,12 +112,12 @@ class Event:
 
 
 NOTHING = (np.zeros(0, np.int64), np.zeros(0, np.float64))
-"""The steps and values of a metric that no step has."""
+"""The steps and values of a metric that was never recorded."""
 
 
 @dataclass(frozen=True)
 class RecordedRun:
-    """A whole run. `metrics` has one mapping a step, in order, each with its "step"; what was not finite is NaN."""
+    """A whole run. `metrics` has one mapping per step, in order, with its "step"; non-finite values are NaN."""
 
     name: str
     method: str
@@ -130,13 +128,13 @@ class RecordedRun:
     rollouts: Callable[[int], Sequence[StoredRollout]] = lambda step: ()  # noqa: ARG005 (none were kept)
 
     def column(self, name: str) -> tuple[list[int], list[float]]:
-        """(steps, values) of one metric, where it was measured."""
+        """(steps, values) of one metric, for the steps that have it."""
         steps, values = self.series.get(name, NOTHING)
         return steps.tolist(), values.tolist()
 
     @cached_property
     def series(self) -> Mapping[str, tuple[NDArray[np.int64], NDArray[np.float64]]]:
-        """(steps, values) of every metric, in the order in which they first occur; taken from the rows once."""
+        """(steps, values) of every metric, in order of first appearance; computed once."""
         found: dict[str, tuple[list[float], list[float]]] = {}
         for row in self.metrics:
             step = row["step"]
@@ -151,16 +149,18 @@ class RecordedRun:
         }
 
 
+# -- encoding of a rollout ----------------------------------------------------------------------------------------
+
 VERSION = 2
 READABLE = (1, 2)
-LEVEL = 1  # of zlib: the higher ones take several times as long for a few per cent
-MAX_BYTES = 256 << 20  # of one rollout once it is inflated: a million tokens with all their columns have 100 MB
-MAX_STEP_BYTES = 4 << 30  # of the rollouts of one step together
+LEVEL = 1  # of zlib: higher levels take several times as long and save a few per cent
+MAX_BYTES = 256 << 20  # of one decompressed rollout: a million tokens with all columns have 100 MB
+MAX_STEP_BYTES = 4 << 30  # of all decompressed rollouts of one step
 _DAMAGED = (ValueError, KeyError, TypeError, IndexError, OverflowError, RecursionError, struct.error, zlib.error)
 
 
 def encode_rollout(rollout: StoredRollout) -> bytes:
-    """A rollout's texts and columns; its step, row, group, sample, finish and score are columns of the database."""
+    """Encode a rollout's texts and columns; step, row, group, sample, finish and score are database columns."""
     names, others = [name for name in TOKEN_COLUMNS if name in rollout.columns], rollout.top_logprobs
     header = json.dumps(
         {
@@ -189,7 +189,7 @@ def encode_rollout(rollout: StoredRollout) -> bytes:
 def decode_rollout(
     content: bytes, *, step: int, row: int, group_id: int, sample_id: int, finish: str, score: float
 ) -> StoredRollout:
-    """What `encode_rollout` was given. Raises StorageError where the bytes are damaged, or inflate to too much."""
+    """Decode the result of `encode_rollout`. Raises StorageError if it is damaged or decompresses to too much."""
     try:
         header, columns, top_logprobs = _opened(content)
         return StoredRollout(
@@ -216,24 +216,24 @@ def decode_rollout(
 
 
 def inflated_size(rollout: StoredRollout) -> int:
-    """About how much memory a rollout's columns and texts take."""
+    """Approximate memory of a rollout's columns and texts, in bytes."""
     columns = sum(column.nbytes for column in rollout.columns.values())
     return columns + len(rollout.prompt_text) + len(rollout.completion) + 16 * len(rollout.pieces)
 
 
 def _inflate(content: bytes) -> bytes:
-    """The bytes that zlib packed, as long as they are not too many: a few megabytes can stand for gigabytes."""
+    """Decompress with a size limit: a few megabytes of zlib data can expand to gigabytes."""
     reader = zlib.decompressobj()
     body = reader.decompress(content, MAX_BYTES)
     if reader.unconsumed_tail:
-        raise ValueError(f"they inflate to more than {MAX_BYTES >> 20} MiB")
+        raise ValueError(f"they decompress to more than {MAX_BYTES >> 20} MiB")
     if not reader.eof:
         raise ValueError("they end too early")
     return body
 
 
 def rollout_head_of(content: bytes) -> dict[str, Any]:
-    """The header alone: `prompt_id`, `prompt`, `completion`, `pieces`, ...; the columns are not unpacked."""
+    """Only the header: `prompt_id`, `prompt`, `completion`, `pieces`, ...; the columns are not decoded."""
     try:
         reader = zlib.decompressobj()
         start = reader.decompress(content[1:], 4)
@@ -242,7 +242,7 @@ def rollout_head_of(content: bytes) -> dict[str, Any]:
             raise ValueError(f"the header would have {size} bytes")
         header = json.loads(reader.decompress(reader.unconsumed_tail, size))
         if not isinstance(header, dict):
-            raise ValueError("the header is no mapping")
+            raise ValueError("the header is not a mapping")
         return header
     except _DAMAGED as error:
         raise StorageError(f"the tokens of a rollout are damaged in the run store ({error})") from None
@@ -255,7 +255,7 @@ def _opened(content: bytes) -> tuple[dict[str, Any], dict[str, Column], TopLogpr
     (size,) = struct.unpack_from("<I", body)
     header = json.loads(body[4 : 4 + size])
     if type(header["length"]) is not int or not 0 <= header["length"] <= MAX_BYTES:
-        raise ValueError(f"{header['length']!r} is no number of tokens")
+        raise ValueError(f"{header['length']!r} is not a number of tokens")
     place, columns = 4 + size, {}
     for name in header["columns"]:
         columns[name], place = _unpacked(body, place, header["length"], TOKEN_COLUMNS[name])
@@ -281,7 +281,7 @@ def _packed(column: Column, kind: str) -> bytes:
 
 
 def _unpacked(body: bytes, place: int, length: int, kind: str) -> tuple[Column, int]:
-    """A column and where the next one starts."""
+    """A column and the offset of the next one."""
     width = np.dtype(kind).itemsize
     size = (length + 7) // 8 if kind == "bool" else width * length
     part = np.frombuffer(body, dtype=np.uint8, count=size, offset=place)

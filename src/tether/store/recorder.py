@@ -1,8 +1,8 @@
-"""The recorder: takes what a run has to say without making it wait, and writes it from a thread of its own.
+"""The recorder: accepts the records of a run without blocking training, and writes them from a thread.
 
-The training loop hands over references and goes on. The thread encodes, compresses and commits, one transaction a step,
-so that a step's metrics and rollouts appear together or not at all. Whatever happens to the store, nothing is raised
-into training: see `tether.store.database.journal`.
+The training loop passes references and continues. The thread encodes, compresses and commits, one transaction per step,
+so that a step's metrics and rollouts appear together or not at all. No error of the store is raised into training: see
+`tether.store.database.journal`.
 """
 
 from __future__ import annotations
@@ -27,28 +27,28 @@ from tether.store.database.records import RecordSource, RunLog, StoreRecord, pla
 from tether.store.recorded import StoredRollout, encode_rollout
 
 Pieces = Callable[[Sequence[int]], list[str]]
-"""The text of each token of a row, such that joined they are the row's text."""
+"""Maps the token ids of a row to the text of each token; joined, they are the row's text."""
 
 
 class Unstored(Protocol):
-    """A step's rollouts as training holds them, such as `tether.store.tokens.StepRollouts`."""
+    """A step's rollouts in training's form, such as `tether.store.tokens.StepRollouts`."""
 
     def stored(self, step: int, pieces: Pieces | None) -> list[StoredRollout]:
-        """The same as the store keeps them; called in the recorder's thread."""
+        """Convert them to the stored form; called in the recorder's thread."""
         ...
 
 
 Rollouts = Unstored | Sequence[StoredRollout]
 
-MAX_WAITING = 16  # steps with rollouts that may wait for the thread
-PATIENCE = 10.0  # seconds that training waits for a thread that is so far behind, before tokens are left out
-LOOK_EVERY = 0.5  # seconds between two looks at whether the thread still runs
-REST = 0.05  # seconds of rest after an error, so that a lasting one does not keep a core busy
+MAX_WAITING = 16  # steps with rollouts that may be queued for the thread
+PATIENCE = 10.0  # seconds that training waits for a full queue before it leaves out tokens
+LOOK_EVERY = 0.5  # seconds between two checks that the thread is alive
+REST = 0.05  # seconds to sleep after an error, so that a lasting one does not keep a core busy
 
 
 @dataclass(frozen=True)
 class RunStart:
-    """What is known of a run when it starts, or goes on."""
+    """Facts about a run that are known when it starts or resumes."""
 
     method: str
     steps: int
@@ -72,10 +72,10 @@ class _Flush:
 
 
 class RunRecorder:
-    """Records one run. `resumes` says that it goes on; otherwise an earlier run of that folder's name is replaced.
+    """Records one run. Without `resumes`, an earlier run of the same folder name is replaced.
 
-    `pieces` gives the text of each token; `notify` is told, in a sentence, when something could not be written. `uid`
-    is the run's own id; `moved` says where runs of this workspace lie now, by theirs.
+    `pieces` gives the text of each token. `notify` is called with a message when something could not be written. `uid`
+    is the run's id. `moved` maps the ids of other runs of this workspace to their current names.
     """
 
     def __init__(
@@ -113,10 +113,10 @@ class RunRecorder:
         self._thread = threading.Thread(target=self._work, name="run-recorder", daemon=True)
         self._thread.start()
 
-    # -- what training calls ------------------------------------------------------------------------------------
+    # -- called by training -------------------------------------------------------------------------------------
 
     def record(self, step: int, metrics: Mapping[str, float], rollouts: Rollouts | None = None) -> None:
-        """Keep a step's metrics, and its rollouts where the keep policy wants them."""
+        """Record a step's metrics, and its rollouts if `keep` selects them."""
         wanted = rollouts if rollouts is not None and self._keep.wants(step) else None
         if wanted is not None and not self._has_room():
             wanted = None
@@ -124,17 +124,17 @@ class RunRecorder:
         self._put(_Step(step, dict(metrics), wanted, time.time()))
 
     def event(self, kind: str, text: str, *, step: int | None = None, data: Mapping[str, Any] | None = None) -> None:
-        """Keep something that happened."""
+        """Record an event."""
         content = {"uid": secrets.token_hex(8), "time": time.time(), "kind": plain(kind), "step": step}
         content["text"] = redact(text)
         self._put(StoreRecord("event", content | {"data": dict(data or {})}))
 
     def rewind(self, step: int) -> None:
-        """Forget this step and all after it, events included: the run goes on from there and does them again."""
+        """Remove this step and all later ones, with their events: the run resumes there and repeats them."""
         self._put(StoreRecord("rewind", {"step": step}))
 
     def flush(self, timeout: float = 60.0) -> bool:
-        """Wait until all that was recorded is on disk, in the store or beside it; whether it is."""
+        """Wait until all records are on disk, in the store or in the spool; returns whether they are."""
         mark = _Flush(threading.Event())
         self._put(mark)
         until = time.monotonic() + timeout
@@ -144,7 +144,7 @@ class RunRecorder:
         return mark.done.is_set() and mark.durable
 
     def close(self, state: str, timeout: float = 60.0) -> bool:
-        """Write the run's last state and let go; whether everything is on disk. Closing twice does nothing."""
+        """Write the run's last state and close; returns whether everything is on disk. A second call does nothing."""
         if self._closing:
             return False
         self._put(StoreRecord("state", {"state": state, "time": time.time()}))
@@ -158,12 +158,12 @@ class RunRecorder:
 
     @property
     def waits(self) -> bool:
-        """Whether something waits for a store that cannot be written now."""
+        """Whether records wait for a store that cannot be written now."""
         return self._journal.seconds_to_retry() is not None
 
     @property
     def dropped(self) -> int:
-        """How many records were lost for good."""
+        """Number of records that were lost."""
         return self._journal.dropped
 
     # -- the queue ----------------------------------------------------------------------------------------------
@@ -174,7 +174,7 @@ class RunRecorder:
             self._changed.notify_all()
 
     def _has_room(self) -> bool:
-        """Wait, once, for a thread that is far behind; after that not again until it has caught up."""
+        """Wait once for a thread that is far behind, and then not again until it has caught up."""
 
         def room() -> bool:
             return sum(isinstance(item, _Step) and item.rollouts is not None for item in self._waiting) < MAX_WAITING
@@ -185,11 +185,11 @@ class RunRecorder:
             return found
 
     def _take(self) -> StoreRecord | _Step | _Flush | None:
-        """The next thing to do; None to try the database again. Raises StopIteration at the end."""
+        """The next item; None to try the database again. Raises StopIteration at the end."""
         with self._changed:
             self._changed.wait_for(lambda: self._waiting or self._closing, self._journal.seconds_to_retry())
             if self._waiting:
-                self._changed.notify_all()  # first: an item that was taken must not be lost to an error
+                self._changed.notify_all()  # before anything can raise, so that the item is not lost
                 return self._waiting.popleft()
             if self._closing:
                 raise StopIteration
@@ -202,7 +202,7 @@ class RunRecorder:
             pass
 
     def _do_next(self) -> bool:
-        """Handle one item; False once there will be no more. Raises nothing: out of memory, even a notice can fail."""
+        """Handle one item; False after the last one. Raises nothing: out of memory, even a notice can fail."""
         item = None
         try:
             item = self._take()
@@ -218,7 +218,7 @@ class RunRecorder:
         except StopIteration:
             self._end()
             return False
-        except Exception as error:  # a bug here must not end a run, nor the recording of later steps
+        except Exception as error:  # an error here must not end the run or the recording of later steps
             self._left_out(error)
         finally:
             if isinstance(item, _Flush):
@@ -240,7 +240,7 @@ class RunRecorder:
             return
 
     def _logged(self, record: StoreRecord | None) -> None:
-        """Put a record into the run's own log; None: have the log on disk. The store has it all where that fails."""
+        """Append a record to the run's log; None flushes it to disk. If that fails, only the store has the record."""
         try:
             if record is None:
                 self._log.sync()
@@ -250,8 +250,8 @@ class RunRecorder:
             self._log.close()
             self._tell_once(
                 "log",
-                f"{self._log.path} cannot be written ({error.strerror}): what is recorded now is in the run store "
-                "alone until the run is resumed.",
+                f"{self._log.path} cannot be written ({error.strerror}): until the run is resumed, new records are "
+                "only in the run store.",
             )
 
     def _step_record(self, item: _Step) -> StoreRecord:
@@ -267,7 +267,7 @@ class RunRecorder:
         return StoreRecord("step", content, blobs)
 
     def _encoded(self, item: _Step) -> tuple[list[dict[str, Any]], list[bytes]]:
-        """The rollouts as rows of the database and their contents; none where they cannot be encoded."""
+        """The rollouts as database rows and their encoded contents; none if they cannot be encoded."""
         if item.rollouts is None:
             return [], []
         try:
@@ -286,10 +286,10 @@ class RunRecorder:
             self._tell_once("pieces", f"Tokens are kept without their texts: the tokenizer failed ({error}).")
             return rollouts
 
-    # -- small parts --------------------------------------------------------------------------------------------
+    # -- parts --------------------------------------------------------------------------------------------------
 
     def _hold(self, folder: Path) -> None:
-        """Make sure that no other process writes this run; one that is ending gets a moment to do so."""
+        """Take the run's lock; waits a moment for a process that is just ending."""
         for attempt in range(20):
             if self._lock.enter_context(recording_lock(folder)):
                 return
@@ -331,7 +331,7 @@ def _row(rollout: StoredRollout) -> dict[str, Any]:
 
 
 def _careful(notify: Callable[[str], None]) -> Callable[[str], None]:
-    """A `notify` that cannot hurt whoever calls it."""
+    """A `notify` that never raises."""
 
     def told(text: str) -> None:
         with suppress(Exception):

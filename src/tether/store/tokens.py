@@ -1,13 +1,8 @@
-"""Between training's padded tensors and the store's rollouts, and the text of each token.
+"""Convert between training's padded tensors and the store's rollouts, and get the text of each token.
 
-The text of each token of a row, for reading token by token.
-
-A token of a byte-level tokenizer need not be whole characters: a piece is what the token completes, so that a character
-of three tokens stands with its third, and the pieces joined are the text.
-
-Between training's padded tensors and the store's rollouts: one way for recording, the other for replaying.
-
-Nothing is rounded on the way: a column that goes there and back is the same to the bit.
+Nothing is rounded: a column that is stored and loaded again has the same bits. A token of a byte-level tokenizer may be
+part of a character. The piece of a token is the text that it completes: a character of three tokens belongs to the
+third, and the joined pieces are the row's text.
 """
 
 from __future__ import annotations
@@ -26,9 +21,11 @@ from tether.store.recorded import TOKEN_COLUMNS, Column, StoredRollout, TopLogpr
 from tether.store.recorder import Pieces
 from tether.types import Experience, Prompt, Rollout
 
+# -- the text of each token ---------------------------------------------------------------------------------------
+
 
 def token_pieces(tokenizer: Any) -> Pieces:
-    """The pieces by a Hugging Face tokenizer; what each token stands for is looked up once."""
+    """The pieces by a Hugging Face tokenizer; the bytes of each token are looked up once."""
     known: dict[int, bytes] = {}
     letters = _byte_letters() if _is_byte_level(tokenizer) else None
 
@@ -48,7 +45,7 @@ def token_pieces(tokenizer: Any) -> Pieces:
 
 
 def _is_byte_level(tokenizer: Any) -> bool:
-    """Whether tokens are spelled in the letters that stand for bytes."""
+    """Whether the vocabulary spells bytes as GPT-2's letters."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     return "ByteLevel" in repr(getattr(backend, "decoder", None))
 
@@ -60,19 +57,21 @@ def _token_bytes(tokenizer: Any, token: int, letters: dict[str, int] | None) -> 
             return bytes([int(spelled[3:5], 16)])
         if letters is not None and all(letter in letters for letter in spelled):
             return bytes(letters[letter] for letter in spelled)
-        if letters is None and spelled.startswith("▁"):  # SentencePiece's space, which decoding alone would drop
+        if letters is None and spelled.startswith("▁"):  # SentencePiece's space, which decode() would drop
             return spelled.replace("▁", " ").encode("utf-8", "replace")
     return tokenizer.decode([token]).encode("utf-8", "replace")
 
 
 def _byte_letters() -> dict[str, int]:
-    """GPT-2's spelling: the 188 printable bytes as they are, the other 68 as letters from U+0100 on, in order."""
+    """GPT-2's spelling: the 188 printable bytes as themselves, the other 68 as letters from U+0100 on, in order."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [byte for byte in range(256) if byte not in printable]
     return {chr(byte): byte for byte in printable} | {chr(0x100 + place): byte for place, byte in enumerate(others)}
 
 
-LEAST_LIKELY = 0.001  # what is rarer is not worth its place on disk
+# -- between tensors and stored rollouts --------------------------------------------------------------------------
+
+LEAST_LIKELY = 0.001  # less likely tokens are not stored
 
 FIELDS: dict[str, str] = {
     "token": "tokens",
@@ -87,14 +86,14 @@ FIELDS: dict[str, str] = {
     "return": "returns",
     "entropy": "entropy",
 }
-"""Which field of an `Experience` each stored column comes from; `ratio` and `clipped` come from the update."""
+"""The field of an `Experience` for each stored column; `ratio` and `clipped` come from the update."""
 
 
 @dataclass(frozen=True)
 class StepRollouts:
-    """What one iteration has to be kept, as training holds it: references, copied by nobody.
+    """The rollouts of one iteration in training's form, as references without copying.
 
-    Row b of every tensor belongs to `rollouts[b]`. None of it may be changed after it was handed over.
+    Row b of every tensor belongs to `rollouts[b]`. Nothing may be changed after it was passed to the recorder.
     """
 
     experience: Experience
@@ -104,12 +103,12 @@ class StepRollouts:
     parts: Sequence[Mapping[str, float]] = ()  # of each score
 
     def stored(self, step: int, pieces: Pieces | None) -> list[StoredRollout]:
-        """As the store keeps them."""
+        """Convert them to the stored form."""
         return stored_rollouts(step, self, pieces)
 
 
 def stored_rollouts(step: int, source: StepRollouts, pieces: Pieces | None = None) -> list[StoredRollout]:
-    """The rows of a step, each with its own tokens alone: the padding is left behind."""
+    """The rows of a step, each without its padding."""
     experience = source.experience
     if len(source.rollouts) != len(experience):
         raise ValueError(f"{len(source.rollouts)} rollouts cannot belong to {len(experience)} rows")
@@ -158,7 +157,7 @@ def _stored_row(
 
 
 def top_logprobs_of(experience: Experience, row: int, pieces: Pieces) -> TopLogprobs | None:
-    """What a row's policy might have said instead, and had at least LEAST_LIKELY for; None where nobody looked."""
+    """The row's most likely tokens with a probability of at least LEAST_LIKELY; None if they were not computed."""
     if experience.top_tokens is None or experience.top_logprobs is None:
         return None
     real = experience.attention_mask[row]
@@ -177,14 +176,14 @@ def top_logprobs_of(experience: Experience, row: int, pieces: Pieces) -> TopLogp
 
 
 def prompt_text(prompt: Prompt) -> str:
-    """What was asked, to be read: the one message, or all of them with their speakers."""
+    """The prompt as text: its one message, or all messages with their roles."""
     if len(prompt.messages) == 1:
         return prompt.messages[0]["content"]
     return "\n".join(f"{message['role']}: {message['content']}" for message in prompt.messages)
 
 
 def padded_columns(rollouts: Sequence[StoredRollout]) -> dict[str, Tensor]:
-    """(B, T) every column that the rollouts have, padded on the right with zeros, and their "attention" mask."""
+    """(B, T) every column of the rollouts, right-padded with zeros, and their "attention" mask."""
     longest = max((len(rollout.columns["token"]) for rollout in rollouts), default=0)
     names = [name for name in TOKEN_COLUMNS if all(name in rollout.columns for rollout in rollouts)]
     padded = {name: np.zeros((len(rollouts), longest), dtype=TOKEN_COLUMNS[name]) for name in names}
@@ -198,7 +197,7 @@ def padded_columns(rollouts: Sequence[StoredRollout]) -> dict[str, Tensor]:
 
 
 def stored_experience(rollouts: Sequence[StoredRollout], *, pad_id: int = 0) -> Experience:
-    """The batch that a step learned from, its rows in the order in which they are given."""
+    """The batch that a step trained on, with the rows in the given order."""
     columns = padded_columns(rollouts)
     fields = {field: columns.get(name) for name, field in FIELDS.items()}
     fields["tokens"] = columns["token"].long().masked_fill(~columns["attention"], pad_id)
@@ -216,6 +215,6 @@ def stored_experience(rollouts: Sequence[StoredRollout], *, pad_id: int = 0) -> 
 
 
 def _numpy(tensor: Tensor, kind: str) -> Column:
-    """A tensor as an array of the stored kind; bfloat16 and float16 fit into float32 exactly."""
+    """A tensor as an array of the stored type; bfloat16 and float16 fit into float32 exactly."""
     tensor = tensor.detach().cpu()
     return (tensor.float() if tensor.is_floating_point() else tensor).numpy().astype(kind, copy=False)

@@ -1,7 +1,7 @@
-"""Other places that metrics go to: TensorBoard, Weights & Biases, trackio, or any `Tracker` of the user's own.
+"""Trackers, which also receive the metrics: TensorBoard, Weights & Biases, trackio, or any `Tracker` object.
 
-A tracker is a guest. It runs in a thread of its own, so that a slow one costs no step; one that raises is told once and
-shown out; and at the end a hanging one is left behind.
+Trackers run in a separate thread, so a slow one delays no step. One that raises is disabled after one warning. One that
+hangs at the end is abandoned after a timeout.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from tether.protocols import Tracker
 from tether.user_code import is_its_own
 
 MAX_WAITING = 1000  # steps
-OPENING_SECONDS = 30.0  # that a service may take to answer as a run starts
+OPENING_SECONDS = 30.0  # time limit for a service to answer when a run starts
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker may want to know of the run."""
+    """Facts about the run for a tracker."""
 
     name: str
     folder: Path
@@ -37,9 +37,9 @@ class TrackedRun:
 def open_trackers(
     names: Sequence[str], place: TrackedRun, notify: Callable[[str], None], trackers: Sequence[Tracker] = ()
 ) -> Trackers:
-    """The trackers of these names, and the `trackers` that a program passed.
+    """Open the trackers with these names, and add the `trackers` that a program passed.
 
-    A name that is not known is an error; a tracker that does not open is told and left out.
+    An unknown name raises ConfigError. A tracker that cannot be opened is reported and left out.
     """
     opened: dict[str, Tracker] = {}
     for name in names:
@@ -48,15 +48,15 @@ def open_trackers(
         try:
             opened[name] = TRACKERS[name](place)
         except ImportError as error:
-            notify(f"{name} is not installed, and gets no metrics: pip install 'tether-rl[{name}]' ({error})")
+            notify(f"{name} is not installed and gets no metrics: pip install 'tether-rl[{name}]' ({error})")
         except (Exception, SystemExit) as error:
-            notify(f"{name} could not be opened, and gets no metrics ({type(error).__name__}: {error})")
+            notify(f"{name} could not be opened and gets no metrics ({type(error).__name__}: {error})")
     passed = {f"tracker {place + 1} ({type(each).__name__})": each for place, each in enumerate(trackers)}
     return Trackers(opened | passed, notify)
 
 
 class Trackers:
-    """Several trackers behind one that never raises and never waits."""
+    """Several trackers behind one interface that never raises and never blocks."""
 
     def __init__(self, trackers: Mapping[str, Tracker], notify: Callable[[str], None]) -> None:
         self._trackers = dict(trackers)
@@ -67,7 +67,7 @@ class Trackers:
         self._thread.start()
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """Hand one step to every tracker."""
+        """Queue one step for every tracker."""
         if not self._trackers:
             return
         try:
@@ -75,17 +75,15 @@ class Trackers:
         except queue.Full:
             if not self._told_full:
                 self._told_full = True
-                self._tell(
-                    "The metric trackers are too slow: some steps are left out there. The run store has them all."
-                )
+                self._tell("The metric trackers are too slow: they miss some steps. The run store has all of them.")
 
     def close(self, timeout: float = 30.0) -> None:
-        """Let the trackers finish, for so many seconds at the most."""
+        """Wait until the trackers finish, for at most `timeout` seconds."""
         with suppress(queue.Full):
             self._waiting.put_nowait(None)
         self._thread.join(timeout)
         if self._thread.is_alive():
-            self._tell("A metric tracker did not finish in time and is left behind.")
+            self._tell("A metric tracker did not finish in time and was abandoned.")
 
     def _work(self) -> None:
         while (item := self._waiting.get()) is not None:
@@ -101,7 +99,7 @@ class Trackers:
             if not is_its_own(error):
                 raise
             self._trackers.pop(name, None)
-            self._tell(f"{name} failed and gets no more metrics ({type(error).__name__}: {error}). Training goes on.")
+            self._tell(f"{name} failed and gets no more metrics ({type(error).__name__}: {error}). Training continues.")
 
     def _tell(self, text: str) -> None:
         with suppress(Exception):
@@ -117,7 +115,7 @@ class TensorBoard:
         self._writer = SummaryWriter(str(place.folder / "tensorboard"))
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """One scalar a metric."""
+        """Write one scalar per metric."""
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, step)
         self._writer.flush()
@@ -128,53 +126,53 @@ class TensorBoard:
 
 
 class WeightsAndBiases:
-    """A run of Weights & Biases; WANDB_MODE=offline keeps it on this machine, WANDB_PROJECT names the project."""
+    """A Weights & Biases run; WANDB_MODE=offline keeps it on this machine, WANDB_PROJECT names the project."""
 
     def __init__(self, place: TrackedRun) -> None:
         import wandb  # pyright: ignore[reportMissingImports]
 
         project, mode = os.environ.get("WANDB_PROJECT", "tether"), os.environ.get("WANDB_MODE", "online")
         if mode not in ("offline", "disabled", "dryrun") and not _has_key(wandb):
-            # It would ask for one on the terminal, under the progress bar, and wait for ever.
+            # wandb would ask for a key on the terminal, under the progress bar, and block.
             raise ConnectionError("no API key is known: run `wandb login` first, or set WANDB_MODE=offline")
         settings = wandb.Settings(init_timeout=OPENING_SECONDS)
-        with redirect_stdout(sys.stderr):  # standard output is for those who asked for JSON
+        with redirect_stdout(sys.stderr):  # standard output is reserved for results and JSON
             self._run = wandb.init(
                 project=project, name=place.name, dir=str(place.folder), config=dict(place.config), settings=settings
             )
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """One row a step."""
+        """Log one row per step."""
         self._run.log(metrics, step=step)
 
     def close(self) -> None:
-        """Finish the run there."""
+        """Finish the run in the service."""
         self._run.finish()
 
 
 def _has_key(wandb: Any) -> bool:
-    """Whether credentials are there, without asking anybody for them."""
+    """Whether credentials exist, without prompting for them."""
     try:
         return bool(wandb.login(prompt=False))
-    except TypeError:  # an older version, which knows of no such question
+    except TypeError:  # an older version without `prompt`
         return bool(wandb.api.api_key)
 
 
 class Trackio:
-    """A run of trackio, which keeps its own database on this machine."""
+    """A trackio run, which keeps its own database on this machine."""
 
     def __init__(self, place: TrackedRun) -> None:
         import trackio  # pyright: ignore[reportMissingImports]
 
-        with redirect_stdout(sys.stderr):  # standard output is for those who asked for JSON
+        with redirect_stdout(sys.stderr):  # standard output is reserved for results and JSON
             self._run = trackio.init(project="tether", name=place.name, config=dict(place.config))
 
     def record(self, step: int, metrics: dict[str, float]) -> None:
-        """One row a step; trackio takes finite numbers alone."""
+        """Log one row per step; trackio accepts only finite numbers."""
         self._run.log({name: value for name, value in metrics.items() if math.isfinite(value)}, step=step)
 
     def close(self) -> None:
-        """Finish the run there."""
+        """Finish the run in trackio."""
         with redirect_stdout(sys.stderr):
             self._run.finish()
 

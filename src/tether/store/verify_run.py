@@ -1,4 +1,4 @@
-"""`tether doctor --verify`: is everything that a run keeps what was written? With `--repair`: put back what can be."""
+"""`tether doctor --verify`: check that every record of a run is what was written; `--repair` restores what it can."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tether.store.history import DEPTHS, settle_history, take_over
 
 @dataclass
 class Verified:
-    """What was looked at, what is wrong, and what was put back."""
+    """What was checked, what is wrong, and what was repaired."""
 
     name: str
     checked: list[str] = field(default_factory=list[str])
@@ -39,7 +39,7 @@ class Verified:
     repaired: list[str] = field(default_factory=list[str])
 
     def as_json(self) -> dict[str, Any]:
-        """As plain data."""
+        """The result as plain data."""
         return {"name": self.name, "checked": self.checked, "faults": self.faults, "repaired": self.repaired}
 
 
@@ -50,7 +50,7 @@ def run_folders(directory: Path) -> list[Path]:
 
 
 def verify_run(workspace: Workspace, folder: Path, *, repair: bool = False) -> Verified:
-    """Check all that a run's folder and its store keep."""
+    """Check everything in a run's folder and its records in the store."""
     found = Verified(workspace.name_of(folder))
     if repair and is_being_recorded(folder):
         raise ConfigError(f"--repair: {folder} is being trained by another process; wait for it, or stop it")
@@ -67,17 +67,17 @@ def verify_run(workspace: Workspace, folder: Path, *, repair: bool = False) -> V
         if place.is_dir():
             found.checked.append(place.name)
             if damage := files_damage(place):
-                found.faults.append(f"{damage}: put it back from a copy, or save it again with `tether export`")
+                found.faults.append(f"{damage}: restore it from a copy, or save it again with `tether export`")
     _check_pending(folder, found)
     _check_history(workspace, folder, done, found, repair)
     return found
 
 
 def verify_store(workspace: Workspace) -> Verified:
-    """Check what a store keeps beside runs: the file as such, votes, and that no two runs have one id."""
+    """Check the rest of a store: the file itself, items and votes, and that no two runs have one id."""
     found = Verified(workspace.place, ["the file", "ids of runs", "items and votes"])
     if workspace.file is not None and not workspace.file.is_file():
-        found.faults.append(f"{workspace.place} does not exist: resuming a run, or --repair, makes it anew")
+        found.faults.append(f"{workspace.place} does not exist: resuming a run or --repair creates it again")
         return found
     try:
         engine = open_engine(workspace)
@@ -89,7 +89,7 @@ def verify_store(workspace: Workspace) -> Verified:
         finally:
             engine.dispose()
     except (SQLAlchemyError, OSError, TetherError) as error:
-        found.faults.append(f"{workspace.place} cannot be read ({reason(error)}): put it back from a copy")
+        found.faults.append(f"{workspace.place} cannot be read ({reason(error)}): restore it from a copy")
     return found
 
 
@@ -120,7 +120,7 @@ def _check_header(folder: Path, found: Verified, repair: bool) -> None:
 
 
 def _header_by_recipe(folder: Path) -> RunHeader | None:
-    """A header for a run whose own is damaged and in no checkpoint: `recipe.json` is all there is to go by."""
+    """Rebuild a header that is damaged and in no checkpoint: only `recipe.json` and the log are left."""
     recipe, log = _json(folder / RECIPE), read_log(folder)
     if not isinstance(recipe, dict) or log is None or log.start is None:
         return None
@@ -129,7 +129,7 @@ def _header_by_recipe(folder: Path) -> RunHeader | None:
 
 def _check_old_recipe(folder: Path, found: Verified) -> None:
     if not isinstance(_json(folder / RECIPE), dict):
-        found.faults.append(f"{folder / RECIPE} is damaged: put it back from a copy")
+        found.faults.append(f"{folder / RECIPE} is damaged: restore it from a copy")
 
 
 def _write_origin(folder: Path, header: RunHeader) -> None:
@@ -144,7 +144,7 @@ def _put_back(found: Verified, text: str, name: str, repair: bool, write: Any) -
         found.faults.append(text)
         return
     write()
-    found.repaired.append(f"{name} was put back")
+    found.repaired.append(f"{name} was restored")
 
 
 def _json(path: Path) -> Any:
@@ -157,14 +157,14 @@ def _json(path: Path) -> Any:
 def _check_finish(folder: Path, found: Verified, repair: bool) -> None:
     run = RunFolder(folder)
     if run.finish_is_damaged:
-        text = f"{folder / FINISHED} is damaged and counts for nothing: `tether resume {folder}` writes it anew"
+        text = f"{folder / FINISHED} is damaged and is ignored: `tether resume {folder}` writes it again"
         _put_back(found, text, f"{FINISHED}: the damaged one", repair, (folder / FINISHED).unlink)
     elif run.is_finished:
         found.checked.append(FINISHED)
 
 
 def _check_checkpoints(folder: Path, found: Verified) -> int:
-    """Every checkpoint, byte by byte; the steps that the newest whole one holds."""
+    """Check every checkpoint byte by byte; returns the step of the newest undamaged one."""
     from tether.store import checkpoints
 
     run = RunFolder(folder)
@@ -175,7 +175,7 @@ def _check_checkpoints(folder: Path, found: Verified) -> int:
         if damage is None:
             done = max(done, step)
         else:
-            found.faults.append(f"{damage}: resuming passes it over and goes on from an older one")
+            found.faults.append(f"{damage}: resuming skips it and uses an older one")
     return done
 
 
@@ -194,19 +194,19 @@ def _check_history(workspace: Workspace, folder: Path, done: int, found: Verifie
     if repair:
         _enter(workspace, folder, header)
     if not repair and workspace.file is not None and not workspace.file.is_file():
-        found.faults.append(f"{workspace.place} does not exist: `tether resume {folder}`, or --repair, makes it anew")
+        found.faults.append(f"{workspace.place} does not exist: `tether resume {folder}` or --repair creates it again")
         return
     first = int((header.forked if header is not None else {}).get("step", 0))
     settled = settle_history(workspace, folder, first, done, repair=repair)
     if not repair:
         found.faults += settled.faults
         return
-    found.repaired += [text for text in settled.told if "put back" in text]
-    found.faults += [text for text in settled.told if "put back" not in text]
+    found.repaired += [text for text in settled.told if "were restored" in text]
+    found.faults += [text for text in settled.told if "were restored" not in text]
 
 
 def _enter(workspace: Workspace, folder: Path, header: RunHeader | None) -> None:
-    """Have the store know the run, by what the run's log says of its start."""
+    """Enter the run in the store, from the start record of the run's log."""
     if header is not None:
         identity = take_over(workspace, folder, header, is_new=False)
         if identity.header != header:
@@ -223,11 +223,11 @@ def _enter(workspace: Workspace, folder: Path, header: RunHeader | None) -> None
                 apply_record(connection, workspace.key, name, record)
         engine.dispose()
     except (SQLAlchemyError, OSError, TetherError, LookupError):
-        pass  # settling the history says what is wrong
+        pass  # settle_history reports what is wrong
 
 
 def summary_lines(results: Iterable[Verified]) -> list[str]:
-    """What to print."""
+    """The lines to print."""
     lines: list[str] = []
     for one in results:
         verdict = "whole" if not one.faults else f"{len(one.faults)} faults"

@@ -1,1 +1,1 @@
-"""The web page: a server over the run store, and the page that it serves."""
+"""Tether Studio: a web server over the run store, and the page that it serves."""

@@ -1,8 +1,6 @@
 """The Studio application: its workspace, its middleware, its routes and static files.
 
-The page's own files, by a list made once: a path that is not in it does not exist.
-
-The application: the workspace behind it, the gate before it, and its routes.
+Static files are found in a list that is made once. A path that is not in the list does not exist.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from tether.studio.metric_cache import MetricCache
 from tether.studio.model_host import ModelHost
 from tether.studio.people import Auth, Streams
 from tether.studio.replies import Reply, add_error_replies
-from tether.studio.run_queries import Consultations, PromptIndex
+from tether.studio.run_queries import Diagnoses, PromptIndex
 from tether.studio.settings import StudioSettings
 
 FOLDER = Path(__file__).parent / "static"
@@ -49,16 +47,16 @@ KINDS = {
 
 @dataclass(frozen=True)
 class StaticFiles:
-    """The files under a folder by their addresses. Nothing that a request says is ever joined to a path."""
+    """The files in a folder by URL path. Nothing from a request is ever joined to a path."""
 
     folder: Path = FOLDER
 
     def find(self, address: str) -> Path | None:
-        """The file at an address; `/` is the page itself."""
+        """The file at a URL path; `/` is the page itself."""
         return self._known.get("index.html" if address in ("", "/") else address.removeprefix("/"))
 
     def content(self, path: Path) -> tuple[bytes, str]:
-        """What a file holds, and its tag. Read once: the page opens also while every thread waits for the database."""
+        """The content of a file and its ETag, read once: the page opens even if every thread waits for the database."""
         if path not in self._read:
             found = path.read_bytes()
             self._read[path] = found, f'"{hashlib.sha256(found).hexdigest()[:32]}"'
@@ -91,6 +89,8 @@ async def static_file(request: Request, address: str) -> Response:
     return Response(content, media_type=kind, headers={"etag": tag})
 
 
+# -- the application ----------------------------------------------------------------------------------------------
+
 KEPT_CONNECTIONS = 8
 ROUTERS = (
     *(run_routes.router, run_routes.stream_router, label_routes.router, train_routes.launch_router),
@@ -99,7 +99,7 @@ ROUTERS = (
 
 
 def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:
-    """The server over one workspace. Its database is opened here and made if need be."""
+    """The server of one workspace. Its database is opened here, and created if needed."""
     studio = open_studio(workspace, settings)
 
     @asynccontextmanager
@@ -116,7 +116,7 @@ def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:
         description="Runs, tokens, votes and models of one workspace. Send `Authorization: Bearer TOKEN`.",
         lifespan=lifespan,
         openapi_url="/api/openapi.json",
-        docs_url=None,  # the pages that FastAPI has for this load scripts from elsewhere
+        docs_url=None,  # FastAPI's own pages load scripts from other sites
         redoc_url=None,
         redirect_slashes=False,
     )
@@ -124,15 +124,15 @@ def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:
     add_error_replies(app)
     for router in ROUTERS:
         app.include_router(router)
-    app.include_router(static_router)  # last: it takes every address that is left
+    app.include_router(static_router)  # last: it handles every other path
     app.add_middleware(Gate, settings=settings, auth=studio.door)
     return app
 
 
 def open_studio(workspace: Workspace, settings: StudioSettings) -> Studio:
-    """The parts of a server."""
+    """Create the parts of a server."""
     engine = open_store(workspace, kept=KEPT_CONNECTIONS)
-    open_workspace(workspace.directory, _url(workspace)).close()  # takes in what ended runs could not write
+    open_workspace(workspace.directory, _url(workspace)).close()  # writes the spooled records of ended runs
     opened = OpenWorkspace(workspace, engine)
     labels, metrics = Labels(opened), MetricCache(opened)
     door = Auth(
@@ -150,7 +150,7 @@ def open_studio(workspace: Workspace, settings: StudioSettings) -> Studio:
         desk=VoteWriter(labels),
         imports=Imports(labels),
         metrics=metrics,
-        doctor=Consultations(opened, metrics),
+        doctor=Diagnoses(opened, metrics),
         prompts=PromptIndex(opened),
         launcher=Launcher(workspace.directory),
         models=ModelHost(),

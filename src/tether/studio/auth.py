@@ -1,16 +1,12 @@
-"""The layer in front of every route: who asks, from where, for what, and how often.
+"""The layer in front of every route: it checks who sends a request, from where, for what, and how often.
 
-What a request says of itself, as far as a gate has to read it: from where, for which host, by which page.
-
-The one layer in front of every route and method: who is asking, from where, for what, and how often.
-
-Whatever is not allowed here is refused, whether or not a route for it exists:
+Anything that is not allowed here is refused, whether or not a route for it exists:
 
     Host -> Origin -> rate of guesses -> token or session -> rate -> role -> size -> the app
 
-A token is compared only after the rate of guesses has let the request through, so that under 429 a right token looks
-like a wrong one. What it took is given back for a right one. A pure ASGI middleware, so that streams pass through it
-untouched; nothing in it waits for the database on the event loop.
+A token is compared only after the rate limit for guesses has passed, so that under 429 a right token looks like a wrong
+one. A right token gets its request back. This is a pure ASGI middleware, so streams pass through it unchanged, and it
+never waits for the database on the event loop.
 """
 
 from __future__ import annotations
@@ -32,7 +28,9 @@ from tether.studio.people import Auth, CannotTellError, Entry, OtherPersonError
 from tether.studio.replies import Reply
 from tether.studio.settings import StudioSettings, is_loopback
 
-MAX_FORWARDED = 64  # addresses in X-Forwarded-For that are looked at
+# -- reading a request --------------------------------------------------------------------------------------------
+
+MAX_FORWARDED = 64  # maximum number of addresses in X-Forwarded-For that are read
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,12 @@ class Asked:
     method: str
     path: str
     headers: Headers
-    address: str  # whose request it is: the proxy's word counts where the proxy is trusted
-    is_public: bool  # it came by --public-url
+    address: str  # the client's; a trusted proxy's X-Forwarded-For is used
+    is_public: bool  # it came through --public-url
 
     @property
     def is_api(self) -> bool:
-        """Whether it is for a route and not for a file of the page."""
+        """Whether it is for a route, not for a static file."""
         return self.path == "/api" or self.path.startswith("/api/")
 
 
@@ -60,10 +58,11 @@ def read_asked(scope: Scope, settings: StudioSettings) -> Asked:
 
 
 def forwarded_for(peer: str, headers: Headers, settings: StudioSettings) -> str:
-    """The address that a request comes from.
+    """The client's address.
 
-    X-Forwarded-For is read from its end: each proxy appends whom it heard from. The first that is no trusted proxy is
-    the one; what stands before it is that one's own claim. Anyone else's header is not looked at.
+    X-Forwarded-For is read from its end, because each proxy appends the address that it received the request from. The
+    first address that is not a trusted proxy is the client; earlier entries are only its own claim. The header is
+    ignored if the connection does not come from a trusted proxy.
     """
     if not settings.trusts(peer):
         return peer
@@ -77,7 +76,7 @@ def forwarded_for(peer: str, headers: Headers, settings: StudioSettings) -> str:
 
 
 def _by_public_url(peer: str, headers: Headers, settings: StudioSettings) -> bool:
-    """Whether a request came by the public address: what its cookies are called depends on it."""
+    """Whether a request came through the public URL; the names of its cookies depend on it."""
     if settings.public_url is None:
         return False
     if host_name(headers.get("host", "")) == settings.public_name or headers.get("origin") == settings.public_url:
@@ -86,7 +85,7 @@ def _by_public_url(peer: str, headers: Headers, settings: StudioSettings) -> boo
 
 
 def host_name(host: str) -> str:
-    """The name in a Host header, without its port; empty where it makes no sense."""
+    """The name in a Host header without its port; empty if the header is invalid."""
     try:
         return (urlsplit(f"//{host}").hostname or "").lower()
     except ValueError:
@@ -94,7 +93,7 @@ def host_name(host: str) -> str:
 
 
 def is_foreign(headers: Headers, public_url: str | None) -> bool:
-    """Whether the page that sent this is known to be another's. `Origin: null` is another's too."""
+    """Whether the request comes from a page of another origin. `Origin: null` counts as another."""
     origin = headers.get("origin")
     if origin is None:
         return headers.get("sec-fetch-site", "none") not in ("same-origin", "none")
@@ -106,19 +105,19 @@ def is_foreign(headers: Headers, public_url: str | None) -> bool:
     if origin.lower() == public_url:
         return False
     if public is not None and parts.hostname == public and not is_loopback(public):
-        return True  # the same name without TLS, or at another port
+        return True  # the same name without TLS, or with another port
     return parts.scheme not in ("http", "https") or parts.netloc.lower() != headers.get("host", "").lower()
 
 
 def says_length(headers: Headers) -> int:
-    """How long the body says it is; 0 where it says nothing that makes sense."""
+    """The Content-Length; 0 if it is missing or invalid."""
     length = headers.get("content-length", "")
     return int(length) if length.isdecimal() and length.isascii() and len(length) < 20 else 0
 
 
 def cookie(headers: Headers, name: str) -> str | None:
-    """A cookie's value. Cookies do not know ports: what other servers of this host have set is passed over, whatever
-    it looks like."""
+    """The value of a cookie. Cookies are shared between ports, so the cookies of other servers on this host are
+    ignored, whatever they contain."""
     found = None
     for word in ";".join(headers.getlist("cookie")).split(";"):
         key, sign, value = word.partition("=")
@@ -128,7 +127,7 @@ def cookie(headers: Headers, name: str) -> str | None:
 
 
 def limited(receive: Receive, most: int) -> Receive:
-    """Receive, no more than `most` bytes: a body may be longer than it said, or say nothing."""
+    """A `receive` of at most `most` bytes: a body may be longer than its Content-Length, or have none."""
     taken = 0
 
     async def receiving() -> Message:
@@ -141,7 +140,7 @@ def limited(receive: Receive, most: int) -> Receive:
 
 
 async def whole_body(receive: Receive, most: int, seconds: float = 10.0) -> bytes | None:
-    """A short body; None where it is longer than `most`, does not come in time, or the sender is gone."""
+    """A short body; None if it is longer than `most`, does not arrive in time, or the client is gone."""
     try:
         return await asyncio.wait_for(_body(receive, most), seconds)
     except TimeoutError:
@@ -160,6 +159,8 @@ async def _body(receive: Receive, most: int) -> bytes | None:
         if not message.get("more_body", False):
             return bytes(body)
 
+
+# -- the middleware -----------------------------------------------------------------------------------------------
 
 SAFE_METHODS = frozenset({"GET", "HEAD"})
 MAX_BYTES = 32 << 20  # of a request's body
@@ -186,11 +187,11 @@ ANNOTATOR_MAY: tuple[tuple[str, re.Pattern[str]], ...] = (
     ("GET", re.compile(r"/api/label/queues/[0-9]+/next")),
     ("POST", re.compile(r"/api/label/votes")),
     ("POST", re.compile(r"/api/label/votes/undo")),
-    ("GET", re.compile(r"/(?!api(/|$)).*")),  # the page itself: it has nothing of the workspace in it
+    ("GET", re.compile(r"/(?!api(/|$)).*")),  # the static page, which contains nothing of the workspace
 )
-"""All that an annotator can reach; which queue is theirs is the label routes' to say."""
+"""Everything that an annotator can reach; the label routes check which queue it is."""
 
-FOR_STRANGERS = frozenset({"/js/enter.js", "/mark.svg"})  # what the page that asks for a token is made of
+FOR_STRANGERS = frozenset({"/js/enter.js", "/mark.svg"})  # files of the login page
 
 LOGIN_PAGE = """<!doctype html>
 <html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
@@ -212,20 +213,20 @@ IN_ADDRESS = (
 
 
 class Gate:
-    """The middleware. It puts the `Person` who asks, and how they came in, into the request's state."""
+    """The middleware. It stores the `Person` and the `Entry` in the request's state."""
 
     def __init__(self, app: ASGIApp, settings: StudioSettings, auth: Auth) -> None:
         self._app, self._settings, self._auth = app, settings, auth
         self._people = RateLimit(settings.session_rate)
-        # Two buckets by address, so that whoever asks without a token keeps no one out who has one.
+        # Two limits per address, so that requests without a token do not block those with one.
         self._strangers, self._guesses = RateLimit(settings.stranger_rate), RateLimit(settings.stranger_rate)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Let the request through, or answer it here."""
+        """Pass the request on, or answer it here."""
         if scope["type"] == "lifespan":
             await self._app(scope, receive, send)
             return
-        if scope["type"] != "http":  # no web sockets are served
+        if scope["type"] != "http":  # web sockets are not served
             return
         asked = read_asked(scope, self._settings)
         send = _with_headers(send, asked)
@@ -239,10 +240,10 @@ class Gate:
         await self._app(scope, limited(receive, most), send)
 
     async def _judge(self, asked: Asked, scope: Scope, receive: Receive) -> Response | Entry | None:
-        """An answer, or else who is let in; None: a stranger, to a file that strangers need."""
+        """A response, or the entry of a known person; None for a stranger who requests a file of the login page."""
         if not self._settings.allows_host(host_name(asked.headers.get("host", ""))):
-            return _no(403, "this server is not called that: open it by the address that it printed")
-        reads_page = asked.method in SAFE_METHODS and not asked.is_api  # which a link elsewhere may lead to
+            return _no(403, "unknown host name: open the server by the address that it printed")
+        reads_page = asked.method in SAFE_METHODS and not asked.is_api  # a link on another site may lead here
         if not reads_page and is_foreign(asked.headers, self._settings.public_url):
             return _no(403, "the request comes from a page of another origin")
         if asked.method == "POST" and asked.path == LOGIN:
@@ -265,8 +266,8 @@ class Gate:
         return entry
 
     async def _recognise(self, asked: Asked) -> Entry | Response | None:
-        """Who it is; an answer where that may not, or cannot, be told now. A token that is sent counts, and no cookie
-        beside it."""
+        """The person, or a response if that cannot be determined now. A token in the request takes precedence over a
+        cookie."""
         authorization = asked.headers.get("authorization")
         if authorization is None:
             session = cookie(asked.headers, self._cookie(asked))
@@ -302,15 +303,15 @@ class Gate:
         return HTMLResponse(LOGIN_PAGE.format(reason=IN_ADDRESS if in_address else ASK), 401)
 
     async def _log_in(self, asked: Asked, receive: Receive) -> Response:
-        """POST {"token": ...}: a session's cookie for a token.
+        """POST {"token": ...}: exchange a token for a session cookie.
 
-        A link on someone else's page may hold that one's own token: a browser that is logged in becomes another person
-        only with `"instead": true`, which the page sends when it has asked.
+        A link on another page may contain that person's own token. So a browser that is logged in switches to another
+        person only with `"instead": true`, which the page sends after it has asked the user.
         """
         if (refusal := _too_many(self._strangers, asked)) is not None:
             return refusal
         if says_length(asked.headers) > LOGIN_BYTES or (body := await whole_body(receive, LOGIN_BYTES)) is None:
-            return _no(413, "a token is shorter than that")
+            return _no(413, "the body is too long for a token")
         token, instead = _token_in(body)
         if token is None:
             return _no(422, 'the body: send {"token": "..."}')
@@ -329,7 +330,7 @@ class Gate:
             name = "" if still is None else still.name
             return _no(409, f"This browser is logged in as {name}, and the link is someone else's.")
         if session is None:
-            return _no(401, "That token is not known, or was used before: the printed link works once.")
+            return _no(401, "That token is not known or was already used: the printed link works once.")
         self._guesses.give_back(network_of(asked.address))
         reply = Reply({"entered": True})
         options: dict[str, Any] = {"httponly": True, "samesite": "strict", "path": "/"}
@@ -338,13 +339,13 @@ class Gate:
 
 
 def _too_many(limit: RateLimit, asked: Asked) -> Response | None:
-    """Take one request from an address's bucket; an answer where it is empty."""
+    """Take one request from an address's limit; a response if it is exhausted."""
     wait = limit.take(network_of(asked.address))
     return _wait(wait) if wait else None
 
 
 def _token_in(body: bytes) -> tuple[str | None, bool]:
-    """The token, and whether it is to count instead of the session that the browser has."""
+    """The token, and whether it replaces the browser's current session."""
     try:
         given = json.loads(body)
     except (ValueError, RecursionError):
@@ -359,7 +360,7 @@ def _may(asked: Asked) -> bool:
     return any(method == allowed and pattern.fullmatch(asked.path) for allowed, pattern in ANNOTATOR_MAY)
 
 
-# -- answers ------------------------------------------------------------------------------------------------------
+# -- responses ----------------------------------------------------------------------------------------------------
 
 
 def _no(status: int, text: str) -> Response:
@@ -371,14 +372,14 @@ def _wait(seconds: int) -> Response:
 
 
 def _later() -> Response:
-    """Strangers are not told why."""
+    """Strangers do not get the reason."""
     return Reply(
         {"error": "the server cannot answer this now: try again in a moment"}, 503, headers={"retry-after": "2"}
     )
 
 
 def _with_headers(send: Send, asked: Asked) -> Send:
-    """Send, with the headers that every answer has."""
+    """A `send` that adds the headers of every response."""
 
     async def sending(message: Message) -> None:
         if message["type"] == "http.response.start":

@@ -1,9 +1,4 @@
-"""The routes that ask models: a conversation, and an arena of two models.
-
-An answer to a conversation as it is being written, for the page.
-
-The routes that ask models: a conversation, and an arena of two models whose answers are judged blind.
-"""
+"""The routes that sample from models: a chat with streamed answers, and an arena of two models judged blind."""
 
 from __future__ import annotations
 
@@ -40,7 +35,7 @@ __all__ = ["Token", "as_prompt", "growing_text", "stream_answer"]
 
 
 def stream_answer(loaded: LoadedModel, prompt: Prompt, sampling: Sampling, seed: int, turn: Lock) -> Iterator[Token]:
-    """The answer that the engine gives for this seed, token by token; `turn` as for `stream_tokens`."""
+    """Stream the engine's answer for this seed, token by token; `turn` as for `stream_tokens`."""
     check_sampling(sampling)
     ids = prompt_token_ids(loaded.tokenizer, prompt)
     if len(ids) + sampling.max_new_tokens > loaded.context_length:
@@ -68,14 +63,14 @@ ARENA_GUIDELINES = "Two models answered the same. Which answer is better?"
 
 
 class Turn(Body):
-    """One message."""
+    """One message of a conversation."""
 
     role: Literal["system", "user", "assistant"]
     content: str = Field(max_length=100_000)
 
 
 class ChatMessageRequest(Body):
-    """A conversation so far, and whom to ask."""
+    """A conversation so far, and the run whose model answers."""
 
     run: Place
     messages: list[Turn] = Field(min_length=1, max_length=500)
@@ -86,7 +81,7 @@ class ChatMessageRequest(Body):
 
 
 class AskedModel(Body):
-    """A prompt of an arena, a text or a conversation, and what kind of prompt it is."""
+    """A prompt of an arena, a text or a conversation, and its category."""
 
     prompt: Annotated[str, Field(min_length=1, max_length=100_000)] | Annotated[list[Turn], Field(min_length=1)]
     category: str = Field(default="", max_length=200)
@@ -100,7 +95,7 @@ class AskedModel(Body):
 
 
 class NewArena(Body):
-    """Two runs and what to ask both."""
+    """Two runs, and the prompts for both."""
 
     run_a: Place
     run_b: Place
@@ -113,16 +108,16 @@ class NewArena(Body):
 
 
 class JudgeRequest(Body):
-    """The reward model that is to vote."""
+    """The reward model that votes."""
 
     reward_run: Place
 
 
 @router.post("/chat")
 async def chat(request: Request, asked: ChatMessageRequest) -> Any:
-    """What a run's model says next; with `stream` as server-sent events, `token` after `token` and then `done`.
+    """Answer a conversation with a run's model; with `stream`, as server-sent `token` events and then `done`.
 
-    Whoever has heard enough closes the connection, and the model stops.
+    The model stops when the client closes the connection.
     """
     return await in_model_thread(_chat, request, asked)
 
@@ -144,7 +139,7 @@ def _chat(request: Request, asked: ChatMessageRequest) -> Any:
 
 
 async def _spoken(tokens: Iterator[Token]) -> AsyncIterator[str]:
-    """The events of an answer that is being written; an error is the last of them."""
+    """The events of a streamed answer; an error is the last of them."""
     count = 0
     try:
         while (token := await in_model_thread(next, tokens, None)) is not None:
@@ -162,7 +157,7 @@ async def _spoken(tokens: Iterator[Token]) -> AsyncIterator[str]:
 
 @router.post("/arena")
 async def new_arena(request: Request, wanted: NewArena) -> Any:
-    """Ask two models the same, and put their answers into a queue to be judged."""
+    """Sample answers of two models to the same prompts, and put them into a queue to be judged."""
     return await in_model_thread(_new_arena, request, wanted)
 
 
@@ -172,18 +167,18 @@ def _new_arena(request: Request, wanted: NewArena) -> Any:
     prompts = [one if isinstance(one, AskedModel) else AskedModel(prompt=one) for one in wanted.prompts if one]
     prompts = (prompts or _kept_prompts(studio, sides[0]))[: wanted.count if not wanted.prompts else None]
     if not prompts:
-        raise Refused(422, f"prompts: {sides[0].name} kept none, so say what to ask")
+        raise Refused(422, f"prompts: {sides[0].name} kept none, so give the prompts")
     answers = [_answers(studio, run, prompts, wanted, seed) for seed, run in enumerate(sides)]
     new = [_arena_item(asked, said, sides) for asked, *said in zip(prompts, *answers, strict=True)]
     meta = {"arena": [run.name for run in sides]}
-    name = wanted.name or f"Arena {1 + len(_arenas(studio))}"  # no model's name: annotators read it
+    name = wanted.name or f"Arena {1 + len(_arenas(studio))}"  # without model names, because annotators read it
     queue = studio.labels.add_queue(person, name, "pair", ARENA_GUIDELINES, meta)
     studio.labels.add_items(person, queue, new, origin={"from": "arena", "runs": meta["arena"]})
     return Reply({"queue_id": queue, "items": len(new)})
 
 
 def _arena_item(asked: AskedModel, said: Sequence[Said], sides: Sequence[RunSummary]) -> NewItem:
-    """What both said, with their tokens where both had the same tokenizer."""
+    """The answers of both models, with their token ids if both have the same tokenizer."""
     meta: dict[str, Any] = {"category": asked.category} if asked.category else {}
     has_ids = len({(one.tokenizer, one.prompt_ids) for one in said}) == 1 and all(one.ids for one in said)
     if has_ids:
@@ -197,7 +192,7 @@ def _arena_item(asked: AskedModel, said: Sequence[Said], sides: Sequence[RunSumm
 
 
 def _answers(studio: Studio, run: RunSummary, prompts: Sequence[AskedModel], wanted: NewArena, seed: int) -> list[Said]:
-    """One answer to each prompt, sampled as the run sampled unless told otherwise."""
+    """One answer to each prompt, with the run's sampling settings unless the request overrides them."""
     own = run.config.get("rollout", {})
     length = wanted.max_new_tokens or own.get("max_new_tokens", 128)
     temperature = own.get("temperature", 1.0) if wanted.temperature is None else wanted.temperature
@@ -211,7 +206,7 @@ def _answers(studio: Studio, run: RunSummary, prompts: Sequence[AskedModel], wan
 
 
 def _kept_prompts(studio: Studio, run: RunSummary) -> list[AskedModel]:
-    """The different prompts of a run's newest kept step."""
+    """The distinct prompts of a run's newest kept step."""
     steps = kept_steps(studio.opened, run.id)[-1:]
     found = [messages_of(rollout) for step in steps for rollout in read_rollouts(studio.opened, run.id, step)]
     prompts = {json.dumps(turns): turns for turns in found if any(turn["content"] for turn in turns)}
@@ -242,7 +237,7 @@ def _arenas(studio: Studio) -> list[dict[str, Any]]:
 
 @router.get("/arena/{queue}")
 def arena(request: Request, queue: Id) -> Any:
-    """Who won how often, with the interval that chance leaves."""
+    """The win rate of each side, with its confidence interval."""
     studio = studio_of(request)
     found = _arena_queue(studio, queue)
     said: dict[str, Counter[str]] = defaultdict(Counter)
@@ -260,7 +255,7 @@ def arena(request: Request, queue: Id) -> Any:
 
 
 def win_rate(said: Counter[str]) -> dict[str, Any]:
-    """How often the first side won, a tie being half a win; with Wilson's 95 % interval."""
+    """The win rate of the first side with Wilson's 95 % interval; a tie is half a win."""
     votes = said.total()
     if votes == 0:
         return {"votes": 0, "win_rate": None, "low": None, "high": None}
@@ -281,7 +276,7 @@ def _judge(request: Request, queue: int, wanted: JudgeRequest) -> Any:
     _arena_queue(studio, queue)
     run = run_with_id(studio.opened, wanted.reward_run)
     if run.method != "reward":
-        raise Refused(422, f"reward_run: {run.name} is no reward model")
+        raise Refused(422, f"reward_run: {run.name} is not a reward model")
     rows = studio.labels.items(queue)
     scored = studio.models.scores(run.folder, [answer for row in rows for answer in answers_of_item(row)])
     pairs = zip(scored[0::2], scored[1::2], strict=True)
@@ -296,5 +291,5 @@ def _choice(margin: float) -> str:
 def _arena_queue(studio: Studio, queue: int) -> Any:
     found = studio.labels.queue(queue)
     if "arena" not in found.meta:
-        raise Refused(404, f"queue {queue} is no arena")
+        raise Refused(404, f"queue {queue} is not an arena")
     return found

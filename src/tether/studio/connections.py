@@ -1,16 +1,11 @@
-"""Connection limits and time-outs of the server, and its garbage collection.
+"""Connection limits and time-outs of the server, limits on its log, and its garbage collection.
 
-What a server has loaded, kept out of the garbage collector's way.
+uvicorn waits for a request as long as the client likes. Here a connection has `HEADER_SECONDS` to send the head of a
+request and `BODY_SECONDS` for each MiB of its body, and it must read its response. At `most` connections, a new one
+replaces the one that has been waited for longest, so half-open connections replace each other, not active clients.
 
-A full collection looks at every object there is, and meanwhile no one is answered. Of a server's objects nearly all are
-its modules, which stay as long as it runs; to look through those takes 50 to 90 ms, and that in the midst of votes.
-
-How connections are held: so many, for so long, and with no more words in the log than anyone reads.
-
-uvicorn waits for a request for as long as the other side likes. Here a connection has `HEADER_SECONDS` to send the head
-of a request, `BODY_SECONDS` for each MiB of its body, and must take what it asked for. Where there are `most`
-connections, a new one takes the place of the one that has been waited for longest, so that half-open connections push
-each other out and not those who ask something.
+A full garbage collection visits every object and blocks all requests meanwhile. Nearly all objects of a server belong
+to its modules, which stay until it ends; visiting them takes 50 to 90 ms. `freeze_gc` excludes them.
 """
 
 from __future__ import annotations
@@ -29,22 +24,24 @@ from tether.rate_limit import Rate, RateLimit
 
 
 def freeze_gc() -> None:
-    """Collect what is left over, and take all that remains as here to stay.
+    """Collect garbage, then freeze the surviving objects.
 
-    Call it again after much was loaded or let go of: what was taken as here to stay is looked at afresh.
+    Call it again after much was loaded or released: the frozen objects are then visited once more.
     """
     gc.unfreeze()
     gc.collect()
     gc.freeze()
 
 
+# -- connections --------------------------------------------------------------------------------------------------
+
 HEADER_SECONDS = 10.0
 BODY_SECONDS = 60.0
-BODY_BYTES = 1 << 20  # in each BODY_SECONDS
-TAKE_SECONDS = 60.0  # in which something of an answer must have been taken
+BODY_BYTES = 1 << 20  # that must arrive in each BODY_SECONDS
+TAKE_SECONDS = 60.0  # in which the client must read some of a response
 MAX_CONNECTIONS = 1000
-ACCEPTED_AT_ONCE = 16  # connections, before any of them is counted
-RESERVED_FILES = 256  # for the database, logs and processes
+ACCEPTED_AT_ONCE = 16  # connections that may be accepted before any is counted
+RESERVED_FILES = 256  # file descriptors for the database, logs and processes
 WANTED_FILES = 4096
 MAX_HEAD, MAX_HEADERS = 32 << 10, 200
 LOG_RATE = Rate(0.1, 10)  # lines of the same kind
@@ -53,7 +50,7 @@ Waiting = OrderedDict[H11Protocol, None]
 
 
 class LimitedProtocol(H11Protocol):
-    """A connection with a time for everything. It stands in `waiting` while its next request has not come whole."""
+    """A connection with a time limit for every phase. It is in `waiting` until its next request is complete."""
 
     most = MAX_CONNECTIONS
     header_seconds, body_seconds, take_seconds = HEADER_SECONDS, BODY_SECONDS, TAKE_SECONDS
@@ -65,11 +62,11 @@ class LimitedProtocol(H11Protocol):
         self._deadline: asyncio.TimerHandle | None = None
         self._taking: asyncio.TimerHandle | None = None
         self._phase: object = None
-        self._left = 0  # bytes of an answer that were not taken
-        self._got = 0  # bytes since the time of a body was started
+        self._left = 0  # bytes of a response that the client has not read
+        self._got = 0  # bytes since the timer of a body was started
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Take the connection; where there are too many, the one waited for longest goes."""
+        """Accept the connection; if there are too many, close the one that has been waited for longest."""
         super().connection_made(transport)
         if len(self.connections) > self.most:
             oldest = next(iter(self.waiting), None)
@@ -79,7 +76,7 @@ class LimitedProtocol(H11Protocol):
         self._look()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Forget it."""
+        """Remove the connection."""
         for timer in (self._deadline, self._taking):
             if timer is not None:
                 timer.cancel()
@@ -88,7 +85,7 @@ class LimitedProtocol(H11Protocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Read what came. Taking thousands of headers apart would hold everyone up."""
+        """Handle new data. A head with thousands of headers is refused: parsing it would block all requests."""
         self._got += len(data)
         if self.conn.their_state is h11.IDLE and not has_modest_head(data):
             self._unset_keepalive_if_required()
@@ -98,20 +95,20 @@ class LimitedProtocol(H11Protocol):
         self._look()
 
     def on_response_complete(self) -> None:
-        """An answer is sent; the next request may come. Those that did not wait for it are not looked at."""
+        """A response is complete, and the next request may come. Pipelined requests are not read."""
         if self.conn.their_state is h11.DONE and self.conn.trailing_data[0]:
             self.transport.close()
         super().on_response_complete()
         self._look()
 
     def pause_writing(self) -> None:
-        """The other side takes nothing."""
+        """The client reads nothing."""
         super().pause_writing()
         if self._taking is None:
             self._wait_for_taker()
 
     def resume_writing(self) -> None:
-        """The other side takes something again."""
+        """The client reads again."""
         super().resume_writing()
         if self._taking is not None:
             self._taking.cancel()
@@ -122,14 +119,14 @@ class LimitedProtocol(H11Protocol):
         self._taking = self.loop.call_later(self.take_seconds, self._look_at_taker)
 
     def _look_at_taker(self) -> None:
-        """Whoever takes something of a long answer is given more time."""
+        """Give more time to a client that reads some of a long response."""
         if self.transport.get_write_buffer_size() < self._left:
             self._wait_for_taker()
         else:
             self._end()
 
     def _look(self) -> None:
-        """Start the time that the phase has which the connection is in; a phase that goes on gets no more."""
+        """Start the timer of the connection's phase; a phase that continues gets no extra time."""
         theirs = self.conn.their_state
         phase = (theirs, id(self.cycle)) if theirs in (h11.IDLE, h11.SEND_BODY) else None
         if phase == self._phase:
@@ -152,7 +149,7 @@ class LimitedProtocol(H11Protocol):
         self._deadline = self.loop.call_later(self.body_seconds, self._look_at_body)
 
     def _look_at_body(self) -> None:
-        """A body that comes, if slowly, is given more time."""
+        """Give more time to a body that arrives slowly."""
         if self._got >= self.body_bytes:
             self._wait_for_body()
         else:
@@ -163,26 +160,26 @@ class LimitedProtocol(H11Protocol):
 
 
 def has_modest_head(data: bytes) -> bool:
-    """Whether the head of a request, as far as it has come, has a usual size."""
+    """Whether the head of a request, as far as it has arrived, has a normal size."""
     end = data.find(b"\r\n\r\n")
     end = len(data) if end < 0 else end
     return end <= MAX_HEAD and data.count(b"\n", 0, end) <= MAX_HEADERS
 
 
 def limited_protocol(most: int | None = None, **seconds: float) -> type[LimitedProtocol]:
-    """The protocol of one server, with a list of its own. `seconds`: other times, by their names."""
+    """The protocol class of one server, with its own list of connections. `seconds`: other time limits, by name."""
     made: dict[str, Any] = {"waiting": OrderedDict(), "most": most or connection_limit(), **seconds}
     return type("LimitedProtocol", (LimitedProtocol,), made)
 
 
 def connection_limit() -> int:
-    """As many connections as there can be files, less what else needs some.
+    """The maximum number of connections: the limit of open files, minus those needed for other purposes.
 
-    asyncio does not survive it when there are no files left: it logs thousands of tracebacks and accepts no one.
+    asyncio does not handle a lack of file descriptors: it logs thousands of tracebacks and accepts no connection.
     """
     try:
         import resource
-    except ImportError:  # not on Windows
+    except ImportError:  # Windows
         return MAX_CONNECTIONS
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
@@ -194,8 +191,11 @@ def connection_limit() -> int:
     return max(16, min(MAX_CONNECTIONS, files - 4 * ACCEPTED_AT_ONCE - min(RESERVED_FILES, files // 4)))
 
 
+# -- the log ------------------------------------------------------------------------------------------------------
+
+
 class SparingFilter(logging.Filter):
-    """Lets a few lines of each kind through; the next one that passes says how many did not."""
+    """Passes a few lines of each kind; the next line that passes says how many were left out."""
 
     def __init__(self, rate: Rate = LOG_RATE) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ class SparingFilter(logging.Filter):
 
 
 def write_sparingly() -> None:
-    """No one can fill the disk by making the server complain."""
+    """Limit the log, so that no client can fill the disk by causing errors."""
     for name in ("uvicorn.error", "asyncio"):
         logger = logging.getLogger(name)
         if not any(isinstance(one, SparingFilter) for one in logger.filters):
@@ -221,14 +221,14 @@ def write_sparingly() -> None:
 
 
 def http_options() -> dict[str, Any]:
-    """What both servers of Tether tell uvicorn."""
+    """The uvicorn options of both servers of Tether."""
     return {
         "http": limited_protocol(),
         "ws": "none",
         "backlog": ACCEPTED_AT_ONCE,
-        "proxy_headers": False,  # a gate reads them, from proxies that are trusted
+        "proxy_headers": False,  # the auth layer reads them, from trusted proxies only
         "log_level": "warning",
-        "access_log": False,  # requests hold what people wrote
+        "access_log": False,  # requests contain what people wrote
         "server_header": False,
-        "timeout_graceful_shutdown": 2,  # live streams never end by themselves
+        "timeout_graceful_shutdown": 2,  # seconds; live streams do not end by themselves
     }

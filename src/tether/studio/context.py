@@ -1,4 +1,4 @@
-"""What every route works with: the workspace, who is asking, and the parts of the server that remember something."""
+"""The context of every route: the workspace, the person who sent the request, and the stateful parts of the server."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from tether.studio.launcher import Launcher
 from tether.studio.metric_cache import MetricCache
 from tether.studio.model_host import ModelHost
 from tether.studio.people import Auth, Entry, Person, Streams
-from tether.studio.run_queries import Consultations, PromptIndex
+from tether.studio.run_queries import Diagnoses, PromptIndex
 from tether.studio.settings import StudioSettings
 
 
 @dataclass(frozen=True)
 class Studio:
-    """One server's parts."""
+    """The parts of one server."""
 
     opened: OpenWorkspace
     settings: StudioSettings
@@ -27,7 +27,7 @@ class Studio:
     desk: VoteWriter
     imports: Imports
     metrics: MetricCache
-    doctor: Consultations
+    doctor: Diagnoses
     prompts: PromptIndex
     launcher: Launcher
     models: ModelHost
@@ -36,21 +36,21 @@ class Studio:
 
 
 def studio_of(request: Request) -> Studio:
-    """The server that a request came to."""
+    """The server of a request."""
     return request.app.state.studio
 
 
 def person_of(request: Request) -> Person:
-    """Who is asking; the gate let no one else through."""
+    """The person who sent the request; the auth layer has checked it."""
     return request.state.person
 
 
 def entry_of(request: Request) -> Entry:
-    """How they came in."""
+    """How the person was identified."""
     return request.state.entry
 
 
 def link_for(request: Request, token: str) -> str:
-    """A link by which someone enters. Browsers send what stands after # to no one."""
+    """A link for logging in. Browsers do not send the part after # to any server."""
     own = f"{request.url.scheme}://{request.headers.get('host', '')}"
     return f"{studio_of(request).settings.public_url or own}/#token={token}"

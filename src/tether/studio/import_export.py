@@ -1,12 +1,8 @@
-"""Votes as records in the usual columns, and records as items, imported in the background.
+"""Export votes as records in the usual columns, and import records as items and votes, in the background.
 
-Votes as records in the usual columns, to be trained on or taken elsewhere, and records as votes.
-
-Four forms: `rankings`, one record an item, with all that was sampled, which is what training reads; `pairs`, the same
-two answers at a time, for other programs; `messages`, demonstrations and preferred answers; `votes`, one record a vote,
-with nothing left out.
-
-Imports that go on in the background: one at a time, with progress, and cancelled on request.
+There are four forms. `rankings` has one record per item with everything that was sampled; training reads this form.
+`pairs` has two answers per record, for other programs. `messages` has demonstrations and preferred answers. `votes` has
+one record per vote with every detail. Imports run one at a time, report progress, and can be cancelled.
 """
 
 from __future__ import annotations
@@ -55,15 +51,15 @@ Votes = Sequence[Row[Any]]
 
 
 def export_records(votes: Votes, form: str) -> Records:
-    """The votes of a queue in one of the forms; each record names the votes that it stands for."""
+    """The votes of a queue in one of the forms; each record lists the ids of its votes."""
     return EXPORTS[form](votes)
 
 
 def consensus(ranked: Sequence[Sequence[int]]) -> list[int]:
-    """The ranks that several rankings of the same answers amount to, 0 for the best; equal ranks tie.
+    """Combine several rankings of the same answers into one, 0 for the best; equal ranks tie.
 
-    Borda's count: an answer gets a point for each answer that a vote puts below it, and loses one for each above it.
-    For a pair that is the majority.
+    Borda count: an answer gains a point for each answer that a vote ranks below it, and loses one for each above it.
+    For a pair this is the majority.
     """
     count = len(ranked[0])
     points = [
@@ -75,7 +71,7 @@ def consensus(ranked: Sequence[Sequence[int]]) -> list[int]:
 
 
 def _by_item(votes: Votes) -> dict[int, list[Row[Any]]]:
-    """The votes on each item that rank its answers; hidden repeats count with the item that they repeat."""
+    """The ranking votes on each item; hidden repeats count for the item that they repeat."""
     found: dict[int, list[Row[Any]]] = defaultdict(list)
     for vote in votes:
         if ranks_of(vote.kind, vote.order, vote.choice) is not None:
@@ -84,9 +80,9 @@ def _by_item(votes: Votes) -> dict[int, list[Row[Any]]]:
 
 
 def _rankings(votes: Votes) -> Records:
-    """`prompt`, `answers`, `ranks`, `ended`: one record an item, what its votes amount to. Where all tie there is none.
+    """`prompt`, `answers`, `ranks`, `ended`: one record per item with its combined votes. All-tied items are left out.
 
-    `ratings` are the means of what raters gave each answer, `comments` all that was said.
+    `ratings` are the mean ratings of each answer, `comments` are all comments.
     """
     records: Records = []
     for item, said in _by_item(votes).items():
@@ -107,7 +103,7 @@ def _remarks(said: Votes) -> dict[str, Any]:
 
 
 def _means(ratings: Sequence[Mapping[str, int]]) -> dict[str, float]:
-    """The mean on each axis; whole where it is whole."""
+    """The mean on each axis; an integer if it is a whole number."""
     means: dict[str, float] = {}
     for axis in AXES:
         given = [one[axis] for one in ratings if axis in one]
@@ -118,7 +114,7 @@ def _means(ratings: Sequence[Mapping[str, int]]) -> dict[str, float]:
 
 
 def _pairs(votes: Votes) -> Records:
-    """`prompt`, `chosen`, `rejected`, with marks of those that were cut off: every pair that the rankings decide."""
+    """`prompt`, `chosen`, `rejected`, and whether they were cut off: every pair that the rankings decide."""
     records: Records = []
     for item, said in _by_item(votes).items():
         ranks = consensus([ranks_of(vote.kind, vote.order, vote.choice) or [] for vote in said])
@@ -142,7 +138,7 @@ def _pair(vote: Row[Any], better: int, worse: int) -> dict[str, Any]:
 
 
 def _messages(votes: Votes) -> Records:
-    """`messages`: demonstrations as they were written; of a comparison, the answer or answers that most prefer."""
+    """`messages`: demonstrations as written; for a comparison, the answer or answers that most raters prefer."""
     records: Records = []
     for vote in votes:
         if vote.kind == "demonstration" and not skipped(vote.choice):
@@ -171,7 +167,7 @@ def _said(text: str) -> dict[str, str]:
 
 
 def _every_vote(votes: Votes) -> Records:
-    """One record a vote, skips and ties too: what was shown, who said what of it, how long it took."""
+    """One record per vote, including skips and ties: what was shown, who voted what, and how long it took."""
     records: Records = []
     for vote in votes:
         if vote.kind == "demonstration":
@@ -201,17 +197,17 @@ def as_lines(records: Iterable[dict[str, Any]]) -> str:
     return "".join(json.dumps(record) + "\n" for record in records)
 
 
-# -- records that come in ----------------------------------------------------------------------------------------
+# -- import ------------------------------------------------------------------------------------------------------
 
 
 MAX_LINES = 100_000  # records in one text
 
 
 def read_lines(text: str) -> Records:
-    """Records from JSONL; a DataError names the line."""
+    """Parse records from JSONL; a DataError names the line."""
     records: Records = []
     if text.count("\n") > MAX_LINES and sum(bool(line.strip()) for line in text.split("\n")) > MAX_LINES:
-        raise DataError(f"text: at most {MAX_LINES:,} records at a time; cut the file and import its parts")
+        raise DataError(f"text: at most {MAX_LINES:,} records at a time; split the file and import its parts")
     for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             try:
@@ -225,10 +221,10 @@ def read_lines(text: str) -> Records:
 
 
 def imported(kind: str, records: Sequence[dict[str, Any]]) -> list[ItemWithVotes]:
-    """Records as items with what they say: `chosen` over `rejected`, `ranks`, or the answer that ends `messages`.
+    """Records as items with votes: `chosen` over `rejected`, `ranks`, or the answer at the end of `messages`.
 
-    Records that name a `rater` are votes; those with the same `item` are votes on one item, and a rater's second is
-    left out.
+    Records with a `rater` are votes. Records with the same `item` are votes on one item, and a rater's second vote on
+    it is left out.
     """
     found: dict[object, NewItem] = {}
     said: dict[object, dict[str | None, GivenVote]] = {}
@@ -263,7 +259,7 @@ def _vote(kind: str, record: Mapping[str, Any], rater: str | None, place: str) -
 
 
 def _ratings(record: Mapping[str, Any]) -> list[dict[str, int]] | None:
-    """Ratings of one rater, which are whole; means of several are left out."""
+    """The ratings of one rater, which are integers; means of several raters are left out."""
     given, answers = record.get("ratings"), record.get("answers")
     if not isinstance(given, list) or not isinstance(answers, list) or len(given) != len(answers):
         return None
@@ -276,10 +272,10 @@ def _ratings(record: Mapping[str, Any]) -> list[dict[str, int]] | None:
 
 
 def _choice(kind: str, record: Mapping[str, Any]) -> Any:
-    """What a record says, answers being shown in its own order; None where it says nothing."""
+    """The choice in a record, with the answers in its own order; None if it has none."""
     if kind == "demonstration":
         return _written(record)
-    if "answers" not in record:  # `chosen` stands first, `rejected` second
+    if "answers" not in record:  # `chosen` is first, `rejected` second
         return "left" if kind == "pair" else [0, 1]
     answers, ranks = record["answers"], record.get("ranks")
     if not isinstance(ranks, list) or len(ranks) != len(answers) or not all(type(rank) is int for rank in ranks):
@@ -290,17 +286,19 @@ def _choice(kind: str, record: Mapping[str, Any]) -> Any:
 
 
 def _written(record: Mapping[str, Any]) -> str | None:
-    """The answer that a demonstration ends with."""
+    """The answer at the end of a demonstration."""
     turns = record.get("messages")
     last = turns[-1] if isinstance(turns, list) and turns and isinstance(turns[-1], dict) else {}
     text = last.get("content") if last.get("role") == "assistant" else record.get("completion")
     return text if isinstance(text, str) and text.strip() else None
 
 
+# -- imports in the background ------------------------------------------------------------------------------------
+
 State = Literal["waiting", "running", "done", "cancelled", "failed"]
-MAX_WAITING = 4  # imports that are under way or wait for their turn
-MAX_KNOWN = 50  # whose outcome is remembered
-PATIENCE = 2.0  # seconds that a request waits before it answers that its import goes on
+MAX_WAITING = 4  # imports that are running or queued
+MAX_KNOWN = 50  # finished imports whose results are kept
+PATIENCE = 2.0  # seconds that a request waits before it replies that its import is still running
 
 
 @dataclass
@@ -319,11 +317,11 @@ class BackgroundImport:
 
     @property
     def is_over(self) -> bool:
-        """Whether nothing is left to do."""
+        """Whether the import has ended."""
         return self.state not in ("waiting", "running")
 
     def as_json(self) -> dict[str, Any]:
-        """For the page."""
+        """As JSON for the page."""
         shown = {"id": self.id, "queue_id": self.queue, "state": self.state, "records": self.records, "done": self.done}
         if self.taken is not None:
             shown |= {"items": self.taken.items, "votes": self.taken.votes}
@@ -342,13 +340,13 @@ class Imports:
     def take_in(
         self, by: Person, queue: int, given: Sequence[ItemWithVotes], *, action: str, origin: dict[str, Any] | None
     ) -> BackgroundImport:
-        """Begin an import and wait a moment for it; one of a single transaction is done here and waits for no other."""
+        """Start an import and wait a moment for it; a small one, of one transaction, runs here at once."""
         if len(given) <= label_staging.TOGETHER:
             taken = self._labels.take_in(by, queue, given, action=action, origin=origin)
             return BackgroundImport("", queue, len(given), len(given), "done", taken)
         with self._lock:
             if sum(not one.is_over for one in self._known.values()) >= MAX_WAITING:
-                raise Refused(409, f"{MAX_WAITING} imports are under way: wait for one, or cancel one")
+                raise Refused(409, f"{MAX_WAITING} imports are running: wait for one, or cancel one")
             started = BackgroundImport(secrets.token_hex(6), queue, len(given))
             over = [key for key, one in self._known.items() if one.is_over]
             for key in over[: max(0, len(self._known) - MAX_KNOWN + 1)]:
@@ -391,15 +389,15 @@ class Imports:
         """One import, or a 404."""
         found = self._known.get(import_id)
         if found is None:
-            raise Refused(404, "there is no such import; a server remembers those since it was started")
+            raise Refused(404, "there is no such import; a server knows only the imports since its start")
         return found
 
     def all(self) -> list[BackgroundImport]:
-        """What was imported, the newest first."""
+        """All imports, the newest first."""
         return list(self._known.values())[::-1]
 
     def cancel(self, import_id: str) -> BackgroundImport:
-        """Take an import back: none of its records stays. One that is over stays as it is."""
+        """Cancel an import: none of its records stays. A finished import is not changed."""
         found = self.get(import_id)
         found.stop.set()
         with suppress(Exception):
@@ -408,7 +406,7 @@ class Imports:
         return found
 
     def close(self) -> None:
-        """Take back what is under way, and end."""
+        """Cancel the running imports, and end."""
         for one in self._known.values():
             one.stop.set()
         self._worker.shutdown()

@@ -1,9 +1,4 @@
-"""What an owner sees and sets of a queue's items, and how far raters agree.
-
-How far raters agree with each other, and with themselves.
-
-What an owner sees and sets of a queue's items: who judges them, which are gold, tags, and where raters disagree.
-"""
+"""The items of a queue for its owner (assignments, gold, tags, disagreement), and the agreement of raters."""
 
 from __future__ import annotations
 
@@ -22,18 +17,17 @@ from tether.studio.people import Person
 from tether.studio.replies import Refused
 
 Units = Mapping[Hashable, Mapping[int, str]]
-"""What each rater said of each unit, where they said something."""
+"""The value that each rater gave to each unit."""
 
 
 def krippendorff_alpha(units: Units) -> float | None:
-    """Krippendorff's alpha for nominal data: 1 is full agreement, 0 what chance would give.
+    """Krippendorff's alpha for nominal data: 1 is full agreement, 0 is the agreement expected by chance.
 
         alpha = 1 - D_observed / D_expected
 
-    Over the n values of units that two raters or more judged, a unit with m values holds m (m - 1) ordered pairs of
-    them, each of weight 1 / (m - 1). D_observed is the weight of unlike pairs over n, D_expected the share of unlike
-    pairs among all n (n - 1). None where nobody shared a unit. Where all values are the same there is nothing to agree
-    on by chance, and alpha is 1.
+    Only units with two or more raters count; they have n values in total. A unit with m values has m (m - 1) ordered
+    pairs, each of weight 1 / (m - 1). D_observed is the weight of unlike pairs divided by n. D_expected is the fraction
+    of unlike pairs among all n (n - 1). The result is None if no unit has two raters, and 1 if all values are equal.
 
     K. Krippendorff, Content Analysis (2004), chapter 11.
     """
@@ -50,13 +44,13 @@ def krippendorff_alpha(units: Units) -> float | None:
 
 
 def _unlike(counts: Counter[str]) -> int:
-    """Ordered pairs of values that differ."""
+    """Number of ordered pairs of values that differ."""
     return counts.total() ** 2 - sum(count**2 for count in counts.values())
 
 
 @dataclass(frozen=True)
 class Vote:
-    """As much of a vote as agreement is about."""
+    """The parts of a vote that agreement needs."""
 
     item: int
     repeat_of: int | None
@@ -67,7 +61,7 @@ class Vote:
 
 
 def judgements(vote: Vote) -> dict[Hashable, str]:
-    """What a vote says of each pair of answers: which is better. A ranking of n speaks of n (n - 1) / 2 pairs."""
+    """The better answer of each pair, according to a vote. A ranking of n answers decides n (n - 1) / 2 pairs."""
     if vote.kind == "pair":
         said = verdict(vote.order, vote.choice)
         return {} if said is None else {(0, 1): said}
@@ -82,7 +76,7 @@ def _better(ranks: Sequence[int], one: int, other: int) -> str:
 
 
 def agreement(votes: Iterable[Vote]) -> dict[str, Any]:
-    """`alpha` between raters (hidden repeats aside); `pairs` judged by two or more; `consistency` of each rater."""
+    """`alpha` between raters (without hidden repeats), `pairs` with two or more raters, `consistency` of each rater."""
     everything = list(votes)
     units: dict[Hashable, dict[int, str]] = defaultdict(dict)
     for vote in everything:
@@ -115,12 +109,14 @@ def agreement(votes: Iterable[Vote]) -> dict[str, Any]:
     }
 
 
+# -- items --------------------------------------------------------------------------------------------------------
+
 Status = Literal["any", "open", "judged", "done", "skipped"]
 
 
 @dataclass(frozen=True)
 class ItemFilter:
-    """Which items to list. `rater` are those that a person judged or was given; `disagreement` those that divide."""
+    """Which items to list. `rater`: judged by or assigned to a person; `disagreement`: raters disagree."""
 
     status: Status = "any"
     rater: int | None = None
@@ -131,10 +127,10 @@ class ItemFilter:
 
 
 class Items(Queues):
-    """The items of a queue as their owner works with them."""
+    """The items of a queue, for its owner."""
 
     def listed(self, queue_id: int, wanted: ItemFilter, limit: int, offset: int) -> dict[str, Any]:
-        """A page of the items that fit the filter, how many fit, and the tags that there are."""
+        """A page of the items that match the filter, their number, and all tags."""
         queue = self.queue(queue_id)
         rows = self.items(queue_id)
         with self._opened.reading() as connection:
@@ -156,10 +152,10 @@ class Items(Queues):
         return {"items": page, "total": len(fitting), "of": len(found), "tags": dict(tags.most_common(100))}
 
     def assign(self, by: Person, queue_id: int, chosen: Sequence[int], people: Sequence[int], each: int | None) -> int:
-        """Give items to people: to all of them, or to `each` of them in turn. No people: to everyone again.
+        """Assign items to people: to all of them, or to `each` of them in turn. Without people, to everyone again.
 
-        No items means all of the queue. Repeats go to whoever has the item that they repeat. Returns how many items
-        were given.
+        No items means all items of the queue. A repeat goes to the people who have the item that it repeats. Returns
+        the number of assigned items.
         """
         with self._writing() as connection:
             queue = self._queue(connection, queue_id)
@@ -196,15 +192,15 @@ class Items(Queues):
         return len(firsts)
 
     def set_gold(self, by: Person, item_id: int, ranks: Sequence[int] | None) -> None:
-        """Say what the right answer to an item is, or that it is gold no more."""
+        """Set the correct ranks of an item's answers, or None to make it an ordinary item."""
         with self._writing() as connection:
             item = self._item(connection, item_id)
             if ranks is not None:
                 if item.kind == "demonstration":
-                    raise Refused(422, "gold: a demonstration has no known right choice")
+                    raise Refused(422, "gold: a demonstration has no correct ranks")
                 if len(ranks) != len(item.answers):
                     raise Refused(
-                        422, f"gold: must hold a rank for each of the {len(item.answers)} answers, 0 the best"
+                        422, f"gold: must hold a rank for each of the {len(item.answers)} answers, 0 for the best"
                     )
             values = {"gold": None if ranks is None else list(ranks)}
             connection.execute(
@@ -213,14 +209,14 @@ class Items(Queues):
             self._audit(connection, by.id, "gold", item_id, ranks=values["gold"])
 
     def set_tags(self, by: Person, item_id: int, tags: Sequence[str]) -> None:
-        """Other tags for an item."""
+        """Replace the tags of an item."""
         with self._writing() as connection:
             item = self._item(connection, item_id)
             connection.execute(update(items).where(items.c.id == item_id).values(meta=item.meta | {"tags": list(tags)}))
             self._audit(connection, by.id, "tags", item_id, tags=list(tags))
 
     def exclude(self, by: Person, rater_id: int, excluded: bool) -> None:
-        """Leave a person's votes out of training and export, or take them in again."""
+        """Exclude a person's votes from training and export, or include them again."""
         mine = (raters.c.workspace == self._key) & (raters.c.id == rater_id)
         with self._writing() as connection:
             if connection.execute(select(raters.c.id).where(mine)).first() is None:
@@ -237,7 +233,7 @@ class Items(Queues):
 
 
 def _shared(firsts: Sequence[int], people: Sequence[int], each: int) -> dict[int, list[int]]:
-    """item -> whose it is: `each` people, in turn, so that all get equally many."""
+    """Assign each item to `each` people in turn, so that all get equally many."""
     if not people:
         return {item: [] for item in firsts}
     each = min(each, len(people))
@@ -288,7 +284,7 @@ def _listed_vote(kind: str, vote: Row[Any]) -> dict[str, Any]:
 
 
 def disagreement(row: Row[Any], said: Sequence[Row[Any]]) -> float | None:
-    """The share of pairs of votes that say different things of a pair of answers; None with fewer than two votes."""
+    """The fraction of pairs of votes that disagree about a pair of answers; None with fewer than two votes."""
     told = [judgements(Vote(row.id, None, vote.rater_id, row.kind, vote.order, vote.choice)) for vote in said]
     told = [one for one in told if one]
     if len(told) < 2:
@@ -324,7 +320,7 @@ def _fits(item: Mapping[str, Any], wanted: ItemFilter) -> bool:
 
 
 def _words(item: Mapping[str, Any]) -> str:
-    """All that can be read of an item."""
+    """All text of an item, for search."""
     said = [turn.get("content") or "" for turn in item["prompt"]] + [answer["text"] for answer in item["answers"]]
     said += [vote["comment"] or "" for vote in item["votes"]] + [vote["written"] or "" for vote in item["votes"]]
     return "\n".join(map(str, said)).casefold()
@@ -332,12 +328,12 @@ def _words(item: Mapping[str, Any]) -> str:
 
 # -- gold ---------------------------------------------------------------------------------------------------------
 
-MIN_GOLD = 3  # votes on gold items before anyone is flagged
+MIN_GOLD = 3  # minimum votes on gold items before a rater is flagged
 
 
 def gold_accuracy(said: Sequence[Row[Any]], least: float) -> dict[int, dict[str, Any]]:
-    """By rater: `votes` on gold items, `accuracy` (the mean share of pairs of answers that they ordered as the gold
-    does), and whether that is below `least`, with MIN_GOLD votes or more."""
+    """By rater: `votes` on gold items, `accuracy` (the mean fraction of pairs of answers that are ordered as in the
+    gold), and whether that is below `least`, with MIN_GOLD votes or more."""
     shares: dict[int, list[float]] = defaultdict(list)
     for vote in said:
         ranks = ranks_of(vote.kind, vote.order, vote.choice)
@@ -354,7 +350,7 @@ def gold_accuracy(said: Sequence[Row[Any]], least: float) -> dict[int, dict[str,
 
 
 def _alike(ranks: Sequence[int], gold: Sequence[int]) -> float:
-    """Of the pairs of answers that the gold tells apart, the share that a vote orders alike; a tie needs a tie."""
+    """Of the pairs of answers that the gold decides, the fraction that a vote orders the same way."""
     n = len(ranks)
     pairs = [(one, other) for one in range(n) for other in range(one + 1, n)]
     telling = [pair for pair in pairs if gold[pair[0]] != gold[pair[1]]] or pairs

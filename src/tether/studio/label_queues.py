@@ -1,6 +1,6 @@
-"""Who judges and what they are asked: people, queues and items in the database.
+"""People, queues and items in the database.
 
-Every change is one transaction, and leaves an audit. When a method that writes returns, what it wrote is on disk:
+Every change is one transaction and adds an audit row. When a method that writes returns, its changes are on disk:
 SQLite commits with `synchronous = FULL`, PostgreSQL with its default.
 """
 
@@ -24,9 +24,9 @@ from tether.studio.people import Person, Role, token_hash
 from tether.studio.replies import Refused
 
 OWNER_NAME = "owner"
-REVOKED = "revoked:"  # begins what stands in place of a token's hash: no hash does
-TURN_SECONDS = 10.0  # to wait for other writes of this server
-GOLD_ACCURACY = 0.75  # annotators below it are flagged, unless the queue says otherwise
+REVOKED = "revoked:"  # prefix of a revoked token's hash, which no hash starts with
+TURN_SECONDS = 10.0  # maximum wait for other writes of this server
+GOLD_ACCURACY = 0.75  # annotators below it are flagged; a queue can override it
 
 # Built once: building a statement costs more than running it.
 INSERT_AUDITS = insert(label_audits)
@@ -42,11 +42,11 @@ _SET_PRIORITY = update(items).where(items.c.id == bindparam("item")).values(prio
 _PROGRESS = select(_COUNT_ITEMS.scalar_subquery(), _COUNT_VOTES_OF.scalar_subquery())
 
 
-# -- who is due an item -------------------------------------------------------------------------------------------
+# -- which items a rater gets -------------------------------------------------------------------------------------
 
 MINE = (votes.c.rater_id == bindparam("rater")) & ~votes.c.undone
 UNJUDGED = ~select(votes.c.id).where(votes.c.item_id == items.c.id, MINE).exists()
-"""The rater has no standing vote on the item."""
+"""The rater has no valid vote on the item."""
 
 _to_someone = select(assignments.c.rater_id).where(assignments.c.item_id == items.c.id)
 _to_me = _to_someone.where(assignments.c.rater_id == bindparam("rater"))
@@ -54,30 +54,30 @@ _first = func.coalesce(items.c.repeat_of, items.c.id)
 _votes_on = select(func.count()).where(votes.c.item_id == _first, ~votes.c.undone).scalar_subquery()
 _judged_first = select(votes.c.id).where(votes.c.item_id == items.c.repeat_of, MINE).exists()
 DUE = (_to_me.exists() | ~_to_someone.exists()) & or_(
-    items.c.gold.is_not(None),  # a test is for everyone
+    items.c.gold.is_not(None),  # every rater gets gold items
     _to_me.exists(),
-    _judged_first,  # whether someone is consistent is asked of them alone
+    _judged_first,  # a repeat is only for the rater who judged the original
     items.c.repeat_of.is_(None) & (_votes_on < bindparam("most")),
 )
-"""The item is the rater's to judge: assigned to them, or to no one and still short of votes."""
+"""The item is for this rater: assigned to them, or unassigned and short of votes."""
 
 _COUNT_DUE = select(func.count()).where(items.c.queue_id == bindparam("queue"), UNJUDGED, DUE)
 NO_LIMIT = 1_000_000
-SHUFFLE_KEY = "shuffle_key"  # in a queue's `meta`: the secret that its answers are shuffled by
+SHUFFLE_KEY = "shuffle_key"  # in a queue's `meta`: the secret for shuffling its answers
 
 
 def votes_per_item(queue: Row[Any]) -> int:
-    """After how many votes an item is asked no more."""
+    """The number of votes after which an item is complete."""
     return queue.meta.get("votes_per_item") or NO_LIMIT
 
 
 def is_shared_out(queue: Row[Any]) -> bool:
-    """Whether not everyone is asked everything."""
+    """Whether raters get different items."""
     return bool(queue.meta.get("assigned") or queue.meta.get("votes_per_item"))
 
 
 def queue_settings(queue: Row[Any]) -> dict[str, Any]:
-    """How a queue is judged, beyond its kind."""
+    """The settings of a queue, besides its kind."""
     return {
         "axes": queue.meta.get("axes", []),
         "votes_per_item": queue.meta.get("votes_per_item"),
@@ -87,7 +87,7 @@ def queue_settings(queue: Row[Any]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class NewItem:
-    """Something to be asked. `repeats` is the place, in the same list, of the item that it asks again."""
+    """A new item. `repeats` is the index, in the same list, of the item that it repeats."""
 
     prompt: Sequence[dict[str, Any]]
     answers: Sequence[dict[str, Any]] = ()  # {text, ended, source, ids}
@@ -101,8 +101,8 @@ class Queues:
 
     def __init__(self, opened: OpenWorkspace) -> None:
         self._opened, self._key = opened, opened.workspace.key
-        # SQLite has one writer at a time, and whoever finds it busy sleeps before looking again. Waiting for each
-        # other here instead is fair, and much quicker under load.
+        # SQLite has one writer at a time, and a writer that finds it busy sleeps before it retries. Waiting for this
+        # lock instead is fair, and much faster under load.
         is_sqlite = opened.engine.dialect.name == "sqlite"
         self._lock = threading.Lock() if is_sqlite else None
 
@@ -137,7 +137,7 @@ class Queues:
     # -- people -------------------------------------------------------------------------------------------------
 
     def owner(self) -> Person:
-        """The owner's row, made on first use."""
+        """The owner's row, created on first use."""
         mine = (raters.c.workspace == self._key) & (raters.c.role == "owner") & raters.c.token_hash.is_(None)
         with self._writing() as connection:
             found = connection.execute(select(raters).where(mine).order_by(raters.c.id)).first()
@@ -149,7 +149,7 @@ class Queues:
             return _person(found)
 
     def add_rater(self, by: Person, name: str, role: Role, queue_id: int | None) -> tuple[Person, str]:
-        """A new person, and the token by which they enter; only its hash is kept."""
+        """Add a person; returns the person and their token, of which only the hash is stored."""
         token = secrets.token_urlsafe(32)
         values = {"name": name, "role": role, "queue_id": queue_id, "token_hash": token_hash(token)}
         with self._writing() as connection:
@@ -162,14 +162,14 @@ class Queues:
         return Person(made[0], name, role, queue_id), token
 
     def rater_by_hash(self, hashed: str) -> Person | None:
-        """Whose token has this hash."""
+        """The person whose token has this hash."""
         chosen = select(raters).where(raters.c.workspace == self._key, raters.c.token_hash == hashed)
         with self._opened.reading() as connection:
             found = connection.execute(chosen).first()
         return None if found is None else _person(found)
 
     def raters(self) -> list[dict[str, Any]]:
-        """Everyone, with how many votes of theirs stand."""
+        """All people, with their numbers of valid votes."""
         count = select(func.count()).where(votes.c.rater_id == raters.c.id, ~votes.c.undone).scalar_subquery()
         chosen = select(raters, count.label("votes")).where(raters.c.workspace == self._key).order_by(raters.c.id)
         names = ("id", "name", "role", "queue_id", "created", "votes", "excluded")
@@ -177,7 +177,7 @@ class Queues:
             return [{name: getattr(row, name) for name in names} | _entering(row) for row in connection.execute(chosen)]
 
     def revoke(self, by: Person, rater_id: int) -> None:
-        """Make a person's token worthless. Their votes stay."""
+        """Revoke a person's token. Their votes stay."""
         with self._writing() as connection:
             row = self._invited(connection, rater_id)
             if row.token_hash.startswith(REVOKED):
@@ -187,7 +187,7 @@ class Queues:
             self._audit(connection, by.id, "revoke", rater_id, name=row.name)
 
     def new_token(self, by: Person, rater_id: int) -> tuple[Person, str]:
-        """Another token for a person; the one before is worthless from then on."""
+        """Give a person a new token; the old one stops working."""
         token = secrets.token_urlsafe(32)
         with self._writing() as connection:
             row = self._invited(connection, rater_id)
@@ -197,14 +197,14 @@ class Queues:
         return _person(row), token
 
     def _invited(self, connection: Connection, rater_id: int) -> Row[Any]:
-        """Someone who has, or had, a token of their own."""
+        """A person who has, or had, a token of their own."""
         chosen = select(raters).where(raters.c.workspace == self._key, raters.c.id == rater_id)
         row = connection.execute(chosen).first()
         if row is None:
             raise Refused(404, f"there is no rater {rater_id}")
         if row.token_hash is None:
-            owner = "the owner enters by the server's own token: start the server again with another"
-            raise Refused(409, owner if row.role == "owner" else f"{row.name} has no token: no one can enter as them")
+            owner = "the owner uses the server's own token: restart the server with another one"
+            raise Refused(409, owner if row.role == "owner" else f"{row.name} has no token: no one can log in as them")
         return row
 
     # -- queues -------------------------------------------------------------------------------------------------
@@ -212,7 +212,7 @@ class Queues:
     def add_queue(
         self, by: Person, name: str, kind: str, guidelines: str = "", meta: dict[str, Any] | None = None
     ) -> int:
-        """A new, empty queue."""
+        """Create an empty queue."""
         own = (meta or {}) | {SHUFFLE_KEY: secrets.token_hex(16)}
         values = {"name": name, "kind": kind, "guidelines": guidelines, "meta": own, "open": True}
         with self._writing() as connection:
@@ -223,7 +223,7 @@ class Queues:
         return made[0]
 
     def change_queue(self, by: Person, queue_id: int, **values: Any) -> None:
-        """Another name, other guidelines, open or closed, or other settings in `meta`."""
+        """Change a queue's name, guidelines, open state, or settings in `meta`."""
         with self._writing() as connection:
             queue = self._queue(connection, queue_id)
             if "meta" in values:
@@ -232,7 +232,7 @@ class Queues:
             self._audit(connection, by.id, "change-queue", queue_id, **values)
 
     def queue(self, queue_id: int, person: Person | None = None) -> Row[Any]:
-        """A queue's row, or a 404: an annotator does not learn which other queues there are."""
+        """A queue's row, or a 404: an annotator does not learn which other queues exist."""
         with self._opened.reading() as connection:
             return self._queue(connection, queue_id, person)
 
@@ -243,7 +243,7 @@ class Queues:
         return found
 
     def queues(self, person: Person) -> list[dict[str, Any]]:
-        """The queues that a person may see, with how far they are in each."""
+        """The queues that a person may see, with their progress in each."""
         chosen = select(queues).where(queues.c.workspace == self._key).order_by(queues.c.id)
         with self._opened.reading() as connection:
             found = [row for row in connection.execute(chosen) if may_see(person, row.id, is_open=row.open)]
@@ -261,7 +261,7 @@ class Queues:
         return {name: getattr(queue, name) for name in names} | counts | queue_settings(queue)
 
     def _progress(self, connection: Connection, queue: Row[Any], rater: int) -> tuple[int, int, int]:
-        """(items of a queue, how many of them a rater has voted on, how many they are still to be asked)"""
+        """(number of items, number that a rater has voted on, number that the rater will still get)"""
         known = {"queue": queue.id, "rater": rater}
         there, done = connection.execute(_PROGRESS, known).one()
         if not is_shared_out(queue):
@@ -270,14 +270,14 @@ class Queues:
         return there, done, left
 
     def add_items(self, by: Person, queue_id: int, new: Sequence[NewItem], *, origin: dict[str, Any]) -> list[int]:
-        """Put items at the end of a queue; their ids."""
+        """Append items to a queue; returns their ids."""
         with self._writing() as connection:
             ids = self._insert_items(connection, self._queue(connection, queue_id), new)
             self._audit(connection, by.id, "fill", queue_id, items=len(ids), origin=origin)
         return ids
 
     def set_priorities(self, by: Person, queue_id: int, priorities: Mapping[int, float], **why: Any) -> None:
-        """Ask a queue's items in another order, the highest priority first."""
+        """Change the order of a queue's items, the highest priority first."""
         with self._writing() as connection:
             self._queue(connection, queue_id)
             rows = [{"item": item, "now": priority} for item, priority in priorities.items()]
@@ -286,7 +286,7 @@ class Queues:
             self._audit(connection, by.id, "order", queue_id, items=len(rows), **why)
 
     def items(self, queue_id: int) -> list[Row[Any]]:
-        """The items of a queue, in the order in which they were put there."""
+        """The items of a queue, in the order they were added."""
         with self._opened.reading() as connection:
             return list(
                 connection.execute(select(items).where(items.c.queue_id == queue_id).order_by(items.c.id)).all()
@@ -305,7 +305,7 @@ class Queues:
 
 
 def _entering(row: Row[Any]) -> dict[str, bool]:
-    """Whether a person can enter, whether they have a link of their own, and whether it was revoked."""
+    """Whether a person can log in, whether they have their own link, and whether it was revoked."""
     invited = row.token_hash is not None
     revoked = invited and row.token_hash.startswith(REVOKED)
     return {"enters": not revoked and (invited or row.role == "owner"), "invited": invited, "revoked": revoked}
@@ -316,5 +316,5 @@ def _person(row: Row[Any]) -> Person:
 
 
 def may_see(person: Person, queue_id: int, *, is_open: bool) -> bool:
-    """Whether a queue is this person's to see."""
+    """Whether a person may see a queue."""
     return person.role == "owner" or (is_open and person.queue_id in (None, queue_id))

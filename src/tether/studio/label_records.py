@@ -1,11 +1,8 @@
-"""Votes and items as records: what a vote can be, and what it means.
+"""Votes and items as records: the valid votes and their meaning, and conversion between items and records.
 
-What a vote can be, and what it means: the answers' own places, whatever order they were shown in.
-
-Items as records in the usual columns, and records as items; nothing of what was sampled is lost on the way.
-
-An item holds the prompt's messages and, for each answer, its text, whether it ended by itself, and the token ids that
-were sampled, where they are known.
+Votes refer to the answers by their index in the item, whatever order they were shown in. An item holds the prompt's
+messages and, for each answer, its text, whether it ended with an end token, and the sampled token ids if known. Nothing
+that was sampled is lost in a conversion.
 """
 
 from __future__ import annotations
@@ -19,9 +16,11 @@ from tether.errors import DataError
 from tether.studio.label_queues import NewItem
 from tether.studio.replies import Refused
 
+# -- votes --------------------------------------------------------------------------------------------------------
+
 PAIR_CHOICES = ("left", "right", "tie", "both_bad", "skip")
 SKIP = "skip"
-SKIPPED = {"skip": True}  # a demonstration may be the word skip, so that its skip is not a text
+SKIPPED = {"skip": True}  # not the text "skip", which could be a demonstration
 MIN_RANKED, MAX_RANKED = 2, 9
 MAX_TEXT = 200_000
 AXES = ("overall", "coverage", "accuracy", "coherence")
@@ -32,7 +31,7 @@ MAX_COMMENT = 5_000  # characters
 def shown_order(key: str, item_id: int, rater_id: int, count: int) -> list[int]:
     """A shuffle of the answers that is the same whenever this rater sees this item.
 
-    `key` is the queue's secret. An annotator who could compute the shuffle would know which answer is whose.
+    `key` is the queue's secret: an annotator who could compute the shuffle would know the source of each answer.
     """
 
     def lot(place: int) -> str:
@@ -42,7 +41,7 @@ def shown_order(key: str, item_id: int, rater_id: int, count: int) -> list[int]:
 
 
 def check_choice(kind: str, count: int, order: Sequence[int], choice: Any) -> Any:
-    """The choice as it is stored. Raises a 422 where it is not one that this kind of item has."""
+    """The choice as it is stored. Raises a 422 if it is not valid for this kind of item."""
     if choice == SKIPPED and kind != "demonstration":
         choice = SKIP
     if sorted(order) != list(range(count)):
@@ -63,14 +62,14 @@ def check_choice(kind: str, count: int, order: Sequence[int], choice: Any) -> An
 
 
 def verdict(order: Sequence[int], choice: Any) -> str | None:
-    """What a vote on a pair says, by the answers' own places: "0", "1", "tie" or "both_bad"; None for a skip."""
+    """The meaning of a vote on a pair, by the answers' own indices: "0", "1", "tie" or "both_bad"; None for a skip."""
     if choice in ("left", "right"):
         return str(order[0 if choice == "left" else 1])
     return choice if choice in ("tie", "both_bad") else None
 
 
 def _is_order(choice: Any, count: int) -> bool:
-    """Whether a choice names every shown place once; places that tie stand together in a list."""
+    """Whether a choice names every shown position once; tied positions form a list."""
     if not isinstance(choice, list):
         return False
     places = [place for group in choice for place in (group if isinstance(group, list) else [group])]
@@ -78,7 +77,7 @@ def _is_order(choice: Any, count: int) -> bool:
 
 
 def ranks_of(kind: str, order: Sequence[int], choice: Any) -> list[int] | None:
-    """The rank of each answer by its own place, 0 for the best; equal ranks tie. None for a skip or a text."""
+    """The rank of each answer by its own index, 0 for the best; equal ranks tie. None for a skip or a text."""
     if kind == "pair":
         said = verdict(order, choice)
         return None if said is None else [0, 0] if said in ("tie", "both_bad") else [int(said != "0"), int(said != "1")]
@@ -92,7 +91,7 @@ def ranks_of(kind: str, order: Sequence[int], choice: Any) -> list[int] | None:
 
 
 def choice_of_ranks(kind: str, ranks: Sequence[int]) -> Any:
-    """The choice that says these ranks, the answers being shown in their own order."""
+    """The choice that expresses these ranks, if the answers are shown in their own order."""
     if kind == "pair":
         return "tie" if ranks[0] == ranks[1] else "left" if ranks[0] < ranks[1] else "right"
     groups = [[place for place, rank in enumerate(ranks) if rank == value] for value in sorted(set(ranks))]
@@ -103,7 +102,7 @@ Ratings = Sequence[dict[str, int]]
 
 
 def check_ratings(count: int, ratings: Ratings | None) -> Ratings | None:
-    """Ratings as they are stored: a mapping for each shown answer; None where nothing was rated."""
+    """Ratings as they are stored: one mapping for each shown answer; None if nothing was rated."""
     if not ratings or not any(ratings):
         return None
     if len(ratings) != count:
@@ -112,7 +111,7 @@ def check_ratings(count: int, ratings: Ratings | None) -> Ratings | None:
 
 
 def by_own_place(order: Sequence[int], shown: Sequence[Any]) -> list[Any]:
-    """What was said of the answers as shown, in the answers' own order."""
+    """Values for the answers as shown, reordered to the answers' own order."""
     found: list[Any] = [None] * len(order)
     for place, own in enumerate(order):
         found[own] = shown[place]
@@ -120,18 +119,20 @@ def by_own_place(order: Sequence[int], shown: Sequence[Any]) -> list[Any]:
 
 
 def skipped(choice: Any) -> bool:
-    """Whether the writer of a demonstration had nothing to say."""
+    """Whether the rater skipped a demonstration."""
     return choice == SKIPPED
 
 
-KEPT = ("category", "tools", "prompt_id")  # fields of a record that an item keeps as they are
+# -- records as items ---------------------------------------------------------------------------------------------
+
+KEPT = ("category", "tools", "prompt_id")  # fields of a record that an item keeps unchanged
 MAX_TAGS, MAX_TAG = 20, 60
 
 Answers = Sequence[Mapping[str, Any]]
 
 
 def item_from_record(kind: str, record: Mapping[str, Any], place: str) -> NewItem:
-    """A record in the usual columns, as something to ask: what it says about which answer is better is left out."""
+    """A record in the usual columns as an item; what it says about which answer is better is left out."""
     prompt = prompt_of(record, place)
     meta = {name: record[name] for name in KEPT if record.get(name) is not None}
     if not isinstance(meta.get("category", ""), str):
@@ -143,11 +144,11 @@ def item_from_record(kind: str, record: Mapping[str, Any], place: str) -> NewIte
     answers = _answers(record, place)
     fewest, most = (2, 2) if kind == "pair" else (MIN_RANKED, MAX_RANKED)
     if not fewest <= len(answers) <= most:
-        raise DataError(f"{place}: a {kind} has {fewest} to {most} answers, and this has {len(answers)}")
+        raise DataError(f"{place}: a {kind} has {fewest} to {most} answers, and this one has {len(answers)}")
     prompt_ids, tokenizer = record.get("prompt_token_ids"), record.get("tokenizer")
     if all("ids" in answer for answer in answers) and isinstance(tokenizer, str) and prompt_ids is not None:
         meta |= {"prompt_ids": _ids(prompt_ids, "prompt_token_ids", place), "tokenizer": tokenizer}
-    else:  # ids say nothing without the tokenizer that they are of
+    else:  # ids are meaningless without their tokenizer
         answers = [{name: value for name, value in answer.items() if name != "ids"} for answer in answers]
     return NewItem(prompt, answers, meta)
 
@@ -183,7 +184,7 @@ def _ids(value: Any, field: str, place: str) -> list[int]:
 
 
 def tags_of(value: Any, place: str) -> list[str]:
-    """A list of short words; None is no tags."""
+    """A list of short tags; None means no tags."""
     if value is None:
         return []
     if not isinstance(value, list) or not all(
@@ -196,7 +197,7 @@ def tags_of(value: Any, place: str) -> list[str]:
 
 
 def prompt_of(record: Mapping[str, Any], place: str) -> list[dict[str, Any]]:
-    """The prompt as messages; `messages` may end with the answer, which is not part of it."""
+    """The prompt as messages; `messages` may end with the answer, which is removed."""
     prompt = record.get("prompt")
     if isinstance(prompt, str) and prompt:
         return [{"role": "user", "content": prompt}]
@@ -216,7 +217,7 @@ def _is_message(turn: Any) -> bool:
 
 
 def record_of(prompt: Sequence[dict[str, Any]], answers: Answers, meta: Mapping[str, Any]) -> dict[str, Any]:
-    """`prompt`, `answers`, `ended`, and the sampled token ids where they are known."""
+    """`prompt`, `answers`, `ended`, and the sampled token ids if they are known."""
     record: dict[str, Any] = head_of(prompt, meta) | {
         "answers": [answer["text"] for answer in answers],
         "ended": [answer.get("ended", True) for answer in answers],
@@ -227,7 +228,7 @@ def record_of(prompt: Sequence[dict[str, Any]], answers: Answers, meta: Mapping[
 
 
 def head_of(prompt: Sequence[dict[str, Any]], meta: Mapping[str, Any]) -> dict[str, Any]:
-    """`prompt` and what else was said of it. A single question is a text, as most files have it."""
+    """`prompt` and the other fields of the record. A single question is a text, as in most files."""
     alone = len(prompt) == 1 and set(prompt[0]) == {"role", "content"} and prompt[0]["role"] == "user"
     kept = {name: meta[name] for name in (*KEPT, "tags") if name in meta}
     return {"prompt": prompt[0]["content"] if alone else list(prompt)} | kept
@@ -239,5 +240,5 @@ def has_ids(answers: Answers, meta: Mapping[str, Any]) -> bool:
 
 
 def ids_of(meta: Mapping[str, Any]) -> dict[str, Any]:
-    """The columns that the ids of answers need beside them."""
+    """The columns that the token ids of answers need beside them."""
     return {"prompt_token_ids": meta["prompt_ids"], "tokenizer": meta["tokenizer"]}

@@ -1,11 +1,4 @@
-"""The routes of labeling: queues, votes, items, people and their sessions.
-
-The routes by which people judge: queues, what to ask next, votes, agreement, export and import, raters.
-
-The owner's routes to single items and people: what was said of them, who judges them, gold, tags, exclusion.
-
-The routes by which people are put out: sessions that are open, and tokens that count no more.
-"""
+"""The routes of labeling: queues, votes, agreement, export and import, single items, people and their sessions."""
 
 from __future__ import annotations
 
@@ -42,7 +35,7 @@ from tether.studio.model_host import in_model_thread
 from tether.studio.people import Role
 from tether.studio.queue_items import (
     RANKED,
-    ask_doubtful_first,
+    ask_uncertain_first,
     items_from_run,
     reward_model,
     scored_by,
@@ -69,17 +62,17 @@ assert set(Axis.__args__) == set(AXES)  # pyright: ignore[reportAttributeAccessI
 
 
 class NewQueue(Body):
-    """A queue to be made."""
+    """A new queue."""
 
     name: str = Field(min_length=1, max_length=200)
     kind: Literal["pair", "ranking", "demonstration"] = "pair"
     guidelines: str = Field(default="", max_length=50_000)
-    axes: list[Axis] = Field(default_factory=list, max_length=len(AXES))  # what answers are rated on, from 1 to 7
-    votes_per_item: Annotated[int, Field(ge=0, le=1000)] = 0  # after so many an item is asked no more; 0: of everyone
+    axes: list[Axis] = Field(default_factory=list, max_length=len(AXES))  # ratings of answers, from 1 to 7
+    votes_per_item: Annotated[int, Field(ge=0, le=1000)] = 0  # an item is complete after these; 0: one of each rater
 
 
 class QueueChange(Body):
-    """What may be changed of a queue."""
+    """Changes of a queue."""
 
     name: str | None = Field(default=None, min_length=1, max_length=200)
     guidelines: str | None = Field(default=None, max_length=50_000)
@@ -90,19 +83,19 @@ class QueueChange(Body):
 
 
 class Fill(Body):
-    """Where a queue's items come from."""
+    """The source of a queue's new items."""
 
     origin: Literal["run", "file", "uncertain", "chat", "model"] = Field(alias="from")
     run: Place | None = None
-    reward_run: Place | None = None  # who is unsure; by default the newest reward model, or else the scores as recorded
+    reward_run: Place | None = None  # scores the answers; default: the newest reward model, else the recorded scores
     other_run: Place | None = None
     step: Place | None = None
     count: Annotated[int, Field(ge=1, le=5000)] = 50
     repeats: Annotated[float, Field(ge=0, le=0.5)] = 0.0
-    answers: Annotated[int, Field(ge=MIN_RANKED, le=MAX_RANKED)] | None = None  # of a ranking, or to sample
+    answers: Annotated[int, Field(ge=MIN_RANKED, le=MAX_RANKED)] | None = None  # per ranking, or per prompt to sample
     records: list[dict[str, Any]] = Field(default_factory=list, max_length=MAX_RECORDS)
     text: str = ""
-    model: str | None = Field(default=None, min_length=1, max_length=1000)  # whose answers to sample
+    model: str | None = Field(default=None, min_length=1, max_length=1000)  # the model to sample from
     prompts: str | None = Field(default=None, min_length=1, max_length=1000)  # a file that the server can read
     max_new_tokens: Annotated[int, Field(ge=1, le=4096)] = 128
     temperature: Annotated[float, Field(ge=0.01, le=100, allow_inf_nan=False)] = 1.0
@@ -111,18 +104,18 @@ class Fill(Body):
 
 
 class Rescore(Body):
-    """The reward model whose doubt counts."""
+    """The reward model that determines the order."""
 
     reward_run: Place | None = None
 
 
 class NewVote(Body):
-    """A vote. `client_uid` is new for each vote, and the same when it is sent again."""
+    """A vote. `client_uid` is new for each vote, and the same if it is sent again."""
 
     client_uid: str = Field(pattern=r"^[A-Za-z0-9_-]{1,64}$")
     item_id: Place
     order: list[Place] = Field(default_factory=list, max_length=20)
-    choice: str | Order = ""  # of a ranking: shown places, best first, those that tie in a list
+    choice: str | Order = ""  # of a ranking: shown positions, best first, ties in a list
     skip: bool = False
     seconds: Annotated[float, Field(ge=0, le=1e7, allow_inf_nan=False)] | None = None
     comment: str | None = Field(default=None, max_length=MAX_COMMENT)
@@ -130,7 +123,7 @@ class NewVote(Body):
 
 
 class Undo(Body):
-    """Which queue's last vote to take back; by default the last of all."""
+    """The queue whose last vote is undone; by default the last vote in any queue."""
 
     queue_id: Place | None = None
 
@@ -143,7 +136,7 @@ class Import(Body):
 
 
 class NewRater(Body):
-    """Someone to be let in. An annotator with a `queue_id` sees that queue alone."""
+    """A new person. An annotator with a `queue_id` sees only that queue."""
 
     name: str = Field(min_length=1, max_length=80)
     role: Role = "annotator"
@@ -155,13 +148,13 @@ class NewRater(Body):
 
 @router.get("/label/queues")
 def queues(request: Request) -> Any:
-    """The queues, with how far the one who asks is in each."""
+    """The queues, with the progress of the person in each."""
     return Reply({"queues": studio_of(request).labels.queues(person_of(request))})
 
 
 @router.post("/label/queues")
 def add_queue(request: Request, new: NewQueue) -> Any:
-    """Make a queue."""
+    """Create a queue."""
     meta = {"axes": new.axes, "votes_per_item": new.votes_per_item or None}
     made = studio_of(request).labels.add_queue(person_of(request), new.name, new.kind, new.guidelines, meta)
     return Reply({"id": made})
@@ -169,10 +162,10 @@ def add_queue(request: Request, new: NewQueue) -> Any:
 
 @router.post("/label/queues/{queue}")
 def change_queue(request: Request, queue: Id, change: QueueChange) -> Any:
-    """Rename a queue, change its guidelines and how it is judged, open or close it."""
+    """Change a queue's name, guidelines or settings, or open or close it."""
     values = change.model_dump(exclude_none=True)
     if not values:
-        raise Refused(422, "the body: say what to change, such as name, guidelines or open")
+        raise Refused(422, "the body: give at least one change, such as name, guidelines or open")
     meta = {name: values.pop(name) for name in ("axes", "votes_per_item", "gold_accuracy") if name in values}
     if meta:
         values["meta"] = meta
@@ -182,7 +175,7 @@ def change_queue(request: Request, queue: Id, change: QueueChange) -> Any:
 
 @router.post("/label/queues/{queue}/fill")
 def fill(request: Request, queue: Id, wanted: Fill) -> Any:
-    """Put items into a queue, and hidden repeats of a fraction of them."""
+    """Add items to a queue, and hidden repeats of a fraction of them."""
     studio = studio_of(request)
     kind = studio.labels.queue(queue).kind
     if wanted.origin == "model":
@@ -196,18 +189,18 @@ def fill(request: Request, queue: Id, wanted: Fill) -> Any:
 
 
 def _outcome(begun: BackgroundImport, told: dict[str, Any]) -> Reply:
-    """What came in, where it is in already; else how far it is, with the id under which to ask."""
+    """The result of a finished import; else its progress, with an id for later requests."""
     if begun.state == "failed":
         raise StorageError(begun.error or "the import failed")
     return Reply(told, 200) if begun.state == "done" else Reply(begun.as_json(), 202)
 
 
 def _sample(studio: Studio, queue: int, kind: str, wanted: Fill) -> dict[str, Any]:
-    """Start a process that samples answers and puts them into the queue."""
+    """Start a process that samples answers and adds them to the queue."""
     if kind == "demonstration":
         raise Refused(422, "from: a demonstration has no answers to sample; fill this queue from a file of prompts")
     if wanted.model is None:
-        raise Refused(422, "model: say whose answers to sample: a run's folder, a model's folder, or a model's name")
+        raise Refused(422, "model: give the model to sample from: a run's folder, a model's folder, or a model's name")
     records = wanted.records or read_lines(wanted.text)
     if not records and wanted.prompts is None:
         raise Refused(422, "prompts: name a file of prompts, or give them as records")
@@ -225,10 +218,10 @@ def _new_items(studio: Studio, kind: str, wanted: Fill) -> list[NewItem]:
     if wanted.origin in ("file", "chat"):
         records = wanted.records or read_lines(wanted.text)
         if not records:
-            raise Refused(422, "records: there are none")
+            raise Refused(422, "records: the list is empty")
         return [item_from_record(kind, record, f"record {place}") for place, record in enumerate(records, start=1)]
     if wanted.run is None:
-        raise Refused(422, "run: say whose answers to take")
+        raise Refused(422, "run: give the run whose answers are taken")
     ids = [wanted.run] if wanted.other_run is None else [wanted.run, wanted.other_run]
     runs = [run_with_id(studio.opened, run) for run in ids]
     if wanted.origin == "run":
@@ -242,7 +235,7 @@ def _new_items(studio: Studio, kind: str, wanted: Fill) -> list[NewItem]:
 
 @router.post("/label/queues/{queue}/rescore")
 async def rescore(request: Request, queue: Id, wanted: Rescore | None = None) -> Any:
-    """Ask the pairs that a reward model, by default the newest, is least sure of first."""
+    """Order the pairs by the uncertainty of a reward model, by default the newest, the most uncertain first."""
     return await in_model_thread(_rescore, request, queue, wanted)
 
 
@@ -252,7 +245,7 @@ def _rescore(request: Request, queue: int, wanted: Rescore | None) -> Any:
     model = reward_model(studio, wanted.reward_run if wanted is not None else None)
     if model is None:
         raise Refused(409, "there is no reward model yet: train one on the Train page")
-    return Reply({"items": ask_doubtful_first(studio, person_of(request), queue, model), "by": model.name})
+    return Reply({"items": ask_uncertain_first(studio, person_of(request), queue, model), "by": model.name})
 
 
 # -- voting -------------------------------------------------------------------------------------------------------
@@ -260,13 +253,13 @@ def _rescore(request: Request, queue: int, wanted: Rescore | None) -> Any:
 
 @router.get("/label/queues/{queue}/next")
 async def next_item(request: Request, queue: Id) -> Any:
-    """What to judge next; the answers are in the order to show them."""
+    """The next item to judge; its answers are in the order to show them."""
     return Reply(await studio_of(request).desk.ask(person_of(request), queue))
 
 
 @router.post("/label/votes")
 async def vote(request: Request, new: NewVote) -> Any:
-    """Keep a vote. It is on disk when this is answered; sent again it is the same vote."""
+    """Store a vote. It is on disk when the response is sent; a vote that is sent twice is stored once."""
     choice = SKIPPED if new.skip else new.choice
     ratings = [{str(axis): given for axis, given in one.items()} for one in new.ratings or ()]
     vote = CastVote(new.client_uid, new.item_id, new.order, choice, new.seconds, new.comment, ratings)
@@ -275,17 +268,17 @@ async def vote(request: Request, new: NewVote) -> Any:
 
 @router.post("/label/votes/undo")
 def undo(request: Request, wanted: Undo | None = None) -> Any:
-    """Take the last vote back; its item can be voted on again."""
+    """Undo the last vote; its item can be voted on again."""
     queue = wanted.queue_id if wanted is not None else None
     return Reply({"item_id": studio_of(request).labels.undo(person_of(request), queue)})
 
 
-# -- what came of it ----------------------------------------------------------------------------------------------
+# -- results ------------------------------------------------------------------------------------------------------
 
 
 @router.get("/label/queues/{queue}/agreement")
 def queue_agreement(request: Request, queue: Id) -> Any:
-    """How far raters agree with each other (Krippendorff's alpha), with themselves (hidden repeats), and with gold."""
+    """Agreement of raters with each other (Krippendorff's alpha), with themselves (hidden repeats), and with gold."""
     labels = studio_of(request).labels
     least = queue_settings(labels.queue(queue))["gold_accuracy"]
     found = labels.standing_votes(queue)
@@ -314,11 +307,11 @@ def export(request: Request, queue: Id, form: Annotated[Form, Query(alias="forma
 
 @router.post("/label/queues/{queue}/import")
 def import_records(request: Request, queue: Id, given: Import) -> Any:
-    """Take records in with what they say, as votes of the rater that they name, or of one called `import`."""
+    """Import records with their votes, attributed to the rater that they name, or to one called `import`."""
     labels = studio_of(request).labels
     found = imported(labels.queue(queue).kind, given.records or read_lines(given.text))
     if not found:
-        raise Refused(422, "records: there are none")
+        raise Refused(422, "records: the list is empty")
     begun = studio_of(request).imports.take_in(person_of(request), queue, found, action="import", origin=None)
     taken = begun.taken
     return _outcome(begun, {} if taken is None else {"items": taken.items, "votes": taken.votes})
@@ -326,19 +319,19 @@ def import_records(request: Request, queue: Id, given: Import) -> Any:
 
 @router.get("/label/imports")
 def imports(request: Request) -> Any:
-    """The imports since the server was started, the newest first."""
+    """The imports since the server started, the newest first."""
     return Reply({"imports": [one.as_json() for one in studio_of(request).imports.all()]})
 
 
 @router.get("/label/imports/{import_id}")
 def import_progress(request: Request, import_id: ImportId) -> Any:
-    """How far an import is: `done` of its `records`, and in the end `items` and `votes`, or the `error`."""
+    """Progress of an import: `done` of its `records`, and at the end `items` and `votes`, or the `error`."""
     return Reply(studio_of(request).imports.get(import_id).as_json())
 
 
 @router.post("/label/imports/{import_id}/cancel")
 def cancel_import(request: Request, import_id: ImportId) -> Any:
-    """Take an import back: none of its records stays. One that is over stays as it is."""
+    """Cancel an import: none of its records stays. A finished import is not changed."""
     return Reply(studio_of(request).imports.cancel(import_id).as_json())
 
 
@@ -347,19 +340,21 @@ def cancel_import(request: Request, import_id: ImportId) -> Any:
 
 @router.get("/raters")
 def raters(request: Request) -> Any:
-    """Everyone who may enter, without their tokens: those are not kept."""
+    """All people who may log in, without their tokens, which are not stored."""
     return Reply({"raters": studio_of(request).labels.raters()})
 
 
 @router.post("/raters")
 def add_rater(request: Request, new: NewRater) -> Any:
-    """Let someone in. Their token is told this once."""
+    """Add a person. Their token is shown only in this response."""
     person, token = studio_of(request).labels.add_rater(person_of(request), new.name, new.role, new.queue_id)
     link = link_for(request, token)
     return Reply({"id": person.id, "name": person.name, "role": person.role, "token": token, "link": link})
 
 
 item_router = api_router()
+
+# -- single items and people --------------------------------------------------------------------------------------
 
 MAX_ITEMS = 20_000
 
@@ -369,11 +364,11 @@ class Assignment(Body):
 
     items: list[Place] = Field(default_factory=list, max_length=MAX_ITEMS)
     raters: list[Place] = Field(default_factory=list, max_length=200)
-    each: Annotated[int, Field(ge=1, le=200)] | None = None  # so many raters an item, in turn; by default all
+    each: Annotated[int, Field(ge=1, le=200)] | None = None  # raters per item, in turn; by default all
 
 
 class Gold(Body):
-    """The right ranks of an item's answers, in their own order, 0 for the best; null: it is no gold item."""
+    """The correct ranks of an item's answers, in their own order, 0 for the best; null: not a gold item."""
 
     ranks: (
         Annotated[list[Annotated[int, Field(ge=0, lt=MAX_RANKED)]], Field(min_length=2, max_length=MAX_RANKED)] | None
@@ -387,7 +382,7 @@ class Tags(Body):
 
 
 class RaterChange(Body):
-    """Whether a person's votes are left out of training and export."""
+    """Whether a person's votes are excluded from training and export."""
 
     excluded: bool
 
@@ -405,14 +400,14 @@ def items(
     limit: Annotated[int, Query(ge=1, le=200)] = 50,
     offset: Annotated[int, Query(ge=0, le=BIGGEST)] = 0,
 ) -> Any:
-    """The items of a queue that fit a filter, with every vote on them."""
+    """The items of a queue that match a filter, with every vote on them."""
     wanted = ItemFilter(status, rater, disagreement, None if gold == "any" else gold == "yes", tag, text)
     return Reply(studio_of(request).labels.listed(queue, wanted, limit, offset))
 
 
 @item_router.post("/label/queues/{queue}/assign")
 def assign(request: Request, queue: Id, wanted: Assignment) -> Any:
-    """Give items to named annotators; no one else is asked them."""
+    """Assign items to named annotators; no one else gets them."""
     people = list(dict.fromkeys(wanted.raters))
     labels = studio_of(request).labels
     return Reply({"items": labels.assign(person_of(request), queue, wanted.items, people, wanted.each)})
@@ -420,14 +415,14 @@ def assign(request: Request, queue: Id, wanted: Assignment) -> Any:
 
 @item_router.post("/label/items/{item}/gold")
 def gold(request: Request, item: Id, wanted: Gold) -> Any:
-    """Mark an item with its known right answer. Annotators see an item like any other."""
+    """Set the correct ranks of an item. Annotators cannot tell it from other items."""
     studio_of(request).labels.set_gold(person_of(request), item, wanted.ranks)
     return Reply({"id": item, "gold": wanted.ranks})
 
 
 @item_router.post("/label/items/{item}/tags")
 def tags(request: Request, item: Id, wanted: Tags) -> Any:
-    """Give an item other tags."""
+    """Replace the tags of an item."""
     found = tags_of(wanted.tags, "tags")
     studio_of(request).labels.set_tags(person_of(request), item, found)
     return Reply({"id": item, "tags": found})
@@ -435,10 +430,12 @@ def tags(request: Request, item: Id, wanted: Tags) -> Any:
 
 @item_router.post("/raters/{rater}")
 def change_rater(request: Request, rater: Id, change: RaterChange) -> Any:
-    """Leave a person's votes out of training and export, or take them in again."""
+    """Exclude a person's votes from training and export, or include them again."""
     studio_of(request).labels.exclude(person_of(request), rater, change.excluded)
     return Reply({"id": rater, "excluded": change.excluded})
 
+
+# -- sessions and links -------------------------------------------------------------------------------------------
 
 session_router = api_router()
 
@@ -447,7 +444,7 @@ SessionId = Annotated[str, Path(pattern="^[0-9a-f]{16}$")]
 
 @session_router.post("/logout")
 async def log_out(request: Request) -> Any:
-    """End one's own session."""
+    """End the current session."""
     entry = entry_of(request)
     if entry.session is not None:
         studio_of(request).door.sessions.end_key(entry.session)
@@ -456,22 +453,22 @@ async def log_out(request: Request) -> Any:
 
 @session_router.get("/sessions")
 async def sessions(request: Request) -> Any:
-    """Every session that is open, with whose it is; the one used last first."""
+    """Every open session with its person, the most recently used first."""
     return Reply({"sessions": studio_of(request).door.sessions.listed(entry_of(request).session)})
 
 
 @session_router.post("/sessions/{session}/end")
 async def end_session(request: Request, session: SessionId) -> Any:
-    """End a session. Whose it was can enter again with their link."""
+    """End a session. The person can log in again with their link."""
     ended = studio_of(request).door.sessions.end(session)
     if ended is None:
-        raise Refused(404, "there is no such session: it may have ended by itself")
+        raise Refused(404, "there is no such session: it may have expired")
     return Reply({"id": session, "person": ended.person.id})
 
 
 @session_router.post("/raters/{rater}/revoke")
 async def revoke(request: Request, rater: Id) -> Any:
-    """Make a person's link worthless, and end their sessions. Their votes stay."""
+    """Revoke a person's link and end their sessions. Their votes stay."""
     studio = studio_of(request)
     await run_in_threadpool(studio.labels.revoke, person_of(request), rater)
     return Reply({"id": rater, "sessions": studio.door.forget(rater)})
@@ -479,7 +476,7 @@ async def revoke(request: Request, rater: Id) -> Any:
 
 @session_router.post("/raters/{rater}/link")
 async def new_link(request: Request, rater: Id) -> Any:
-    """Another link for a person, told this once; the one before is worthless, and their sessions end."""
+    """Create a new link for a person, shown only in this response; the old link stops working and sessions end."""
     studio = studio_of(request)
     person, token = await run_in_threadpool(studio.labels.new_token, person_of(request), rater)
     studio.door.forget(rater)

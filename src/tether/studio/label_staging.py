@@ -1,8 +1,7 @@
-"""Taking many items in without keeping anyone waiting, and all of them or none.
+"""Import many items atomically without blocking votes.
 
-Items are written in short transactions to a queue that no one sees, and given to their own queue once all are there.
-Between two transactions whoever waits to vote has their turn. What a server that died has left behind is finished or
-removed by the next one.
+Items are written in short transactions to a hidden queue, and moved to their own queue once all are written. Between
+two transactions, waiting votes are stored. If a server dies during an import, the next one completes or removes it.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ from tether.studio.label_records import Ratings
 from tether.studio.people import Person
 
 TOGETHER = 200  # records in one transaction
-BREATH = 0.5  # of the time that a transaction took, for others
-FINISH_SECONDS = 3600.0  # for which a store that went away is waited for
-FIRST_PAUSE, MAX_PAUSE = 0.2, 5.0  # seconds between two looks at it
+BREATH = 0.5  # pause after a transaction, as a fraction of its duration
+FINISH_SECONDS = 3600.0  # maximum wait for a store that is away
+FIRST_PAUSE, MAX_PAUSE = 0.2, 5.0  # seconds between two tries
 IMPORTER_NAME = "import"
 
-_OPENED: set[str] = set()  # the stages of this process
+_OPENED: set[str] = set()  # hidden queues of this process
 
 _INSERT_ITEMS = insert(items).returning(items.c.id, sort_by_parameter_order=True)
 _INSERT_VOTES = insert(votes).returning(votes.c.id, sort_by_parameter_order=True)
@@ -40,7 +39,7 @@ _SET_REPEAT = update(items).where(items.c.id == bindparam("item")).values(repeat
 
 @dataclass(frozen=True)
 class GivenVote:
-    """A vote that came with a record; its answers are in the record's own order."""
+    """A vote from a record; its answers are in the record's own order."""
 
     choice: Any
     rater: str | None = None
@@ -51,7 +50,7 @@ class GivenVote:
 
 @dataclass(frozen=True)
 class ItemWithVotes:
-    """An item from a record, and what was said of it there."""
+    """An item from a record, with its votes."""
 
     item: NewItem
     votes: Sequence[GivenVote] = ()
@@ -59,18 +58,18 @@ class ItemWithVotes:
 
 @dataclass(frozen=True)
 class StagedItems:
-    """What came in."""
+    """The result of an import."""
 
     items: int
     votes: int
 
 
-class Cancelled(Exception):  # noqa: N818 (what was asked for, not a fault)
-    """Whoever asked for the import took it back."""
+class Cancelled(Exception):  # noqa: N818 (a request, not a fault)
+    """The import was cancelled."""
 
 
 class Staging(Items, ABC):
-    """Many items at once."""
+    """Imports of many items."""
 
     def take_in(
         self,
@@ -83,7 +82,7 @@ class Staging(Items, ABC):
         tell: Callable[[int], None] = lambda done: None,  # noqa: ARG005
         cancelled: Callable[[], bool] = lambda: False,
     ) -> StagedItems:
-        """Items with the votes of their records, all or none. `tell` hears how many are written."""
+        """Import items with the votes of their records, all or none. `tell` gets the number written so far."""
         queue = self.queue(queue_id)
         if len(given) <= TOGETHER:
             with self._writing() as connection:
@@ -140,7 +139,7 @@ class Staging(Items, ABC):
         before: Sequence[int],
         raters: dict[str, int],
     ) -> tuple[list[int], int]:
-        """Write items to the queue `into` with their votes: (their ids, how many votes). `before` are earlier ids."""
+        """Write items and their votes to the queue `into`; returns (ids, number of votes). `before`: earlier ids."""
         rows = [
             {
                 "prompt": list(one.item.prompt),
@@ -179,11 +178,11 @@ class Staging(Items, ABC):
 
     @abstractmethod
     def _given_row(self, rater: int, item: int, vote: GivenVote, kind: str, answers: int) -> dict[str, Any]:
-        """The row of a vote that came with a record."""
+        """The row of a vote from a record."""
 
     @abstractmethod
     def _without_token(self, connection: Connection, queue_id: int, name: str) -> int:
-        """The id of a person of this name who cannot log in; one is added where there is none."""
+        """The id of a rater of this name who cannot log in; created if needed."""
 
     def _audit_import(
         self,
@@ -197,11 +196,11 @@ class Staging(Items, ABC):
         more = {"votes": taken.votes} if origin is None else {"origin": origin}
         self._audit(connection, by.id, action, queue_id, items=taken.items, **more)
 
-    # -- the queue that no one sees -----------------------------------------------------------------------------
+    # -- the hidden queue ---------------------------------------------------------------------------------------
 
     @property
     def _stages(self) -> str:
-        """The workspace of such queues: no other query looks there."""
+        """The workspace name of hidden queues, which no other query uses."""
         return f"importing:{self._key}"
 
     def _open_stage(self, queue: Row[Any]) -> int:
@@ -216,7 +215,7 @@ class Staging(Items, ABC):
         return made[0]
 
     def _move(self, stage: int, queue_id: int) -> None:
-        """Give the items to their queue. From the first of them on there is no way back, only onwards."""
+        """Move the items to their queue. After the first move, the import can only be completed."""
         with self._writing() as connection:
             row = connection.execute(select(queues).where(queues.c.id == stage)).one()
             moving = update(queues).where(queues.c.id == stage).values(meta=row.meta | {"moving": True})
@@ -228,7 +227,7 @@ class Staging(Items, ABC):
             _let_others_in(began)
 
     def _drop(self, stage: int) -> None:
-        """Forget a stage and all that is on it; one whose items are on the move keeps them for the next server."""
+        """Delete a hidden queue and its items; one whose items are being moved is left for the next server."""
         with self._opened.reading() as connection:
             row = connection.execute(select(queues).where(queues.c.id == stage)).first()
         if row is None or row.meta.get("moving"):
@@ -242,14 +241,14 @@ class Staging(Items, ABC):
             connection.execute(delete(queues).where(queues.c.id == stage))
 
     def _in_parts(self, stage: int) -> list[list[int]]:
-        """The items of a stage, a few hundred at a time."""
+        """The items of a hidden queue, a few hundred at a time."""
         with self._opened.reading() as connection:
             chosen = select(items.c.id).where(items.c.queue_id == stage).order_by(items.c.id)
             ids = list(connection.execute(chosen).scalars())
         return [ids[at : at + 2 * TOGETHER] for at in range(0, len(ids), 2 * TOGETHER)]
 
     def clear_stages(self) -> int:
-        """Finish or remove what a server that is no more has left; how many there were."""
+        """Complete or remove the imports of dead servers; returns their number."""
         with self._opened.reading() as connection:
             rows = connection.execute(select(queues).where(queues.c.workspace == self._stages)).all()
         left = [row for row in rows if _is_left(row.meta)]
@@ -264,32 +263,32 @@ class Staging(Items, ABC):
 
 
 def _until_it_works(finish: Callable[[], None], cancelled: Callable[[], bool]) -> None:
-    """Finish an import of which a part may be in its queue already, also where the store goes away meanwhile.
+    """Complete an import that may be partly in its queue, also if the store goes away meanwhile.
 
-    Told that it failed, someone would import it again, and have that part twice.
+    After an error, a user would import again, and the part that was moved would be there twice.
     """
     until, pause = time.monotonic() + FINISH_SECONDS, FIRST_PAUSE
     while True:
         try:
             return finish()
         except StorageError:
-            if cancelled() or time.monotonic() > until:  # the next server finishes it
+            if cancelled() or time.monotonic() > until:  # the next server completes it
                 raise
         time.sleep(pause)
         pause = min(2 * pause, MAX_PAUSE)
 
 
 def _let_others_in(began: float) -> None:
-    """Wait for a while, so that whoever waits for the database's one writer has their turn."""
+    """Pause, so that waiting votes can use the database's only writer."""
     time.sleep(min(0.25, max(0.002, BREATH * (time.monotonic() - began))))
 
 
 def _is_left(meta: dict[str, Any]) -> bool:
-    """Whether the server that began an import on this machine is gone."""
+    """Whether the server that started an import on this machine is gone."""
     if meta.get("host") != socket.gethostname():
         return False
     try:
-        if int(meta["pid"]) == os.getpid():  # in a container every server has the same
+        if int(meta["pid"]) == os.getpid():  # in a container every server has the same pid
             return meta.get("uid") not in _OPENED
         os.kill(int(meta["pid"]), 0)
     except ProcessLookupError:

@@ -1,12 +1,8 @@
-"""Asking and voting. An acknowledged vote is stored, and a vote sent twice counts once.
+"""Asking and voting. An acknowledged vote is stored, and a vote that is sent twice is stored once.
 
-Asking and voting. A vote that was acknowledged is a vote kept, and one that is sent twice is there once.
-
-Where votes are handed in: those that arrive while one is being written are written together, by one commit.
-
-A commit waits for the disk, and twenty raters who press a key at once would wait for each other's. Here the first is
-written at once, and all that come meanwhile are the next transaction. Each is answered only when its own commit is on
-disk.
+A commit waits for the disk. If twenty raters vote at once, separate commits would wait for each other. `VoteWriter`
+writes the first vote at once, and all votes that arrive meanwhile in the next transaction. A vote is acknowledged only
+when its commit is on disk.
 """
 
 from __future__ import annotations
@@ -42,8 +38,8 @@ from tether.studio.label_staging import GivenVote, Staging
 from tether.studio.people import Person
 from tether.studio.replies import Refused
 
-REPEAT_GAP = 5  # votes between an item and its hidden repeat
-LOOKED_AT = 50  # items from which the next one is chosen
+REPEAT_GAP = 5  # minimum votes between an item and its hidden repeat
+LOOKED_AT = 50  # candidates for the next item
 
 # Built once: building a statement costs more than running it.
 _INSERT_VOTES = insert(votes).returning(votes.c.id, sort_by_parameter_order=True)
@@ -61,14 +57,14 @@ _LEFT = (
     .limit(LOOKED_AT)
 )
 _LEFT_DUE = _LEFT.where(DUE)
-# By id, which grows with every vote that is kept; the clock may go back.
+# By id, which grows with every stored vote; the clock may go back.
 _LATELY = select(votes.c.item_id).where(MINE).order_by(votes.c.id.desc()).limit(REPEAT_GAP)
 _ASSIGNED_TO = select(assignments.c.rater_id).where(assignments.c.item_id == bindparam("item"))
 
 
 @dataclass(frozen=True)
 class CastVote:
-    """A vote as it is sent; `client_uid` is the sender's own, and the same when it is sent again."""
+    """A vote as it is sent; the client chooses `client_uid`, and uses it again if it sends the vote again."""
 
     client_uid: str
     item_id: int
@@ -80,10 +76,10 @@ class CastVote:
 
 
 class Labels(Staging):
-    """All that is done with the queues of a workspace."""
+    """All operations on the queues of a workspace."""
 
     def next_item(self, person: Person, queue_id: int) -> dict[str, Any]:
-        """What to ask a person next, their answers in the order to show them; `item` is null at the end."""
+        """The next item for a person, with its answers in the order to show them; `item` is null at the end."""
         with self._opened.reading() as connection:
             queue = self._queue(connection, queue_id, person)
             _, done, left = self._progress(connection, queue, person.id)
@@ -94,7 +90,7 @@ class Labels(Staging):
         return {"item": shown, "remaining": left, "done": done, "queue": about}
 
     def _ask(self, connection: Connection, queue: Row[Any], rater: int) -> Row[Any] | None:
-        """The item that this rater is due."""
+        """The next item for this rater."""
         known = {"queue": queue.id, "rater": rater}
         if is_shared_out(queue):
             rows = connection.execute(_LEFT_DUE, known | {"most": votes_per_item(queue)}).all()
@@ -105,7 +101,7 @@ class Labels(Staging):
         return None if chosen is None else connection.execute(_ITEM, {"item": chosen}).first()
 
     def vote(self, person: Person, vote: CastVote) -> int:
-        """Keep a vote; its id. One that was kept before is found again, and nothing changes."""
+        """Store a vote; returns its id. A vote that is already stored is found, and nothing changes."""
         try:
             with self._writing() as connection:
                 return self._keep(connection, person, vote)
@@ -115,19 +111,19 @@ class Labels(Staging):
                 return known
             if isinstance(error, Refused):
                 raise
-            raise Refused(409, "you have voted on this already: undo that first") from None
+            raise Refused(409, "you have already voted on this item: undo that vote first") from None
 
     def vote_together(self, sent: Sequence[tuple[Person, CastVote]]) -> list[int | Exception]:
-        """Keep many votes by one commit; for each its id, or why it is refused: just as `vote` one by one has it."""
+        """Store many votes with one commit; for each its id or its error, as `vote` would give."""
         results: list[int | Exception | None] = [None] * len(sent)
         try:
             with self._writing() as connection:
                 for place, kept in self._keep_plain(connection, sent).items():
                     results[place] = kept
         except (IntegrityError, StorageError) as error:
-            if _is_away(error):  # asking it for each of them would take as many times as long
+            if _is_away(error):  # trying each vote would multiply the wait
                 return [error] * len(sent)
-            results = [None] * len(sent)  # one of them cannot be kept, and took the others' commit with it
+            results = [None] * len(sent)  # one vote cannot be stored and made the whole commit fail
         return [self._vote_or_why(*sent[place]) if kept is None else kept for place, kept in enumerate(results)]
 
     def _vote_or_why(self, person: Person, vote: CastVote) -> int | Exception:
@@ -137,7 +133,7 @@ class Labels(Staging):
             return error
 
     def _keep_plain(self, connection: Connection, sent: Sequence[tuple[Person, CastVote]]) -> dict[int, int]:
-        """Insert the votes that nothing speaks against: place in `sent` -> id. The others are left for `vote`."""
+        """Insert the votes that need no further checks: index in `sent` -> id. `vote` handles the others."""
         asked = {"items": [vote.item_id for _, vote in sent], "place": self._key}
         found = {row.id: row for row in connection.execute(_ITEMS_ASKED, asked)}
         rows: dict[int, dict[str, Any]] = {}
@@ -145,7 +141,7 @@ class Labels(Staging):
             item = found.get(vote.item_id)
             if item is None or not item.open or not may_see(person, item.queue_id, is_open=item.open):
                 continue
-            if item.meta.get("assigned"):  # left for `vote`, which looks for whom it is
+            if item.meta.get("assigned"):  # `vote` checks the assignment
                 continue
             try:
                 own = _in_own_places(_key(item.meta), item.id, person, vote, len(item.answers))
@@ -163,7 +159,7 @@ class Labels(Staging):
         with self._opened.reading() as connection:
             found = connection.execute(_KNOWN, {"uid": vote.client_uid}).first()
         if found is not None and found.rater_id != person.id:
-            raise Refused(409, "client_uid was used by someone else: make a new one for each vote")
+            raise Refused(409, "client_uid was used by someone else: use a new one for each vote")
         return None if found is None else found.id
 
     def _keep(self, connection: Connection, person: Person, vote: CastVote) -> int:
@@ -172,13 +168,13 @@ class Labels(Staging):
             raise Refused(404, f"there is no item {vote.item_id}")
         try:
             queue = self._queue(connection, item.queue_id, person)
-        except Refused:  # which queue it is in, or that it is there, is not for everyone to know
+        except Refused:  # the queue, and the existence of the item, are not shown to everyone
             raise Refused(404, f"there is no item {vote.item_id}") from None
         if not queue.open:
             raise Refused(409, "this queue is closed")
         assigned = set(connection.execute(_ASSIGNED_TO, {"item": item.id}).scalars())
         if assigned and person.id not in assigned:
-            raise Refused(409, "this item was given to someone else to judge")
+            raise Refused(409, "this item is assigned to someone else")
         own = _in_own_places(_key(queue.meta), item.id, person, vote, len(item.answers))
         return self._insert_vote(connection, person.id, own, item.kind, len(item.answers))
 
@@ -188,14 +184,14 @@ class Labels(Staging):
         return vote_id
 
     def _audit_votes(self, connection: Connection, kept: Sequence[tuple[int, int, int]]) -> None:
-        """The audits of votes: (rater, vote, item) of each."""
+        """Add the audit rows of votes: (rater, vote, item) of each."""
         rows = [self._audit_row(rater, "vote", vote, item=item) for rater, vote, item in kept]
         connection.execute(INSERT_AUDITS, rows)
 
     def undo(self, person: Person, queue_id: int | None = None) -> int | None:
-        """Take a person's last standing vote back; the item that can be voted on again, or None.
+        """Undo a person's last valid vote; returns the item that can be voted on again, or None.
 
-        The last is the one that was kept last, whatever the clock said then. What was said in a closed queue stands.
+        The last vote is the one stored last, whatever its time. Votes in a closed queue stay.
         """
         chosen = select(votes.c.id, votes.c.item_id, queues.c.open).join(items, items.c.id == votes.c.item_id)
         chosen = chosen.join(queues, queues.c.id == items.c.queue_id)
@@ -204,18 +200,18 @@ class Labels(Staging):
             chosen = chosen.where(items.c.queue_id == queue_id)
         mine = select(raters.c.id).where(raters.c.id == person.id).with_for_update()
         with self._writing() as connection:
-            connection.execute(mine)  # two that are sent at once take two votes back, on PostgreSQL too
+            connection.execute(mine)  # a lock, so that two requests at once undo two votes, also on PostgreSQL
             last = connection.execute(chosen.order_by(votes.c.id.desc()).limit(1)).first()
             if last is None:
                 return None
             if not last.open:
-                raise Refused(409, "this queue is closed: its votes stand unless its owner opens it again")
+                raise Refused(409, "this queue is closed: its votes stay unless its owner opens it again")
             connection.execute(update(votes).where(votes.c.id == last.id).values(undone=True))
             self._audit(connection, person.id, "undo", last.id, item=last.item_id)
         return last.item_id
 
     def standing_votes(self, queue_id: int) -> list[Row[Any]]:
-        """Every vote of a queue that was not undone, with its item and who gave it; the oldest first."""
+        """Every vote of a queue that was not undone, with its item and rater; the oldest first."""
         of_item = (items.c.kind, items.c.prompt, items.c.answers, items.c.meta, items.c.repeat_of, items.c.gold)
         columns = (votes, *of_item, raters.c.name.label("rater"), raters.c.excluded)
         joined = votes.join(items, items.c.id == votes.c.item_id).join(raters, raters.c.id == votes.c.rater_id)
@@ -225,7 +221,7 @@ class Labels(Staging):
             return list(connection.execute(chosen).all())
 
     def usable_votes(self, queue_id: int) -> list[Row[Any]]:
-        """The votes that are exported and learned from: none of excluded annotators, none on gold items."""
+        """The votes for export and training: without excluded annotators and gold items."""
         return [vote for vote in self.standing_votes(queue_id) if not vote.excluded and vote.gold is None]
 
     def _given_row(self, rater: int, item: int, vote: GivenVote, kind: str, answers: int) -> dict[str, Any]:
@@ -234,7 +230,7 @@ class Labels(Staging):
         return _vote_row(rater, CastVote(uid, item, list(range(answers)), *said), kind, answers)
 
     def vote_as(self, by: Person, queue_id: int, name: str, choices: Mapping[int, Any]) -> int:
-        """The votes of a judge who is no person, on items that it has not voted on; how many are new."""
+        """Add the votes of a judge that is not a person, on items it has not voted on; returns how many are new."""
         with self._writing() as connection:
             queue = self._queue(connection, queue_id)
             rater = self._without_token(connection, queue_id, name)
@@ -248,7 +244,7 @@ class Labels(Staging):
         return len(new)
 
     def _without_token(self, connection: Connection, queue_id: int, name: str) -> int:
-        """A rater of a queue who is a file or a model: no one can enter as them."""
+        """The id of a rater that is a file or a model: no one can log in as it."""
         mine = (raters.c.queue_id == queue_id) & (raters.c.name == name) & raters.c.token_hash.is_(None)
         found = connection.execute(select(raters.c.id).where(mine)).scalar()
         if found is not None:
@@ -260,14 +256,14 @@ class Labels(Staging):
 
 
 def _is_away(error: Exception) -> bool:
-    """Whether it is the store that failed, and none of what was to be written."""
+    """Whether the store failed, as opposed to one of the values to write."""
     if not isinstance(error, StorageError):
         return False
     return error.__cause__ is None or isinstance(error.__cause__, OperationalError | StoreAway)
 
 
 def _vote_row(rater: int, vote: CastVote, kind: str, count: int) -> dict[str, Any]:
-    """The row of a vote that makes sense; a 422 for one that does not."""
+    """The row of a valid vote; raises a 422 for an invalid one."""
     choice = check_choice(kind, count, vote.order, vote.choice)
     values = {"client_uid": vote.client_uid, "item_id": vote.item_id, "rater_id": rater}
     values |= {"order": list(vote.order), "choice": choice, "seconds": vote.seconds}
@@ -277,14 +273,14 @@ def _vote_row(rater: int, vote: CastVote, kind: str, count: int) -> dict[str, An
 
 
 def _choose(rows: Sequence[Any], lately: set[int]) -> int | None:
-    """The first item that does not ask again what was just asked, or has not been asked yet; else the first."""
+    """The first item that is not a repeat of a recent or unasked item; else the first."""
     waiting = {row.id for row in rows}
     ready = [row for row in rows if row.repeat_of is None or row.repeat_of not in (lately | waiting)]
     return next((row.id for row in ready or rows), None)
 
 
 def _shown(queue: Row[Any], item: Row[Any], person: Person) -> dict[str, Any]:
-    """An item without anything that tells where an answer came from; its answers are named by the places shown."""
+    """An item without the sources of its answers; the answers are named by their shown positions."""
     count = len(item.answers)
     told = [item.answers[place] for place in shown_order(_key(queue.meta), item.id, person.id, count)]
     answers = [{"text": answer["text"], "ended": answer.get("ended", True)} for answer in told]
@@ -292,7 +288,7 @@ def _shown(queue: Row[Any], item: Row[Any], person: Person) -> dict[str, Any]:
 
 
 def _in_own_places(key: str, item_id: int, person: Person, vote: CastVote, count: int) -> CastVote:
-    """A vote on what `_shown` gave this person, with the answers' own places in its `order`."""
+    """A vote on an item from `_shown`, with the answers' own indices in its `order`."""
     if sorted(vote.order) != list(range(count)):
         return vote  # it is refused later
     given = shown_order(key, item_id, person.id, count)
@@ -300,22 +296,24 @@ def _in_own_places(key: str, item_id: int, person: Person, vote: CastVote, count
 
 
 def _key(meta: Mapping[str, Any]) -> str:
-    """The shuffle key of the queue whose `meta` this is."""
+    """The shuffle key in a queue's `meta`."""
     return meta.get(SHUFFLE_KEY, "")
 
 
+# -- the writer of votes ------------------------------------------------------------------------------------------
+
 MAX_TOGETHER = 64
-MAX_WAITING = 1000  # votes, and questions what to judge next
+MAX_WAITING = 1000  # votes, and requests for the next item
 ANSWER_SECONDS = 25.0
 BUSY = "the server is busy: try again in a moment"
-READERS = 2  # more of them only get into each other's way: what they do is mostly Python
+READERS = 2  # threads; the work is mostly Python, so more would only compete for the GIL
 
 
 Found = TypeVar("Found")
 
 
 async def _in_time(work: Future[Found]) -> Found:
-    """What a thread comes to. A vote that is late may still be kept: sent again, with its uid, it is the same vote."""
+    """Wait for a thread, with a time limit. A late vote may still be stored: sent again, it is the same vote."""
     try:
         return await asyncio.wait_for(asyncio.shield(asyncio.wrap_future(work)), ANSWER_SECONDS)
     except TimeoutError:
@@ -330,7 +328,7 @@ class _Sent:
 
 
 class VoteWriter:
-    """One writer for all votes of a server, and a few readers for what comes next."""
+    """One writer for all votes of a server, and a few readers for the next items."""
 
     def __init__(self, labels: Labels) -> None:
         self._labels = labels
@@ -340,7 +338,7 @@ class VoteWriter:
         self._readers = ThreadPoolExecutor(READERS, thread_name_prefix="next-items")
 
     async def ask(self, person: Person, queue_id: int) -> dict[str, Any]:
-        """What to judge next, as `Labels.next_item` has it."""
+        """The next item to judge, like `Labels.next_item`."""
         if self._asking >= MAX_WAITING:
             raise StorageError(BUSY)
         with self._lock:
@@ -354,11 +352,11 @@ class VoteWriter:
             self._asking -= 1
 
     async def hand_in(self, person: Person, vote: CastVote) -> int:
-        """The vote's id, once it is on disk; or why it was refused."""
+        """Store a vote; returns its id once it is on disk, or raises why it was refused."""
         return await _in_time(self.put(person, vote))
 
     def put(self, person: Person, vote: CastVote) -> Future[int]:
-        """Hand a vote in without waiting for it."""
+        """Queue a vote without waiting for it."""
         if len(self._waiting) >= MAX_WAITING:
             raise StorageError(BUSY)
         sent = _Sent(person, vote)
@@ -367,18 +365,18 @@ class VoteWriter:
         return sent.kept
 
     def close(self) -> None:
-        """Write what was handed in, and end."""
+        """Write all queued votes, and end."""
         self._writer.shutdown()
         self._readers.shutdown()
 
     def _write_waiting(self) -> None:
-        """Write all that wait; a later call, for a vote that this one took along, finds nothing to do."""
+        """Write all queued votes; a later call for a vote that was already written does nothing."""
         together = [self._waiting.popleft() for _ in range(min(MAX_TOGETHER, len(self._waiting)))]
         if not together:
             return
         try:
             results = self._labels.vote_together([(sent.person, sent.vote) for sent in together])
-        except Exception as error:  # whatever it is, it is the answer that those who wait get
+        except Exception as error:  # every waiting request gets it
             results = [error] * len(together)
         for sent, result in zip(together, results, strict=True):
             if isinstance(result, Exception):

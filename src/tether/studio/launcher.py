@@ -1,7 +1,7 @@
-"""Runs that the page starts: processes of their own, which go on when the server ends and never wait for it.
+"""Runs that the page starts: separate processes, which continue after the server ends.
 
-Each is the leader of a new process group and writes to a log file, so that neither a closed terminal nor a dead server
-reaches it. The server can stop what it started itself, and nothing else.
+Each process leads a new process group and writes to a log file, so a closed terminal or a dead server does not affect
+it. The server can stop only the processes that it started itself.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ MAX_RUNNING = 8
 
 @dataclass(frozen=True)
 class RunProcess:
-    """A process that this server started; `name` is the run that it makes or goes on with."""
+    """A process that this server started; `name` is the run that it starts or resumes."""
 
     id: str
     name: str
@@ -41,11 +41,11 @@ class RunProcess:
 
     @property
     def is_running(self) -> bool:
-        """Whether it has not ended yet."""
+        """Whether the process is still running."""
         return self.process.poll() is None
 
     def as_json(self) -> dict[str, Any]:
-        """For the page. Exit 3 means that the run was stopped and can be resumed."""
+        """As JSON for the page. Exit code 3 means that the run was stopped and can be resumed."""
         code = self.process.poll()
         state = "running" if code is None else "done" if code == 0 else "stopped" if code == 3 else "failed"
         shown = {"id": self.id, "name": self.name, "kind": self.kind, "state": state, "exit_code": code}
@@ -61,18 +61,18 @@ class Launcher:
         self._lock = threading.Lock()
 
     def tether(self, name: str, kind: str, words: Sequence[str]) -> RunProcess:
-        """Start `tether WORDS`, which may run what this server was told to allow."""
+        """Start `tether WORDS`, with the --allow-code of this server."""
         return self.python(name, kind, ["-m", "tether", *words, *allowed_words()])
 
     def python(self, name: str, kind: str, words: Sequence[str]) -> RunProcess:
-        """Start this Python with the words given."""
+        """Start this Python with the given arguments."""
         with self._lock:
             self._check_room(name)
             job_id = secrets.token_hex(6)
             log = self.folder() / f"{job_id}.log"
             try:
                 with log.open("wb") as file:
-                    process = subprocess.Popen(  # noqa: S603 (the words are a list, and no shell reads them)
+                    process = subprocess.Popen(  # noqa: S603 (a list of arguments, without a shell)
                         python(*words),
                         env=environment(),
                         stdin=subprocess.DEVNULL,
@@ -87,7 +87,7 @@ class Launcher:
             return job
 
     def stop(self, name: str) -> RunProcess:
-        """Ask the process that makes this run to end: it keeps a checkpoint first."""
+        """Stop the process of a run with a signal: it writes a checkpoint first."""
         for job in self._jobs.values():
             if job.is_running and (job.name == name or name.startswith(f"{job.name}/")):
                 os.killpg(job.process.pid, signal.SIGTERM)
@@ -95,11 +95,11 @@ class Launcher:
         raise Refused(409, f"{name} is not running, or was not started from this page: stop it where it was started")
 
     def jobs(self) -> list[RunProcess]:
-        """What was started, the newest first."""
+        """The started processes, the newest first."""
         return list(self._jobs.values())[::-1]
 
     def folder(self) -> Path:
-        """Where logs and plans are kept."""
+        """The folder of logs and plans."""
         folder = self.directory / FOLDER
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -110,13 +110,13 @@ class Launcher:
     def _check_room(self, name: str) -> None:
         running = [job for job in self._jobs.values() if job.is_running]
         if any(job.name == name for job in running):
-            raise Refused(409, f"{name} is being worked on already")
+            raise Refused(409, f"another process is already working on {name}")
         if len(running) >= MAX_RUNNING:
             raise Refused(409, f"{MAX_RUNNING} processes are running already: wait for one, or stop one")
 
 
 def allowed_words() -> list[str]:
-    """What `tether studio` was given by --allow-code, for the commands that it starts."""
+    """The --allow-code arguments of `tether studio`, for the commands that it starts."""
     return [f"--allow-code={name}" for name in consent.current().given]
 
 

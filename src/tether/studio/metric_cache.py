@@ -1,11 +1,8 @@
-"""A run's metrics in memory, thinned for drawing: read once, then only what is new.
+"""A cache of the metrics of runs, and downsampling of long curves for drawing.
 
-A run's metrics in memory, column by column: read once, and then only what is new.
-
-A page asks for a few curves of a run again and again. The database has all of them step by step, a million numbers
-for a long run. A curve is read when it is first asked for, and from then on only its newest steps.
-
-Long curves made short enough to draw, without losing a spike: each bucket keeps its mean, its low and its high.
+A page requests a few curves of a run again and again, and a long run has a million numbers in the database. The cache
+reads a curve when it is first requested, and from then on only its new steps. A long curve is reduced to buckets; each
+keeps its mean, minimum and maximum, so that no spike is lost.
 """
 
 from __future__ import annotations
@@ -29,12 +26,12 @@ from tether.store.database.schema import metrics, runs, steps
 from tether.store.read import OpenWorkspace
 
 MAX_RUNS = 12
-ROWS_AT_A_TIME = 2_000  # so few that they stay in the processor's cache: with twenty thousand it takes a third longer
+ROWS_AT_A_TIME = 2_000  # they fit into the processor's cache: chunks of twenty thousand take a third longer
 
 
 @dataclass(frozen=True)
 class MetricSeries:
-    """One metric: where it was measured, and what it was; not finite is NaN."""
+    """One metric: its steps and its values; a value that is not finite is NaN."""
 
     steps: NDArray[np.int64]
     values: NDArray[np.float64]
@@ -42,35 +39,35 @@ class MetricSeries:
 
 @dataclass
 class _Column:
-    """One metric up to the step `last` of its run, which need not have it."""
+    """One metric, read up to the run's step `last`, which need not have a value."""
 
     last: int = -1
     steps: array[int] = field(default_factory=lambda: array("q"))
     values: array[float] = field(default_factory=lambda: array("d"))
 
     def series(self) -> MetricSeries:
-        """A copy: the arrays go on growing."""
+        """A copy, because the arrays keep growing."""
         return MetricSeries(np.array(self.steps, dtype=np.int64), np.array(self.values, dtype=np.float64))
 
     def extend(self, steps: NDArray[np.int64], values: NDArray[np.float64]) -> None:
-        """Take in what comes after."""
+        """Append later steps."""
         self.steps.frombytes(steps.tobytes())
         self.values.frombytes(values.tobytes())
 
 
 @dataclass
 class _Run:
-    """What is known of one run up to its step `last`, which was `recorded` at that time."""
+    """The cached metrics of one run up to its step `last`, which was `recorded` at that time."""
 
     uid: str
     last: int = -1
     recorded: float = 0.0
     named: int = -1  # the step up to which the names of all metrics are known
-    columns: dict[str, _Column] = field(default_factory=dict)  # every metric by name; only those asked for are read
+    columns: dict[str, _Column] = field(default_factory=dict)  # every metric by name; read only when requested
 
 
 class MetricCache:
-    """The metrics of the runs that were looked at last."""
+    """The metrics of the most recently viewed runs."""
 
     def __init__(self, opened: OpenWorkspace) -> None:
         self._opened = opened
@@ -78,29 +75,29 @@ class MetricCache:
         self._lock = threading.Lock()
 
     def names(self, run_id: int) -> list[str]:
-        """What was measured."""
+        """The names of a run's metrics."""
         with self._looking_at(run_id) as (connection, run):
             _find_names(connection, run_id, run)
             return sorted(run.columns)
 
     def series(self, run_id: int, names: Collection[str] | None = None) -> Mapping[str, MetricSeries]:
-        """The metrics of a run, all or those named, as the database has them now."""
+        """The metrics of a run, all or those named, as they are in the database now."""
         with self._looking_at(run_id) as (connection, run):
             columns = _up_to_date(connection, run_id, run, names)
             return {name: column.series() for name, column in columns.items()}
 
     def rows(self, run_id: int) -> list[dict[str, float]]:
-        """One mapping a step, in order, each with its "step": the same numbers as `tether.store.read.read_run` has."""
+        """One mapping per step, in order, with its "step": the same numbers as `tether.store.read.read_run`."""
         with self._looking_at(run_id) as (connection, run):
             chosen = select(steps.c.step).where(steps.c.run_id == run_id, steps.c.step <= run.last)
             taken = list(connection.execute(chosen.order_by(steps.c.step)).scalars())
             columns = _up_to_date(connection, run_id, run, None)
             series = {name: column.series() for name, column in columns.items()}
-        return _as_rows(taken, series)  # with nobody kept waiting: it takes longer than reading did
+        return _as_rows(taken, series)  # outside the lock: it takes longer than reading
 
     @contextmanager
     def _looking_at(self, run_id: int) -> Iterator[tuple[Connection, _Run]]:
-        """What is remembered of a run. Where reading on fails half-way it is forgotten, and read anew the next time."""
+        """The cache of a run. If reading fails half-way it is dropped, and read again the next time."""
         with self._lock, self._opened.reading() as connection:
             run = _current(connection, run_id, self._runs.pop(run_id, None))
             yield connection, run
@@ -110,7 +107,7 @@ class MetricCache:
 
 
 def _as_rows(taken: Sequence[int], series: Mapping[str, MetricSeries]) -> list[dict[str, float]]:
-    """The mapping of each step that was taken. What was measured at all of them, as most is, goes in at once."""
+    """The mapping of each step. A metric that every step has, as most do, is added in one pass."""
     whole = {name: one.values.tolist() for name, one in series.items() if len(one.steps) == len(taken)}
     names = ("step", *whole)
     rows = [dict(zip(names, values, strict=True)) for values in zip(taken, *whole.values(), strict=True)]
@@ -122,7 +119,7 @@ def _as_rows(taken: Sequence[int], series: Mapping[str, MetricSeries]) -> list[d
 
 
 def _current(connection: Connection, run_id: int, known: _Run | None) -> _Run:
-    """What is known, and how far the run is by now; begun anew where it took steps back."""
+    """The cache with the run's current last step; a new one if the run was rewound."""
     uid = connection.execute(select(runs.c.uid).where(runs.c.id == run_id)).scalar() or ""
     if known is None or known.uid != uid or _recorded(connection, run_id, known.last) != known.recorded:
         known = _Run(uid)
@@ -133,7 +130,7 @@ def _current(connection: Connection, run_id: int, known: _Run | None) -> _Run:
 
 
 def _find_names(connection: Connection, run_id: int, run: _Run) -> None:
-    """Give every metric of the steps that are new its column, which is still empty."""
+    """Add an empty column for every metric of the new steps."""
     if run.named < run.last:
         new = select(metrics.c.name).where(metrics.c.run_id == run_id, metrics.c.step > run.named)
         for name in connection.execute(new.distinct()).scalars():
@@ -142,8 +139,8 @@ def _find_names(connection: Connection, run_id: int, run: _Run) -> None:
 
 
 def _up_to_date(connection: Connection, run_id: int, run: _Run, names: Collection[str] | None) -> Mapping[str, _Column]:
-    """The columns of these metrics, or of all, with what is new: those read up to the same step are read together."""
-    if names is None and run.named < 0:  # nothing is known: the names are met on the way, without a look for them first
+    """The columns of these metrics, or of all, brought up to date; columns at the same step are read together."""
+    if names is None and run.named < 0:  # an empty cache: reading all metrics finds their names on the way
         _read(connection, run_id, run, -1, None)
         run.named = run.last
     _find_names(connection, run_id, run)
@@ -158,12 +155,12 @@ def _up_to_date(connection: Connection, run_id: int, run: _Run, names: Collectio
 
 
 def _read(connection: Connection, run_id: int, run: _Run, after: int, names: Sequence[str] | None) -> None:
-    """Read what these metrics, or all, were after a step: each row goes to the end of its column.
+    """Append the values of these metrics, or of all, after a step.
 
-    A chunk of rows is sorted by metric as arrays, steps in order within each: a loop over a million rows takes longer
-    than the database does.
+    A chunk of rows is sorted by metric as arrays, in order of steps: a Python loop over a million rows would take
+    longer than the database.
     """
-    places: dict[str, int] = defaultdict(count().__next__)  # a number for each name, as it is met
+    places: dict[str, int] = defaultdict(count().__next__)  # a number for each name, in order of appearance
     for rows in _new_rows(connection, run_id, (after, run.last), names):
         taken, named, values = (list(map(itemgetter(place), rows)) for place in range(3))
         which = np.fromiter(map(places.__getitem__, named), np.int64, len(rows))
@@ -178,7 +175,7 @@ def _read(connection: Connection, run_id: int, run: _Run, after: int, names: Seq
 
 
 def _recorded(connection: Connection, run_id: int, step: int) -> float:
-    """When a step was recorded: a step that was taken again has another time."""
+    """When a step was recorded: a step that was repeated has another time."""
     if step < 0:
         return 0.0
     chosen = select(steps.c.recorded).where(steps.c.run_id == run_id, steps.c.step == step)
@@ -188,9 +185,9 @@ def _recorded(connection: Connection, run_id: int, step: int) -> float:
 def _new_rows(
     connection: Connection, run_id: int, between: tuple[int, int], names: Sequence[str] | None
 ) -> Iterator[Sequence[tuple[int, str, float | None]]]:
-    """(step, name, value) after one step and up to another, in order, some at a time.
+    """(step, name, value) after one step and up to another, in order, in chunks.
 
-    They are the driver's plain tuples: SQLAlchemy's rows, which can more, take three times as long.
+    These are the driver's plain tuples: SQLAlchemy's rows take three times as long.
     """
     after, last = between
     chosen = select(metrics.c.step, metrics.c.name, metrics.c.value)
@@ -202,8 +199,11 @@ def _new_rows(
         yield rows
 
 
+# -- downsampling for drawing -------------------------------------------------------------------------------------
+
+
 def shown_series(series: MetricSeries, points: int) -> dict[str, Any]:
-    """`{steps, values}`, and where it is longer than `points`, one entry a bucket with `low` and `high` as well."""
+    """`{steps, values}`; if it is longer than `points`, one entry per bucket, also with `low` and `high`."""
     if len(series.steps) <= points:
         return {"steps": series.steps.tolist(), "values": _plain(series.values)}
     edges = np.linspace(0, len(series.steps), points + 1).astype(int)  # bucket i is [edges[i], edges[i + 1])

@@ -1,11 +1,7 @@
-"""Models that the page talks to: loaded on first use, a few kept, in threads of their own.
+"""Models for the page: loaded on first use, a few kept in memory, one request at a time, in separate threads.
 
-Threads for requests that wait for a model.
-
-Routes share a pool of 40 threads. An answer takes seconds, and models answer one request at a time: without a limit of
-their own, 40 questions at once would hold every thread, and all other routes would wait for them.
-
-Models that the page talks to: loaded on first use, a few kept, one question at a time.
+Routes share a pool of 40 threads. An answer takes seconds, and a model handles one request at a time. Without a limit,
+40 requests to models would occupy every thread, and all other routes would wait. So models have their own threads.
 """
 
 from __future__ import annotations
@@ -35,7 +31,7 @@ _waiting: RunVar[anyio.CapacityLimiter] = RunVar("model_threads")
 
 
 async def in_model_thread(call: Callable[P, T], *given: P.args, **named: P.kwargs) -> T:
-    """What `call` returns, run in one of `AT_ONCE` threads that are kept for models."""
+    """Run `call` in one of the `AT_ONCE` threads for models, and return its result."""
     return await anyio.to_thread.run_sync(lambda: call(*given, **named), limiter=_limiter())
 
 
@@ -48,24 +44,26 @@ def _limiter() -> anyio.CapacityLimiter:
         return made
 
 
+# -- models -------------------------------------------------------------------------------------------------------
+
 MAX_MODELS = 2  # in memory at a time
 
 
 @dataclass(frozen=True)
 class Said:
-    """What a model answered, and the tokens of it."""
+    """An answer of a model, and its token ids."""
 
     text: str
     finish: str
     tokens: int
     ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] = ()
-    tokenizer: str | None = None  # the digest of the one that the ids are of
+    tokenizer: str | None = None  # digest of the tokenizer of the ids
 
 
 @dataclass(frozen=True)
 class Scored:
-    """An answer that a reward model is to score, as it was sampled where that is known."""
+    """An answer for a reward model to score, with its sampled token ids if they are known."""
 
     turns: Sequence[Mapping[str, Any]]
     text: str
@@ -85,7 +83,7 @@ def answers_of_item(row: Any) -> list[Scored]:
 
 
 class ModelHost:
-    """Answers of saved models. torch is imported with the first question, so that a server without any is light."""
+    """Answers and scores of saved models. torch is imported on first use, so an idle server stays small."""
 
     def __init__(self, most: int = MAX_MODELS) -> None:
         self._most = most
@@ -102,7 +100,7 @@ class ModelHost:
         seed: int,
         samples: int = 1,
     ) -> list[Said]:
-        """What the model of a run says to each conversation, `samples` times each, in order."""
+        """Answer each conversation with a run's model, `samples` times each, in order."""
         from tether.data.records import tokenizer_digest
         from tether.protocols import Sampling
         from tether.studio.chat_routes import as_prompt
@@ -128,7 +126,7 @@ class ModelHost:
     def stream(
         self, folder: Path, turns: Sequence[dict[str, str]], *, max_new_tokens: int, temperature: float, seed: int
     ) -> Iterator[Token]:
-        """What `answer` would say to one conversation, token by token."""
+        """Stream the answer that `answer` would give to one conversation, token by token."""
         from tether.protocols import Sampling
         from tether.studio.chat_routes import as_prompt, stream_answer
 
@@ -138,7 +136,7 @@ class ModelHost:
         yield from stream_answer(loaded, as_prompt(turns, "studio-0"), sampling, seed, self._lock)
 
     def scores(self, folder: Path, answers: Sequence[Scored]) -> list[float]:
-        """What the reward model of a run gives each answer."""
+        """Score each answer with a run's reward model."""
         from tether.data.examples import RowEncoder
         from tether.data.records import SampledIds
         from tether.types import Message
@@ -157,7 +155,7 @@ class ModelHost:
             return reward.values(rows)
 
     def _engine(self, folder: Path) -> Any:
-        """The engine over a run's model; one that was saved anew since is loaded anew."""
+        """The engine of a run's model; a model that was saved again is loaded again."""
         from tether.models.load import load_causal_lm
         from tether.rollout.native import NativeEngine
         from tether.store.find import find_model
@@ -174,7 +172,7 @@ class ModelHost:
 
 
 def _reward_model(folder: Path) -> Any:
-    """The reward model of a run; one that is adapters stands on the base that the run's recipe names."""
+    """The reward model of a run; adapters are applied to the base model of the run's recipe."""
     from tether.config.rewards import ModelPart
     from tether.config.sections import RolesSettings
     from tether.models.load import load_causal_lm

@@ -1,13 +1,8 @@
-"""Owners and annotators, known by a session's cookie or a token; their sessions and streams.
+"""Owners and annotators, identified by a session cookie or a token; their sessions and live streams.
 
-The sessions of a server: so many for each person, so that no one can push another out.
-
-How many live streams each person has open.
-
-Who is asking: the owner or an annotator, known by a session's cookie or by a token.
-
-Nothing here waits for the database on the event loop. What the owner shows is compared in memory; whose token an
-annotator shows is looked up in a thread, and known for some seconds after that.
+The number of sessions is limited per person, so that no one can push out the sessions of another. Nothing here waits
+for the database on the event loop. The owner's token is compared in memory. An annotator's token is looked up in a
+thread and cached for some seconds.
 """
 
 from __future__ import annotations
@@ -41,32 +36,32 @@ MAX_AGENT = 200  # characters of the browser's name
 
 @dataclass
 class LoginSession:
-    """A browser that someone entered with. Its times are the monotonic clock's: the wall clock may be moved."""
+    """A logged-in browser. Its times are from the monotonic clock, because the wall clock may be changed."""
 
-    key: str  # the hash of what the cookie holds
-    id: str  # by which it is listed and ended; no one can enter with it
+    key: str  # the hash of the cookie's value
+    id: str  # for listing and ending it; it cannot be used to log in
     person: Person
     began: float
     seen: float
     address: str
     agent: str
-    hashed: str | None  # of the token that it was opened with; None: the owner's
+    hashed: str | None  # hash of the token it was opened with; None: the owner's
 
     @property
     def ends(self) -> float:
-        """When it ends by itself."""
+        """When it expires."""
         return self.began + SESSION_SECONDS
 
 
 class Sessions:
-    """In memory. One more than `MAX_PER_PERSON` ends the same person's session that was used longest ago."""
+    """Sessions in memory. Beyond `MAX_PER_PERSON`, the least recently used session of the same person ends."""
 
     def __init__(self) -> None:
         self._sessions: OrderedDict[str, LoginSession] = OrderedDict()
         self._lock = threading.Lock()
 
     def begin(self, person: Person, address: str, agent: str, hashed: str | None = None) -> str:
-        """A new session; what its cookie holds."""
+        """Start a session; returns the cookie's value."""
         secret, now = secrets.token_urlsafe(32), time.monotonic()
         key = _key(secret)
         agent = "".join(letter for letter in agent[:MAX_AGENT] if letter.isprintable())
@@ -80,7 +75,7 @@ class Sessions:
         return secret
 
     def find(self, secret: str) -> LoginSession | None:
-        """The session of a cookie, which is used now."""
+        """The session of a cookie, marked as used now."""
         found = self.with_key(_key(secret))
         if found is not None:
             found.seen = time.monotonic()
@@ -92,7 +87,7 @@ class Sessions:
         return found if found is not None and found.ends > time.monotonic() else None
 
     def listed(self, mine: str | None = None) -> list[dict[str, Any]]:
-        """Every session, the one used last first; `mine` is the key of the one who asks."""
+        """Every session, the most recently used first; `mine` is the key of the current one."""
         now, wall = time.monotonic(), time.time()
         with self._lock:
             there = sorted((one for one in self._sessions.values() if one.ends > now), key=lambda one: -one.seen)
@@ -113,18 +108,18 @@ class Sessions:
         ]
 
     def end(self, session: str) -> LoginSession | None:
-        """End the session that is listed under an id."""
+        """End the session with a listed id."""
         with self._lock:
             found = next((one for one in self._sessions.values() if one.id == session), None)
             return None if found is None else self._sessions.pop(found.key)
 
     def end_key(self, key: str) -> None:
-        """End one's own."""
+        """End the session with a key."""
         with self._lock:
             self._sessions.pop(key, None)
 
     def end_person(self, person: int) -> int:
-        """End all that a person has; how many that were."""
+        """End all sessions of a person; returns their number."""
         with self._lock:
             theirs = [key for key, one in self._sessions.items() if one.person.id == person]
             for key in theirs:
@@ -132,7 +127,7 @@ class Sessions:
         return len(theirs)
 
     def end_token(self, hashed: str) -> None:
-        """End all that were opened with a token."""
+        """End all sessions that were opened with a token."""
         with self._lock:
             for key in [key for key, one in self._sessions.items() if one.hashed == hashed]:
                 del self._sessions[key]
@@ -142,14 +137,17 @@ def _key(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
 
 
+# -- live streams -------------------------------------------------------------------------------------------------
+
+
 class Streams:
-    """Counts from the moment a stream is asked for, so that no two requests are given the last place."""
+    """Limits the live streams of each person. A stream counts from its request on, so the limit cannot be exceeded."""
 
     def __init__(self, most: int) -> None:
         self._most, self._open, self._lock = most, Counter[int](), Lock()
 
     def enter(self, person: int) -> StreamPlace:
-        """Take a place, which has to be left."""
+        """Take a place; the caller must leave it."""
         with self._lock:
             if self._open[person] >= self._most:
                 raise Refused(429, f"at most {self._most} live streams at a time: close a page")
@@ -157,7 +155,7 @@ class Streams:
         return StreamPlace(self, person)
 
     def leave(self, person: int) -> None:
-        """Let another have a place."""
+        """Free a place."""
         with self._lock:
             self._open[person] -= 1
             if self._open[person] <= 0:
@@ -165,27 +163,27 @@ class Streams:
 
 
 class StreamPlace:
-    """One of a person's streams. It can be left more than once, and counts once."""
+    """One of a person's streams. Leaving it more than once counts once."""
 
     def __init__(self, streams: Streams, person: int) -> None:
         self._streams, self._person, self._taken = streams, person, True
 
     def leave(self) -> None:
-        """Leave it."""
+        """Free the place."""
         if self._taken:
             self._taken = False
             self._streams.leave(self._person)
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events; its place is left when it is over, however it ends, also before its first event."""
+    """Server-sent events; the place is freed when the stream ends in any way, also before its first event."""
 
     def __init__(self, body: AsyncIterator[str], place: StreamPlace) -> None:
         super().__init__(body, media_type="text/event-stream", headers={"x-accel-buffering": "no"})
         self._body, self._place = body, place
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send it."""
+        """Send the events."""
         body: Any = self._body
         try:
             async with aclosing(body):
@@ -194,10 +192,12 @@ class EventStream(StreamingResponse):
             self._place.leave()
 
 
+# -- people and their tokens --------------------------------------------------------------------------------------
+
 Role = Literal["owner", "annotator"]
 
-INVITED = re.compile(r"[A-Za-z0-9_-]{43}")  # the tokens that are made for people: 256 bits in base64
-KNOWN_SECONDS = 10.0  # until a person is looked up again; others may have revoked them elsewhere
+INVITED = re.compile(r"[A-Za-z0-9_-]{43}")  # tokens that are made for people: 256 bits in base64
+KNOWN_SECONDS = 10.0  # until a person is looked up again: another server may have revoked them
 MAX_KNOWN = 10_000
 LOOKUPS = 4  # threads
 MAX_WAITING = 64  # lookups
@@ -206,7 +206,7 @@ LOOKUP_SECONDS = 5.0
 
 @dataclass(frozen=True)
 class Person:
-    """Someone who may enter; `id` is their row among the raters, `queue_id` the only queue they may see."""
+    """A person who may log in; `id` is their rater row, `queue_id` the only queue they may see."""
 
     id: int
     name: str
@@ -216,7 +216,7 @@ class Person:
 
 @dataclass(frozen=True)
 class Entry:
-    """How a person came in: by a session, by their own token, or (neither) by the server's."""
+    """How a person was identified: by a session, by their own token, or (neither) by the server's token."""
 
     person: Person
     session: str | None = None
@@ -224,15 +224,15 @@ class Entry:
 
 
 class CannotTellError(Exception):
-    """It cannot be found out now whose token this is."""
+    """The owner of a token cannot be determined now."""
 
 
 class OtherPersonError(Exception):
-    """The token is another person's than whose session the browser has."""
+    """The token belongs to another person than the browser's session."""
 
 
 def token_hash(token: str) -> str:
-    """What is stored of a token. Tokens are 256 random bits, so that a plain hash cannot be searched."""
+    """The stored hash of a token. Tokens are 256 random bits, so a plain hash cannot be searched."""
     return hashlib.sha256(token.encode("utf-8", "surrogatepass")).hexdigest()
 
 
@@ -243,7 +243,7 @@ class _Known:
 
 
 class Auth:
-    """Turns tokens into people and people into sessions. Sessions are in memory: they end with the server."""
+    """Maps tokens to people and people to sessions. Sessions are in memory and end with the server."""
 
     def __init__(
         self,
@@ -265,13 +265,13 @@ class Auth:
         self.sessions = Sessions()
 
     def close(self) -> None:
-        """Let the threads go."""
+        """End the threads."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- tokens -------------------------------------------------------------------------------------------------
 
     async def by_token(self, token: str) -> Entry | None:
-        """Whose token this is, as a script sends it."""
+        """The person of a token that a script sends."""
         if _same(token, self._owner_token):
             return Entry(self._owner)
         hashed = token_hash(token)
@@ -281,9 +281,9 @@ class Auth:
     async def log_in(
         self, token: str, address: str = "", agent: str = "", *, still: Person | None = None
     ) -> str | None:
-        """A new session for the token of a link; None where it is not good, or not any more.
+        """Start a session for the token of a link; None if it is unknown or was already used.
 
-        `still` is who the browser is logged in as and means to stay: a token of anyone else raises OtherPersonError.
+        `still` is the person that the browser is logged in as: the token of anyone else raises OtherPersonError.
         """
         with self._lock:
             if self._login_code is not None and _same(token, self._login_code):
@@ -325,12 +325,12 @@ class Auth:
             self._waiting -= 1
 
     def _find(self, hashed: str) -> Person | None:
-        """Ask the database, and keep what it says; someone who is not there any more loses their sessions."""
+        """Look the token up in the database and cache the result; a removed person loses their sessions."""
         before = self._revocations
         person = self._find_rater_by_hash(hashed)
         with self._lock:
             self._known.pop(hashed, None)
-            if person is not None and self._revocations == before:  # else what was read may be out of date
+            if person is not None and self._revocations == before:  # else the result may be outdated
                 self._known[hashed] = _Known(person, time.monotonic())
                 while len(self._known) > MAX_KNOWN:
                     self._known.popitem(last=False)
@@ -339,17 +339,17 @@ class Auth:
         return person
 
     def _check_again(self, hashed: str, known: _Known) -> None:
-        """Look a person up again after a while, without waiting for it; while the database is away they stay."""
+        """Look a person up again after a while, in the background; they stay logged in while the database is away."""
         if time.monotonic() - known.checked < KNOWN_SECONDS:
             return
         known.checked = time.monotonic()
         with contextlib.suppress(CannotTellError):
-            self._look(hashed)  # what it finds is kept by itself, and a failure is tried again
+            self._look(hashed)  # its result is cached, and a failure is retried
 
     # -- sessions -----------------------------------------------------------------------------------------------
 
     def by_session(self, secret: str) -> Entry | None:
-        """Whose session this is."""
+        """The person of a session cookie."""
         found = self.sessions.find(secret)
         if found is None:
             return None
@@ -357,7 +357,7 @@ class Auth:
         return Entry(found.person, session=found.key)
 
     def holds(self, entry: Entry) -> bool:
-        """Whether someone who came in may still be here; a live stream asks now and then."""
+        """Whether an entry is still valid; a live stream checks this from time to time."""
         if entry.session is not None:
             found = self.sessions.with_key(entry.session)
             if found is not None:
@@ -371,7 +371,7 @@ class Auth:
         return known is not None
 
     def forget(self, person: int) -> int:
-        """Put a person out whose token was revoked; how many sessions that ended."""
+        """Log out a person whose token was revoked; returns the number of ended sessions."""
         with self._lock:
             self._revocations += 1
             for hashed in [hashed for hashed, known in self._known.items() if known.person.id == person]:

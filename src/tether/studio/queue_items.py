@@ -1,12 +1,8 @@
-"""Filling a queue: answers of runs, answers of any model to any prompts, uncertain pairs first.
+"""Fill a queue: with answers of runs, with new samples from any model, or with the most uncertain pairs first.
 
-What to ask people: answers that runs gave, as items of a queue.
-
-Which pairs a reward model is least sure of: those whose two answers it scores most alike.
-
-Filling a queue with answers of any model to any prompts: a plan, and a process of its own that carries it out.
-
-`python -m tether.studio.queue_items PLAN.json` samples the answers and puts them into the queue, batch by batch.
+A reward model is most uncertain about a pair whose two answers get nearly the same score. New samples are made by a
+separate process: `python -m tether.studio.queue_items PLAN.json` samples the answers and adds them to the queue batch
+by batch.
 """
 
 from __future__ import annotations
@@ -37,14 +33,14 @@ if TYPE_CHECKING:
     from tether.evaluation.sample_answers import Sampled
 
 
-STEPS_READ = 8  # of each run, spread from the first to the last
+STEPS_READ = 8  # steps that are read of each run, evenly spaced
 REPEAT_AFTER = 8  # items between one and its hidden repeat
-RANKED = 4  # answers of a ranking, unless told otherwise
+RANKED = 4  # default number of answers in a ranking
 
 
 @dataclass(frozen=True)
 class QueueAnswer:
-    """An answer that a run gave, as it was sampled."""
+    """An answer of a run, as it was sampled."""
 
     prompt_id: str
     messages: tuple[Mapping[str, Any], ...]
@@ -54,19 +50,19 @@ class QueueAnswer:
     step: int
     row: int
     ended: bool = True
-    ids: tuple[int, ...] = ()  # of the answer, with the token that ended it; none where they are not known
+    ids: tuple[int, ...] = ()  # of the answer, with its end token; empty if they are not known
     prompt_ids: tuple[int, ...] = ()
-    tokenizer: str | None = None  # the digest of the one that the ids are of
+    tokenizer: str | None = None  # digest of the tokenizer of the ids
     tools: tuple[Mapping[str, Any], ...] = ()
 
     @property
     def source(self) -> dict[str, Any]:
-        """Where it came from, and what it scored there."""
+        """The run and step of the answer, and its score there."""
         return {"run": self.run, "step": self.step, "row": self.row, "score": self.score}
 
 
 def answers_of(opened: OpenWorkspace, run: RunSummary, step: int | None = None) -> list[QueueAnswer]:
-    """Answers of a run: those of one step, or of a few from its first kept step to its last."""
+    """Answers of a run: of one step, or of a few steps from the first to the last kept one."""
     kept = kept_steps(opened, run.id)
     if step is not None and step not in kept:
         raise DataError(f"step: the answers of step {step} of {run.name} were not kept")
@@ -93,12 +89,12 @@ def _answer(run: RunSummary, rollout: StoredRollout) -> QueueAnswer:
 
 
 def messages_of(rollout: StoredRollout) -> tuple[Mapping[str, Any], ...]:
-    """The prompt as it was asked; runs of older versions kept its text alone."""
+    """The messages of the prompt; runs of older versions stored only its text."""
     return tuple(rollout.messages) or ({"role": "user", "content": rollout.prompt_text},)
 
 
 def _sampled_ids(rollout: StoredRollout) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """(prompt, answer) as token ids; empty where the answer is not the one stretch that ends the row."""
+    """(prompt, answer) as token ids; empty if the answer is not one contiguous block at the end of the row."""
     tokens, response = rollout.columns["token"].tolist(), rollout.columns["response"]
     start = len(tokens) - int(response.sum())
     if not 0 < start < len(tokens) or not response[start:].all():
@@ -109,8 +105,8 @@ def _sampled_ids(rollout: StoredRollout) -> tuple[tuple[int, ...], tuple[int, ..
 def pair_items(answers: Sequence[QueueAnswer], count: int, *, uncertain: bool = False) -> list[NewItem]:
     """Pairs of different answers to the same prompt.
 
-    In turn over the prompts, answers of two runs or two steps that are far apart first. With `uncertain`, the pairs
-    whose scores are closest: those that the reward is least sure of.
+    The prompts take turns, and pairs from two runs or from distant steps come first. With `uncertain`, the pairs with
+    the closest scores come first.
     """
     pairs = [pair for several in _by_prompt(answers).values() for pair in _ranked_pairs(several)]
     pairs.sort(key=lambda pair: pair[0])
@@ -121,16 +117,16 @@ def pair_items(answers: Sequence[QueueAnswer], count: int, *, uncertain: bool = 
 
 
 def _by_prompt(answers: Sequence[QueueAnswer]) -> dict[str, list[QueueAnswer]]:
-    """The answers to each prompt, each text once."""
+    """The distinct answers to each prompt."""
     found: dict[str, dict[str, QueueAnswer]] = defaultdict(dict)
     for answer in answers:
-        if answer.text.strip() and answer.score == answer.score:  # nothing can be said of an empty one
+        if answer.text.strip() and answer.score == answer.score:  # no empty texts and no NaN scores
             found[json.dumps(answer.messages)].setdefault(answer.text, answer)
     return {prompt: list(texts.values()) for prompt, texts in found.items()}
 
 
 def _ranked_pairs(answers: Sequence[QueueAnswer]) -> list[tuple[int, QueueAnswer, QueueAnswer]]:
-    """Every pair with its turn: 0 for the most telling of a prompt, and so on."""
+    """Every pair with its turn: 0 for the most informative pair of a prompt, and so on."""
 
     def telling(pair: tuple[QueueAnswer, QueueAnswer]) -> tuple[bool, int]:
         one, other = pair
@@ -141,13 +137,13 @@ def _ranked_pairs(answers: Sequence[QueueAnswer]) -> list[tuple[int, QueueAnswer
 
 
 def ranking_items(answers: Sequence[QueueAnswer], count: int, size: int = RANKED) -> list[NewItem]:
-    """Up to `size` different answers to each prompt, to be put in order."""
+    """Up to `size` different answers to each prompt, to be ranked."""
     groups = [several[:size] for several in _by_prompt(answers).values() if len(several) >= MIN_RANKED]
     return [_item(group) for group in groups[:count]]
 
 
 def demonstration_items(answers: Sequence[QueueAnswer], count: int) -> list[NewItem]:
-    """The prompts alone."""
+    """Only the prompts."""
     prompts = {json.dumps(answer.messages): answer for answer in answers}
     return [
         NewItem(_messages(one), (), _meta(one) | {"source": {"run": one.run, "step": one.step}})
@@ -156,7 +152,7 @@ def demonstration_items(answers: Sequence[QueueAnswer], count: int) -> list[NewI
 
 
 def _item(answers: Sequence[QueueAnswer]) -> NewItem:
-    """The token ids are kept where all answers were sampled after the same tokens, by the same tokenizer."""
+    """Token ids are kept if all answers have the same prompt tokens and the same tokenizer."""
     first, meta = answers[0], _meta(answers[0])
     same = all((one.tokenizer, one.prompt_ids) == (first.tokenizer, first.prompt_ids) and one.ids for one in answers)
     has_ids = same and first.tokenizer is not None and bool(first.prompt_ids)
@@ -179,7 +175,7 @@ def _messages(answer: QueueAnswer) -> list[dict[str, Any]]:
 
 
 def items_from_run(opened: OpenWorkspace, kind: str, runs: Sequence[RunSummary], **wanted: Any) -> list[NewItem]:
-    """Items of a kind from the answers of one run or several; `rescore` may give the answers other scores."""
+    """Items of a kind from the answers of one or several runs; `rescore` may replace the scores."""
     answers = [answer for run in runs for answer in answers_of(opened, run, wanted.get("step"))]
     if (rescore := wanted.get("rescore")) is not None:
         answers = rescore(answers)
@@ -191,16 +187,16 @@ def items_from_run(opened: OpenWorkspace, kind: str, runs: Sequence[RunSummary],
     else:
         found = demonstration_items(answers, count)
     if not found:
-        raise DataError("there are no two different answers to one prompt among those that were kept: name another run")
+        raise DataError("among the kept answers, no prompt has two different ones: choose another run")
     return found
 
 
 def with_repeats(items: Sequence[NewItem], fraction: float) -> list[NewItem]:
-    """The items with hidden repeats of a fraction of them among them, each well after the one that it repeats."""
+    """The items with hidden repeats of a fraction of them, each well after the item that it repeats."""
     early = range(max(1, len(items) - REPEAT_AFTER))
     again = set(spread(early, min(round(fraction * len(items)), len(early))))
     mixed: list[NewItem] = []
-    places: dict[int, int] = {}  # where the items that are asked again stand in `mixed`
+    places: dict[int, int] = {}  # positions in `mixed` of the items that are repeated
     for number in range(len(items) + REPEAT_AFTER):
         if number < len(items):
             places[number] = len(mixed)
@@ -211,18 +207,20 @@ def with_repeats(items: Sequence[NewItem], fraction: float) -> list[NewItem]:
     return mixed
 
 
-MAX_SCORED = 4000  # answers in one go
+# -- uncertain pairs first ----------------------------------------------------------------------------------------
+
+MAX_SCORED = 4000  # answers per request
 
 
 def reward_model(studio: Studio, run_id: int | None) -> RunSummary | None:
-    """The reward model that is named, or else the newest that is finished; None where there is none yet."""
+    """The given reward model, or the newest finished one; None if there is none."""
     if run_id is not None:
         named = run_with_id(studio.opened, run_id)
         if named.method != "reward":
-            raise Refused(422, f"reward_run: {named.name} is no reward model")
+            raise Refused(422, f"reward_run: {named.name} is not a reward model")
         return named
     found = [run for run in list_runs(studio.opened) if run.method == "reward" and _has_model(run)]
-    return max(found, key=lambda run: run.id, default=None)  # ids grow, and the clock may go back
+    return max(found, key=lambda run: run.id, default=None)  # by id, because the clock may go back
 
 
 def _has_model(run: RunSummary) -> bool:
@@ -233,17 +231,17 @@ def _has_model(run: RunSummary) -> bool:
 
 
 def scored_by(studio: Studio, model: RunSummary, answers: Sequence[QueueAnswer]) -> list[QueueAnswer]:
-    """The answers with this reward model's scores in place of those that they were given when they were sampled."""
+    """The answers with this reward model's scores instead of their recorded ones."""
     few = answers[:MAX_SCORED]
     asked = [Scored(one.messages, one.text, one.ended, one.ids, one.prompt_ids, one.tokenizer) for one in few]
     told = studio.models.scores(model.folder, asked)
     return [replace(one, score=score) for one, score in zip(few, told, strict=True)]
 
 
-def ask_doubtful_first(studio: Studio, person: Person, queue: int, model: RunSummary) -> int:
-    """Put a queue's pairs into the order of this reward model's doubt, the closest first; how many there are."""
+def ask_uncertain_first(studio: Studio, person: Person, queue: int, model: RunSummary) -> int:
+    """Order a queue's pairs by this reward model's uncertainty, the closest scores first; returns their number."""
     if studio.labels.queue(queue).kind != "pair":
-        raise DataError(f"queue {queue} holds no pairs, and only of those can a reward model be unsure")
+        raise DataError(f"queue {queue} holds no pairs: only pairs can be ordered by uncertainty")
     rows = studio.labels.items(queue)[: MAX_SCORED // 2]
     told = studio.models.scores(model.folder, [answer for row in rows for answer in answers_of_item(row)])
     margins = [abs(one - other) for one, other in zip(told[0::2], told[1::2], strict=True)]
@@ -252,11 +250,13 @@ def ask_doubtful_first(studio: Studio, person: Person, queue: int, model: RunSum
     return len(priorities)
 
 
+# -- new samples --------------------------------------------------------------------------------------------------
+
 Plan = dict[str, Any]
 
 
 def write_sampling_plan(folder: Path, plan: Plan, records: Sequence[dict[str, Any]]) -> Path:
-    """The plan and its prompts as files; the plan's. Prompts that make no sense are told here."""
+    """Write the plan and its prompts to files; returns the plan's file. Invalid prompts raise here."""
     place = folder / f"sample-{plan['queue']}-{plan['uid']}.json"
     if records:
         prompts = place.with_suffix(".prompts.jsonl")
@@ -273,7 +273,7 @@ def _prompt_record(record: dict[str, Any], place: str) -> dict[str, Any]:
 
 
 def carry_out(plan: Plan) -> int:
-    """Sample, and put the items into the queue; how many there are."""
+    """Sample, and add the items to the queue; returns their number."""
     from tether.data.prompts import read_prompts
     from tether.data.records import tokenizer_digest
     from tether.evaluation.sample_answers import sample_answers, unique_prompts
@@ -329,7 +329,7 @@ def _report(done: int, of: int) -> None:
 
 
 def items_of(kind: str, sampled: Sampled, digest: str, model: str) -> Iterator[NewItem]:
-    """A ranking of all different answers to a prompt, or pairs with each answer in one of them."""
+    """A ranking of all different answers to a prompt, or pairs in which each answer occurs once."""
     rollouts = sampled.different().rollouts[:MAX_RANKED]
     groups = [rollouts[at : at + 2] for at in range(0, len(rollouts) - 1, 2)] if kind == "pair" else [rollouts]
     for group in groups:
@@ -353,7 +353,7 @@ def items_of(kind: str, sampled: Sampled, digest: str, model: str) -> Iterator[N
 
 
 def main(words: Sequence[str]) -> int:
-    """The exit code."""
+    """Run the plan; returns the exit code."""
     try:
         added = carry_out(json.loads(Path(words[0]).read_text(encoding="utf-8")))
         if not added:

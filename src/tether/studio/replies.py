@@ -1,11 +1,7 @@
 """Requests with long bodies, and replies: strict JSON in ASCII, errors as one sentence.
 
-Reading long bodies without holding up everyone else.
-
-`json.loads` lets no other thread run until it is done, whichever thread it is called in. A long body is therefore read
-in a thread and in steps: the outer object, and the elements of its lists, one by one.
-
-What the server answers with: strict JSON in ASCII, and errors that are one sentence.
+`json.loads` holds the GIL until it is done, whichever thread calls it. So a long body is parsed in a thread and in
+steps: the outer object, then the elements of its lists one by one.
 """
 
 from __future__ import annotations
@@ -31,8 +27,8 @@ from tether.progress import say
 from tether.redact import redact
 from tether.store.database.schema import without_infinities
 
-SMALL = 64 << 10  # bytes: read in a fraction of a millisecond
-MAX_ELEMENTS = 100_000  # of a list; no route takes as many
+SMALL = 64 << 10  # bytes; parsed in a fraction of a millisecond
+MAX_ELEMENTS = 100_000  # of a list; no route accepts as many
 AT_ONCE = 2
 
 _SPACE = re.compile(r"[ \t\n\r]*")
@@ -41,7 +37,7 @@ _reading: RunVar[anyio.CapacityLimiter] = RunVar("big_json_reading")
 
 
 async def read_json(body: bytes) -> Any:
-    """The JSON of a body; a `JSONDecodeError` where it is none."""
+    """Parse a body as JSON; raises `JSONDecodeError` if it is not JSON."""
     if len(body) <= SMALL:
         return json.loads(body)
     return await anyio.to_thread.run_sync(loads_in_steps, body, limiter=_limiter())
@@ -57,7 +53,7 @@ def _limiter() -> anyio.CapacityLimiter:
 
 
 def loads_in_steps(body: bytes) -> Any:
-    """As `json.loads`, in steps of one element of a list."""
+    """Like `json.loads`, in steps of one list element."""
     text = body.decode(json.detect_encoding(body), "surrogatepass")
     at = _skip(text, 0)
     found, at = _object(text, at) if text[at : at + 1] == "{" else _value(text, at)
@@ -112,26 +108,28 @@ def _skip(text: str, at: int) -> int:
     return found.end() if found is not None else at
 
 
-MAX_FIELDS = 100  # of a body; no route knows as many
-BIGGEST = 2**31 - 1  # the largest number that every database keeps as an integer
+# -- requests and replies -----------------------------------------------------------------------------------------
+
+MAX_FIELDS = 100  # of a body; no route has as many
+BIGGEST = 2**31 - 1  # the largest integer that every database can store
 
 
 class Body(BaseModel):
-    """A request's body: what is not known is refused, so that a misspelt name is not passed over."""
+    """The body of a request; unknown fields are refused, so that a misspelt name is not ignored."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     @model_validator(mode="before")
     @classmethod
     def _has_few_fields(cls, given: Any) -> Any:
-        """To say of each of thousands that it is not known would hold everyone up."""
+        """Refuse thousands of fields at once: reporting each unknown one would block all requests."""
         if isinstance(given, dict) and len(given) > MAX_FIELDS:
             raise ValueError(f"there are more than {MAX_FIELDS} fields")
         return given
 
 
 class _Patient(Request):
-    """A request whose body is read without holding up the others."""
+    """A request whose body is parsed without blocking the others."""
 
     async def json(self) -> Any:
         """The body, as JSON."""
@@ -141,10 +139,10 @@ class _Patient(Request):
 
 
 class PatientRoute(APIRoute):
-    """A route that takes long bodies apart in a thread, bit by bit."""
+    """A route that parses long bodies in a thread, in steps."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """The handler, with such a request."""
+        """The handler with such a request."""
         handle = super().get_route_handler()
 
         async def handling(request: Request) -> Response:
@@ -159,12 +157,12 @@ def api_router() -> APIRouter:
 
 
 class Reply(Response):
-    """JSON in ASCII: any text that a model can write, halves of characters too, arrives as it was stored."""
+    """JSON in ASCII: any text that a model can write, also lone surrogates, arrives as it was stored."""
 
     media_type = "application/json"
 
     def render(self, content: Any) -> bytes:
-        """Numbers that are not finite become null. Most answers have none, and looking for them takes its time."""
+        """Replace numbers that are not finite by null; only if there are any, because the search takes time."""
         try:
             return json.dumps(content, allow_nan=False, separators=(",", ":")).encode("ascii")
         except ValueError:
@@ -172,14 +170,14 @@ class Reply(Response):
 
 
 class Refused(HTTPException):
-    """A request that cannot be met, with the sentence that says why."""
+    """A refused request, with one sentence that says why."""
 
     def __init__(self, status: int, text: str) -> None:
         super().__init__(status, text)
 
 
 def add_error_replies(app: FastAPI) -> None:
-    """Every error leaves as `{"error": sentence}`."""
+    """Return every error as `{"error": sentence}`."""
     app.add_exception_handler(StarletteHTTPException, _refused)
     app.add_exception_handler(RequestValidationError, _wrong)
     app.add_exception_handler(TetherError, _expected)
@@ -201,13 +199,13 @@ def _wrong(_: Request, error: Exception) -> Response:
 def _expected(request: Request, error: Exception) -> Response:
     assert isinstance(error, TetherError)
     status = 503 if isinstance(error, StorageError) else 400 if isinstance(error, UsageError | ValueError) else 409
-    if status == 503 and not _asks_as_owner(request):  # its words name the database, its host and its user
+    if status == 503 and not _asks_as_owner(request):  # the message names the database, its host and its user
         _log.tell(str(error))
         return Reply({"error": AWAY}, status, headers={"retry-after": "5"})
     return Reply({"error": redact(str(error))}, status)
 
 
-AWAY = "the store of this Studio does not answer right now: what you sent was not kept; try again in a moment"
+AWAY = "the database of this Studio does not answer now: what you sent was not saved; try again in a moment"
 
 
 def _asks_as_owner(request: Request) -> bool:
@@ -215,7 +213,7 @@ def _asks_as_owner(request: Request) -> bool:
 
 
 class _Log:
-    """Sentences for whoever runs the server, on standard error; the same one not more than every ten seconds."""
+    """Messages for the operator, on standard error; the same message at most every ten seconds."""
 
     def __init__(self, every: float = 10.0) -> None:
         self._every, self._last = every, ("", float("-inf"))
@@ -231,5 +229,5 @@ _log = _Log()
 
 
 def _bug(_: Request, error: Exception) -> Response:
-    """The traceback is in the server's log; a stranger to the code is helped more by a sentence."""
+    """The traceback is in the server's log; the client gets one sentence."""
     return Reply({"error": f"this is a bug in Tether Studio: {type(error).__name__}"}, 500)

@@ -1,10 +1,7 @@
-"""What the pages about runs read from the run store.
+"""Queries of the run store for the pages about runs: lists, live changes, findings, and answers token by token.
 
-What the pages about runs read from the run store. Nothing here needs torch.
-
-What the doctor says of runs, remembered until a run is written again: pages ask each time that they are opened.
-
-Rollouts as the token microscope shows them: a step's answers in a chosen order, one of them token by token.
+The doctor's findings are cached until a run changes, because pages request them each time they are opened. This module
+needs no torch.
 """
 
 from __future__ import annotations
@@ -30,9 +27,9 @@ from tether.studio.metric_cache import MetricCache
 from tether.studio.replies import Refused
 
 SPARK_METRICS = ("score", "loss")
-"""Whichever of these a run has is drawn in the list of runs, the first before the second."""
+"""The metrics for the small curve in the list of runs; the first that a run has is drawn."""
 SPARK_POINTS = 40
-PACE_STEPS = 11  # the last ones, from which the time that is left is told
+PACE_STEPS = 11  # the last steps, from which the remaining time is estimated
 
 
 def run_with_id(opened: OpenWorkspace, run_id: int) -> RunSummary:
@@ -44,7 +41,7 @@ def run_with_id(opened: OpenWorkspace, run_id: int) -> RunSummary:
 
 
 def summary_row(run: RunSummary, spark: Sequence[float | None], left: float | None = None) -> dict[str, Any]:
-    """A run as the list of runs shows it."""
+    """A run as a row of the list of runs."""
     return {
         "id": run.id,
         "name": run.name,
@@ -65,7 +62,7 @@ def summary_row(run: RunSummary, spark: Sequence[float | None], left: float | No
 
 
 def seconds_left(opened: OpenWorkspace, run: RunSummary) -> float | None:
-    """How long a running run will take, at the pace of its last steps; None before its second step."""
+    """Estimated remaining time of a running run, from its last steps; None before its second step."""
     if run.state != "running" or run.steps_done < 2:
         return None
     chosen = select(steps.c.recorded).where(steps.c.run_id == run.id).order_by(steps.c.step.desc()).limit(PACE_STEPS)
@@ -73,12 +70,12 @@ def seconds_left(opened: OpenWorkspace, run: RunSummary) -> float | None:
         times = list(connection.execute(chosen).scalars())
     if len(times) < 2:
         return None
-    pace = median(later - earlier for later, earlier in pairwise(times))  # one jump of the clock does not count
+    pace = median(later - earlier for later, earlier in pairwise(times))  # robust to a jump of the clock
     return max(0.0, pace * (run.steps_target - run.steps_done))
 
 
 def sparks(opened: OpenWorkspace, found: Sequence[RunSummary]) -> dict[int, list[float | None]]:
-    """A few values of each run's score, or loss, evenly apart: enough for a curve as small as a word."""
+    """A few evenly spaced values of each run's score or loss, enough for a very small curve."""
     drawn: dict[int, list[float | None]] = {}
     with opened.reading() as connection:
         for run in found:
@@ -93,7 +90,7 @@ def sparks(opened: OpenWorkspace, found: Sequence[RunSummary]) -> dict[int, list
 
 
 def spread(places: Sequence[int], most: int) -> list[int]:
-    """At most `most` of them, evenly apart, first and last included."""
+    """At most `most` of them, evenly spaced, including the first and the last."""
     if len(places) <= most:
         return list(places)
     if most < 2:
@@ -102,7 +99,7 @@ def spread(places: Sequence[int], most: int) -> list[int]:
 
 
 def run_page(opened: OpenWorkspace, run: RunSummary, cache: MetricCache) -> dict[str, Any]:
-    """All that a run's page needs before it asks for curves."""
+    """The data of a run's page, without the curves."""
     return summary_row(run, sparks(opened, [run])[run.id], seconds_left(opened, run)) | {
         "config": dict(run.config),
         "environment": dict(run.environment),
@@ -113,16 +110,16 @@ def run_page(opened: OpenWorkspace, run: RunSummary, cache: MetricCache) -> dict
 
 
 def event_row(row: Row[Any]) -> dict[str, Any]:
-    """Something that happened to a run."""
+    """An event of a run."""
     return {"time": row.time, "kind": row.kind, "text": row.text, "step": row.step, "data": row.data}
 
 
-# -- what changed, for the stream ---------------------------------------------------------------------------------
+# -- changes, for live events -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Pulse:
-    """A run as a stream tells it."""
+    """The state of a run for live events."""
 
     id: int
     state: str
@@ -132,7 +129,7 @@ class Pulse:
 
 
 def pulses(opened: OpenWorkspace, run_id: int | None = None) -> list[Pulse]:
-    """The state of every run, or of one: cheap enough to be asked for several times a second."""
+    """The state of every run, or of one: cheap enough to be read several times a second."""
     mine = runs.c.workspace == opened.workspace.key
     wanted = mine if run_id is None else and_(mine, runs.c.id == run_id)
     columns = (runs.c.id, runs.c.name, runs.c.state, runs.c.steps_done, runs.c.steps_target)
@@ -152,7 +149,7 @@ def pulses(opened: OpenWorkspace, run_id: int | None = None) -> list[Pulse]:
 
 
 def news(opened: OpenWorkspace, run_id: int, after_step: int, after_event: int) -> tuple[list[Any], list[Any]]:
-    """(steps, events) of a run that came after the ones given: `(step, metrics)` and rows with their ids."""
+    """(steps, events) of a run after the given ones: `(step, metrics)`, and event rows with their ids."""
     measured = select(metrics.c.step, metrics.c.name, metrics.c.value)
     measured = measured.where(metrics.c.run_id == run_id, metrics.c.step > after_step)
     happened = select(events).where(events.c.run_id == run_id, events.c.id > after_event).order_by(events.c.id)
@@ -166,7 +163,7 @@ def news(opened: OpenWorkspace, run_id: int, after_step: int, after_event: int) 
 
 
 def last_event(opened: OpenWorkspace, run_id: int) -> int:
-    """The id of a run's newest event; 0 where there is none."""
+    """The id of a run's newest event; 0 if there is none."""
     with opened.reading() as connection:
         return connection.execute(select(func.max(events.c.id)).where(events.c.run_id == run_id)).scalar() or 0
 
@@ -181,11 +178,13 @@ def kept_steps(opened: OpenWorkspace, run_id: int) -> list[int]:
         return list(connection.execute(chosen).scalars())
 
 
+# -- findings of the doctor ---------------------------------------------------------------------------------------
+
 MAX_DIAGNOSES = 100
 
 
-class Consultations:
-    """One doctor for all pages. A long run keeps it busy for half a second, so that one run is examined at a time."""
+class Diagnoses:
+    """The doctor for all pages. A long run takes half a second, so one run is examined at a time."""
 
     def __init__(self, opened: OpenWorkspace, metrics: MetricCache) -> None:
         self._opened, self._metrics = opened, metrics
@@ -193,7 +192,7 @@ class Consultations:
         self._lock = threading.Lock()
 
     def of(self, run: RunSummary) -> Examination:
-        """What every audit says of a run as it is now. Its metrics are the ones that its curves were drawn from."""
+        """The findings of every audit about the current run. Its metrics come from the cache of the curves."""
         with self._lock:
             written = (run.created, run.updated, run.state, run.steps_done, last_event(self._opened, run.id))
             known, said = self._heard.pop(run.id, (None, None))
@@ -205,25 +204,27 @@ class Consultations:
             return said
 
 
+# -- answers and their tokens -------------------------------------------------------------------------------------
+
 SHOWN_COLUMNS = (
     *("behavior_logprob", "untruncated_logprob", "old_logprob", "ref_logprob", "value"),
     *("reward", "advantage", "return", "ratio", "clipped", "entropy"),
 )
 
-EXCERPT = 400  # characters of a text in a list; the whole of it is on its own page
+EXCERPT = 400  # characters of a text in a list; its own page shows all of it
 
 SORTS: dict[str, tuple[str, int]] = {
     "row": ("row", 1),
     "score": ("score", -1),
     "kl": ("kl", -1),
-    "advantage": ("mean_advantage", 1),  # the most negative first: what the policy was told to stop doing
+    "advantage": ("mean_advantage", 1),  # the most negative first: the answers that the policy learns to avoid
     "length": ("length", -1),
 }
-"""What a list of rollouts can be sorted by: the field, and whether it rises or falls."""
+"""The sort orders of a list of rollouts: the field, and whether it ascends or descends."""
 
 
 def rollout_row(rollout: StoredRollout) -> dict[str, Any]:
-    """One line of a list, its texts cut short; `kl` is the sum over the answer, `clipped` counts its clipped tokens."""
+    """One row of a list, its texts shortened; `kl` is summed over the answer, `clipped` counts its clipped tokens."""
     return {
         "row": rollout.row,
         "prompt_id": rollout.prompt_id,
@@ -244,7 +245,7 @@ def _mean(rollout: StoredRollout, name: str) -> float | None:
 
 
 def listed(found: Sequence[StoredRollout], *, sort: str, text: str, truncated: bool | None) -> list[dict[str, Any]]:
-    """The rows that a person asked for, in their order; what has no number is last."""
+    """The rows that match, in the chosen order; rows without a number are last."""
     needle = text.casefold()
     chosen = [
         rollout
@@ -267,7 +268,7 @@ def _key(field: str, direction: int) -> Callable[[dict[str, Any]], tuple[bool, f
 
 
 def token_page(rollout: StoredRollout) -> dict[str, Any]:
-    """One rollout with its columns over all tokens, prompt and answer; a column it lacks is absent."""
+    """One rollout with its columns over all tokens, prompt and answer; missing columns are absent."""
     columns = {name: _listed(rollout.columns[name]) for name in SHOWN_COLUMNS if name in rollout.columns}
     if rollout.kl is not None:
         columns["kl"] = _listed(rollout.kl)
@@ -289,7 +290,7 @@ def token_page(rollout: StoredRollout) -> dict[str, Any]:
 
 
 def _listed(column: Column) -> list[Any]:
-    """Plain numbers, rounded to seven places: finer than anything that is drawn, and half as long to send."""
+    """Plain numbers, rounded to seven decimals: finer than any drawing, and half the size to send."""
     if column.dtype == bool:
         return column.tolist()
     values = np.round(column.astype(np.float64), 7).tolist()
@@ -297,7 +298,7 @@ def _listed(column: Column) -> list[Any]:
 
 
 class PromptIndex:
-    """Which prompt stands in which row of which kept step. A step is looked through once."""
+    """An index of prompt ids by step and row. Each kept step is read once."""
 
     def __init__(self, opened: OpenWorkspace) -> None:
         self._opened = opened
@@ -322,7 +323,7 @@ class PromptIndex:
 
 
 def answers_at(opened: OpenWorkspace, run_id: int, places: Sequence[tuple[int, int]]) -> list[dict[str, Any]]:
-    """`{step, row, score, completion}` of the rollouts at these places, the answers cut short."""
+    """`{step, row, score, completion}` of the rollouts at these places, the answers shortened."""
     found: list[dict[str, Any]] = []
     with opened.reading() as connection:
         for step, row in places:

@@ -1,11 +1,8 @@
-"""The routes that read runs: lists, curves, findings, answers, tokens, and live events.
+"""The routes that read runs: the list, one run, its curves, findings, answers, tokens, and live events.
 
-The routes that read runs: the list, one run, its curves, findings, answers and tokens.
-
-What happens to runs, as it happens: server-sent events, read from the store a few times a second.
-
-An event's id is a cursor, `step.event`: the last of each that was sent. A page that lost its connection sends it back,
-and goes on where it was.
+Live events are server-sent events, read from the store a few times a second. The id of an event is a cursor,
+`step.event`: the last step and the last event that were sent. A page that lost its connection sends the cursor back and
+continues from there.
 """
 
 from __future__ import annotations
@@ -61,7 +58,7 @@ MAX_COMPARED = 12
 
 
 class Notes(Body):
-    """What people say about a run."""
+    """A run's note, tags and group."""
 
     note: str | None = Field(default=None, max_length=MAX_NOTE)
     tags: tuple[str, ...] | None = Field(default=None, max_length=MAX_TAGS)
@@ -70,7 +67,7 @@ class Notes(Body):
 
 @router.get("/me")
 async def me(request: Request) -> Any:
-    """Who is asking. An annotator is not told where the workspace is."""
+    """The person who sent the request. The workspace's path is not shown to annotators."""
     studio, person = studio_of(request), person_of(request)
     place = str(studio.opened.workspace.directory) if person.role == "owner" else None
     return Reply({"role": person.role, "name": person.name, "workspace": place, "version": __version__})
@@ -78,7 +75,7 @@ async def me(request: Request) -> Any:
 
 @router.get("/runs")
 def all_runs(request: Request) -> Any:
-    """Every run, the one written last first."""
+    """Every run, the most recently written first."""
     studio = studio_of(request)
     found = list_runs(studio.opened)
     drawn = sparks(studio.opened, found)
@@ -94,7 +91,7 @@ def one_run(request: Request, run: Id) -> Any:
 
 @router.post("/runs/{run}/notes")
 def say_about(request: Request, run: Id, said: Notes) -> Any:
-    """Change a run's note, tags or group; what is not given stays."""
+    """Change a run's note, tags or group; fields that are not given stay."""
     opened = studio_of(request).opened
     notes = change_notes(opened, run_with_id(opened, run), said.model_dump(exclude_none=True))
     return Reply({"note": notes.note, "tags": list(notes.tags), "group": notes.group})
@@ -102,11 +99,11 @@ def say_about(request: Request, run: Id, said: Notes) -> Any:
 
 @router.get("/diff")
 def diff(request: Request, runs: Annotated[str, Query(max_length=1000)]) -> Any:
-    """The settings in which two or more runs differ, by dotted key; `runs` has their ids, with commas between."""
+    """The settings in which two or more runs differ, by dotted key; `runs` lists their ids, separated by commas."""
     opened = studio_of(request).opened
     words = runs.split(",")
     if len(set(words)) < 2 or len(words) > MAX_COMPARED or not all(word.isdecimal() for word in words):
-        raise Refused(422, f"runs: name 2 to {MAX_COMPARED} runs by their ids, with commas between")
+        raise Refused(422, f"runs: give the ids of 2 to {MAX_COMPARED} runs, separated by commas")
     compared = [run_with_id(opened, int(word)) for word in words]
     rows = config_diff([run.config for run in compared])
     return Reply(
@@ -124,7 +121,7 @@ def curves(
     names: Annotated[str, Query(max_length=20_000)] = "",
     points: Annotated[int, Query(ge=2, le=100_000)] = 2000,
 ) -> Any:
-    """The curves of a run: those named, with commas between, or all."""
+    """The curves of a run: all, or those named, separated by commas."""
     studio = studio_of(request)
     run_with_id(studio.opened, run)
     series = studio.metrics.series(run, names.split(",") if names else None)
@@ -133,7 +130,7 @@ def curves(
 
 @router.get("/runs/{run}/metrics.csv")
 def curves_as_table(request: Request, run: Id) -> Response:
-    """Every number of a run, one row a step; what was not measured, or not finite, is empty."""
+    """All metrics of a run as CSV, one row per step; values that are missing or not finite are empty."""
     studio = studio_of(request)
     name = run_with_id(studio.opened, run).name
     series = studio.metrics.series(run)
@@ -148,7 +145,7 @@ def curves_as_table(request: Request, run: Id) -> Response:
 
 @router.get("/runs/{run}/findings")
 def findings(request: Request, run: Id) -> Any:
-    """What the doctor says of a run."""
+    """The doctor's findings about a run."""
     studio = studio_of(request)
     verdicts = studio.doctor.of(run_with_id(studio.opened, run)).verdicts
     kinds: dict[str, list[Any]] = {"findings": [], "healthy": [], "too_little": []}
@@ -173,7 +170,7 @@ def rollout_list(
     limit: Annotated[int, Query(ge=1, le=1000)] = 50,
     offset: Annotated[int, Query(ge=0, le=BIGGEST)] = 0,
 ) -> Any:
-    """The answers of one step, by default the newest that was kept."""
+    """The answers of one step, by default the newest kept one."""
     opened = studio_of(request).opened
     run_with_id(opened, run)
     kept = kept_steps(opened, run)
@@ -193,13 +190,13 @@ def one_rollout(request: Request, run: Id, step: Number, row: Number) -> Any:
     run_with_id(opened, run)
     found = read_rollouts(opened, run, step, row)
     if not found:
-        raise Refused(404, f"step {step} has no answer {row} that was kept")
+        raise Refused(404, f"answer {row} of step {step} was not kept")
     return Reply(token_page(found[0]))
 
 
 @router.get("/runs/{run}/rollouts/{step}/{row}/top_logprobs")
-def alternatives_of_one(request: Request, run: Id, step: Number, row: Number) -> Any:
-    """What else might have been said at each token, as (text, log-prob); null where it was not recorded."""
+def top_logprobs_of_one(request: Request, run: Id, step: Number, row: Number) -> Any:
+    """The most likely tokens at each position, as (text, log-prob); null if they were not recorded."""
     opened = studio_of(request).opened
     run_with_id(opened, run)
     found = read_rollouts(opened, run, step, row)
@@ -209,7 +206,7 @@ def alternatives_of_one(request: Request, run: Id, step: Number, row: Number) ->
 
 @router.get("/runs/{run}/prompts/{prompt_id:path}")
 def prompt_over_steps(request: Request, run: Id, prompt_id: str) -> Any:
-    """The same prompt through training: every kept answer to it."""
+    """Every kept answer to one prompt, over the steps of training."""
     studio = studio_of(request)
     run_with_id(studio.opened, run)
     places = studio.prompts.rows_with(run, kept_steps(studio.opened, run), prompt_id)
@@ -221,7 +218,7 @@ def prompt_over_steps(request: Request, run: Id, prompt_id: str) -> Any:
 
 @router.get("/methods")
 async def methods() -> Any:
-    """The methods that a run can be started with."""
+    """The methods that can train a run."""
     told = {name: (recipe.__doc__ or "").strip().partition("\n")[0] for name, recipe in RECIPES.items()}
     return Reply({"methods": [{"name": name, "summary": summary} for name, summary in told.items()]})
 
@@ -247,7 +244,7 @@ def _field(leaf: Leaf) -> dict[str, Any]:
 
 
 def _choices(leaf: Leaf) -> list[Any] | None:
-    """The words that a setting can be, where they are a fixed few."""
+    """The allowed values of a setting, if they are a fixed set."""
     literals = [
         kind.__args__ for kind in union_members(leaf.annotation) if getattr(kind, "__origin__", None) is Literal
     ]
@@ -255,11 +252,13 @@ def _choices(leaf: Leaf) -> list[Any] | None:
 
 
 def as_download(text: str, name: str, kind: str) -> Response:
-    """A text to be saved under a name of safe letters."""
+    """A text as a download; the file name is reduced to safe characters."""
     safe = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "-_.") else "-" for letter in name)
     headers = {"content-disposition": f'attachment; filename="{safe}"'}
     return Response(text.encode("utf-8", "surrogatepass"), media_type=f"{kind}; charset=utf-8", headers=headers)
 
+
+# -- live events --------------------------------------------------------------------------------------------------
 
 stream_router = APIRouter(prefix="/api")
 
@@ -276,7 +275,7 @@ class Cursor:
 
 
 def read_cursor(text: str) -> Cursor | None:
-    """What a page sends back; None where it makes no sense."""
+    """Parse a cursor that a page sends back; None if it is invalid."""
     step, dot, event = text.partition(".")
     well_made = dot and step.lstrip("-").isdecimal() and event.isdecimal() and len(text) < 24
     return Cursor(max(-1, int(step)), int(event)) if well_made else None
@@ -304,9 +303,9 @@ async def stream(
 
 
 async def _beating(studio: Studio, entry: Entry, looks: AsyncIterator[list[str]]) -> AsyncIterator[str]:
-    """The messages of each look, and a comment now and then, by which a dead connection is noticed.
+    """The messages of each poll, and a comment from time to time, which detects a dead connection.
 
-    It ends when the one who listens was put out.
+    It ends when the person's session is ended.
     """
     yield "retry: 1000\n\n"
     spoke = time.monotonic()
@@ -323,7 +322,7 @@ async def _beating(studio: Studio, entry: Entry, looks: AsyncIterator[list[str]]
 
 
 async def _changes(studio: Studio, run: int | None, cursor: Cursor | None) -> AsyncIterator[list[str]]:
-    """One list a look, empty where nothing changed. A store that is away for a moment is waited for."""
+    """One list per poll, empty if nothing changed. It waits while the store is away."""
     told: dict[int, Pulse] = {}
     while True:
         messages: list[str] = []
@@ -341,7 +340,7 @@ async def _changes(studio: Studio, run: int | None, cursor: Cursor | None) -> As
 
 
 def _news_of(studio: Studio, run: int, cursor: Cursor, now: list[Pulse]) -> tuple[Cursor, list[str]]:
-    """What is new of one run. A run that was resumed may have taken steps back, which it takes again."""
+    """New events of one run. A resumed run may have been rewound, and then repeats steps."""
     done = now[0].step if now else 0
     cursor = Cursor(min(cursor.step, done - 1), cursor.event)
     steps, happened = news(studio.opened, run, cursor.step, cursor.event)

@@ -1,4 +1,4 @@
-"""Starting the server: what it may listen on, what it prints, and serving until it is stopped."""
+"""Start the server: check where it may listen, print its address, and serve until it is stopped."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ if TYPE_CHECKING:
     from uvicorn import Server
 
 TOKEN_VARIABLE = "TETHER_STUDIO_TOKEN"  # noqa: S105 (the variable's name, not a secret)
-WAITING = 2048  # connections that may wait to be taken, as many as uvicorn lets
-SWITCH_SECONDS = 0.001  # so often a thread at long work, as on a long run's curves, lets others in; usually 5 ms
+WAITING = 2048  # backlog of the listening socket, the same as uvicorn's
+SWITCH_SECONDS = 0.001  # a thread with long work, such as long curves, yields the GIL this often; the default is 5 ms
 
-EXPOSED = """Whoever can reach {address} and has the token can do all that you can do here: read every run of {place},
-start and stop training, run code that a recipe names, and talk to its models. The traffic is not encrypted: put a
-server with TLS before it, or use an SSH tunnel."""
+EXPOSED = """Anyone who can reach {address} and has the token can do everything that you can do here: read every run of
+{place}, start and stop training, run code that a recipe names, and use its models. The traffic is not encrypted: put a
+proxy with TLS in front of it, or use an SSH tunnel."""
 
-NO_PROXY = """--public-url without --trusted-proxies: everyone has the proxy's address, so that one who guesses tokens
-makes the others wait too; name the proxy: --trusted-proxies 127.0.0.1"""
+NO_PROXY = """--public-url without --trusted-proxies: all clients have the proxy's address, so one client that guesses
+tokens slows down the others; name the proxy: --trusted-proxies 127.0.0.1"""
 
 
 def serve(options: argparse.Namespace) -> int:
-    """Listen, say where, and serve."""
+    """Listen, print the address, and serve."""
     try:
         import uvicorn
 
@@ -43,7 +43,7 @@ def serve(options: argparse.Namespace) -> int:
     settings = settings_for(options, listening.getsockname()[1])
     workspace = workspace_at(options.workspace)
     if workspace.file is not None and not workspace.directory.is_dir():
-        print(f"--workspace: there was no {workspace.directory}, so a new, empty one is made.", file=sys.stderr)
+        print(f"--workspace: {workspace.directory} did not exist, so an empty one was created.", file=sys.stderr)
     app = create_app(workspace, settings)
     freeze_gc()
     sys.setswitchinterval(SWITCH_SECONDS)
@@ -55,14 +55,14 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def serve_until_stopped(server: Server, listening: socket.socket) -> None:
-    """Serve. Ctrl-C and SIGTERM are how it ends, and no error; uvicorn would die of them once it had tidied up."""
+    """Serve until Ctrl-C or SIGTERM, which are a normal end; uvicorn would raise them again after its shutdown."""
     kept = {number: signal.signal(number, server.handle_exit) for number in (signal.SIGINT, signal.SIGTERM)}
     server.capture_signals = nullcontext  # pyright: ignore[reportAttributeAccessIssue]
     startup = server.startup
 
     async def start(sockets: list[socket.socket] | None = None) -> None:
         await startup(sockets)
-        listening.listen(WAITING)  # asyncio lets no more wait than it accepts at once
+        listening.listen(WAITING)  # asyncio would set the backlog to the number it accepts at once
 
     server.startup = start
     try:
@@ -73,11 +73,11 @@ def serve_until_stopped(server: Server, listening: socket.socket) -> None:
 
 
 def settings_for(options: argparse.Namespace, port: int) -> StudioSettings:
-    """The settings that the command line means. Listening to other machines needs a token that was chosen for it."""
+    """The settings from the command line. Listening to other machines requires a token that the user chose."""
     token = chosen_token(options, TOKEN_VARIABLE)
     if token is None and not is_loopback(options.host):
         raise ConfigError(
-            f"--host {options.host} lets other machines in, which needs a token of yours: set {TOKEN_VARIABLE}, or "
+            f"--host {options.host} lets other machines connect and needs your own token: set {TOKEN_VARIABLE}, or "
             "name a --token-file; without --host only this machine can connect"
         )
     given: dict[str, Any] = {"host": options.host, "port": port} | proxy_settings(options)
@@ -85,18 +85,18 @@ def settings_for(options: argparse.Namespace, port: int) -> StudioSettings:
 
 
 def proxy_settings(options: argparse.Namespace) -> dict[str, Any]:
-    """What the command line says of a proxy before the server."""
+    """The proxy settings from the command line."""
     url = public_origin(options.public_url) if options.public_url else None
     return {"public_url": url, "trusted_proxies": trusted_networks(options.trusted_proxies)}
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket that listens, so that a port in use is told before anything is opened.
+    """A listening socket, so that a port in use is reported before anything is opened.
 
-    Whoever connects as soon as the address is announced waits until the server is up, and is not refused.
+    A client that connects as soon as the address is printed waits until the server is up, and is not refused.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Asyncio sends small answers at once (TCP_NODELAY) only on a socket that says it is TCP; else they wait 40 ms.
+    # asyncio sends small responses at once (TCP_NODELAY) only if the socket's protocol is TCP; else they wait 40 ms.
     listening = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -110,12 +110,12 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def announce(settings: StudioSettings, place: str, *, json_output: bool) -> None:
-    """Where to find the page; the link in it works once. What stands after # is sent to no one by a browser."""
+    """Print the address of the page; its link works once. Browsers do not send the part after # to any server."""
     name = f"[{settings.host}]" if ":" in settings.host else settings.host
     address = f"http://{name}:{settings.port}"
     link = f"{settings.public_url or address}/#token={settings.login_code}"
     if json_output:
-        made = None if settings.token_logs_in else settings.owner_token  # one that the user chose is not shown
+        made = None if settings.token_logs_in else settings.owner_token  # a token that the user chose is not printed
         told = {"address": address, "link": link, "token": made, "private": settings.is_private}
         print(json.dumps(told | {"public_url": settings.public_url, "workspace": place}), flush=True)
         return
@@ -124,4 +124,4 @@ def announce(settings: StudioSettings, place: str, *, json_output: bool) -> None
         print(EXPOSED.format(address=address, place=place), file=sys.stderr, flush=True)
     if settings.public_url and not settings.trusted_proxies:
         print(f"tether: {NO_PROXY}", file=sys.stderr, flush=True)
-    print("Ctrl-C ends it. Runs that were started from the page go on.", flush=True)
+    print("Press Ctrl-C to stop it. Runs that were started from the page continue.", flush=True)

@@ -1,8 +1,6 @@
-"""Settings of a Studio server, and where its token comes from.
+"""Settings of a Studio server, and the source of its token.
 
-What a Studio server is told: where it listens, who may enter, and how much they may ask for.
-
-Where a server's own token comes from: a file or a variable, never the command line, which every user can read.
+A token comes from a file or a variable, never from the command line, which every user of the machine can read.
 """
 
 from __future__ import annotations
@@ -33,29 +31,29 @@ Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 @dataclass(frozen=True)
 class StudioSettings:
-    """One server. `owner_token` serves scripts; `login_code` opens the page once."""
+    """Settings of one server. `owner_token` is for scripts; `login_code` opens the page once."""
 
     host: str = "127.0.0.1"
     port: int = 8420
     owner_token: str = field(default_factory=lambda: secrets.token_urlsafe(32))
     login_code: str | None = field(default_factory=lambda: secrets.token_urlsafe(32))
-    token_logs_in: bool = False  # an explicit token may be used in the link too, and as often as wanted
-    public_url: str | None = None  # as people open it, where a proxy stands before the server
-    trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For and X-Forwarded-Proto count
+    token_logs_in: bool = False  # a token chosen by the user also works in the link, any number of times
+    public_url: str | None = None  # the URL that people open, if there is a proxy in front of the server
+    trusted_proxies: tuple[Network, ...] = ()  # their X-Forwarded-For and X-Forwarded-Proto are used
     session_rate: Rate = SESSION_RATE
-    stranger_rate: Rate = STRANGER_RATE  # by address, for whoever shows no valid token
-    most_streams: int = 12  # live streams of one person at a time
-    poll_seconds: float = 0.25  # how often a stream looks at the database
+    stranger_rate: Rate = STRANGER_RATE  # per address, for requests without a valid token
+    most_streams: int = 12  # maximum number of live streams per person
+    poll_seconds: float = 0.25  # how often a stream polls the database
     heartbeat_seconds: float = 5.0
 
     @property
     def cookie(self) -> str:
-        """The session cookie's name; cookies do not know ports, so that the name has to."""
+        """The session cookie's name. It contains the port, because cookies are shared between ports."""
         return f"tether_studio_{self.port}"
 
     @property
     def secure_cookie(self) -> str:
-        """The cookie's name over TLS. Browsers take this prefix only from the host itself, and only with `Secure`."""
+        """The cookie's name over TLS. Browsers accept this prefix only from the host itself, and only with `Secure`."""
         return f"__Host-{self.cookie}"
 
     @property
@@ -70,14 +68,14 @@ class StudioSettings:
 
     @cached_property
     def own_names(self) -> frozenset[str]:
-        """This machine's own names. Looked up once: a name server can take seconds to answer."""
+        """This machine's own names, looked up once: a name server can take seconds to answer."""
         return frozenset({socket.gethostname().lower(), socket.getfqdn().lower()})
 
     def allows_host(self, name: str) -> bool:
-        """Whether a request may say it is for the host `name`.
+        """Whether the Host header of a request may be `name`.
 
-        A page of another site can make its own name point here, and would then be served as if it were ours. It cannot
-        do that with a number, nor with a name that it does not own.
+        A page of another site can make its own name resolve to this server, and could then read our pages (DNS
+        rebinding). It cannot do that with an IP address, or with a name that it does not own.
         """
         if name in LOOPBACK_NAMES or name == self.host.lower() or (name and name == self.public_name):
             return True
@@ -86,7 +84,7 @@ class StudioSettings:
         return _is_number(name) or name in self.own_names
 
     def trusts(self, address: str) -> bool:
-        """Whether a connection comes from a proxy that may speak for others."""
+        """Whether a connection comes from a trusted proxy."""
         if not self.trusted_proxies:
             return False
         try:
@@ -98,7 +96,7 @@ class StudioSettings:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether an address is this machine's own."""
+    """Whether an address is a loopback address."""
     if host.lower() == "localhost":
         return True
     try:
@@ -108,8 +106,8 @@ def is_loopback(host: str) -> bool:
 
 
 def public_origin(url: str) -> str:
-    """`--public-url` as an origin: scheme, host and port, in the form in which browsers send it."""
-    wrong = ConfigError(f"--public-url: {url!r} is no address of a site; write https://studio.example.org")
+    """`--public-url` as an origin: scheme, host and port, as browsers send it."""
+    wrong = ConfigError(f"--public-url: {url!r} is not the address of a site; write https://studio.example.org")
     try:
         parts = urlsplit(url)
         host, port = parts.hostname, parts.port
@@ -126,14 +124,14 @@ def public_origin(url: str) -> str:
 
 
 def trusted_networks(words: str | None) -> tuple[Network, ...]:
-    """`--trusted-proxies`: addresses and networks, with commas between."""
+    """`--trusted-proxies`: addresses and networks, separated by commas."""
     found: list[Network] = []
     for word in filter(None, (part.strip() for part in (words or "").split(","))):
         try:
             found.append(ipaddress.ip_network(word, strict=False))
         except ValueError:
             raise ConfigError(
-                f"--trusted-proxies: {word!r} is no address or network; write 127.0.0.1 or 10.0.0.0/8"
+                f"--trusted-proxies: {word!r} is not an address or network; write 127.0.0.1 or 10.0.0.0/8"
             ) from None
     return tuple(found)
 
@@ -146,35 +144,37 @@ def _is_number(name: str) -> bool:
     return True
 
 
+# -- options of the command line ----------------------------------------------------------------------------------
+
 SHORTEST_TOKEN = 16
 MAX_FILE = 4096  # bytes
 
 
 def add_token_options(parser: argparse.ArgumentParser, variable: str, whose: str) -> None:
-    """--token-file, and an answer to those who write --token."""
-    told = f"holds {whose}, of {SHORTEST_TOKEN} characters or more; else {variable}; else a new one is made"
+    """Add --token-file, and an error message for --token."""
+    told = f"holds {whose}, of {SHORTEST_TOKEN} characters or more (default: {variable}, else a new one is made)"
     parser.add_argument("--token-file", metavar="FILE", help=told)
     parser.add_argument("--token", dest="token", default=None, help=argparse.SUPPRESS)
 
 
 def add_proxy_options(parser: argparse.ArgumentParser) -> None:
-    """What a server has to know of the proxy before it."""
+    """Add the options for a proxy in front of the server."""
     parser.add_argument(
         "--public-url",
         metavar="URL",
-        help="as people open it where a proxy stands before it: https://studio.example.org",
+        help="the URL that people open, if there is a proxy in front: https://studio.example.org",
     )
     parser.add_argument(
         "--trusted-proxies",
         metavar="ADDRESSES",
-        help="whose X-Forwarded-For counts: addresses and networks with commas between (none)",
+        help="proxies whose X-Forwarded-For is used: addresses and networks, separated by commas (none)",
     )
 
 
 def chosen_token(options: argparse.Namespace, variable: str) -> str | None:
-    """The token that was chosen; None where none was. The variable is taken out of the environment.
+    """The token that the user chose; None if there is none. The variable is removed from the environment.
 
-    What the server starts, such as a run with someone's reward function, does not get to see it.
+    So processes that the server starts, such as a run with a user's reward function, cannot read it.
     """
     given = os.environ.pop(variable, "").strip()
     if options.token is not None:
@@ -192,18 +192,18 @@ def chosen_token(options: argparse.Namespace, variable: str) -> str | None:
 
 def _refuse(variable: str) -> NoReturn:
     raise ConfigError(
-        "--token: every user of this machine can read the command line, so that no token is taken from it; write it "
+        "--token: every user of this machine can read the command line, so a token cannot be given there; write it "
         f"into a file that only you can read and name that with --token-file, or set {variable}"
     )
 
 
 def _in_file(name: str) -> str:
-    """The text of a token file. A file that others can read is told."""
+    """The text of a token file. Prints a warning if others can read the file."""
     path = Path(name).expanduser()
     try:
         mode = path.stat().st_mode
         if not stat.S_ISREG(mode):
-            raise ConfigError(f"--token-file: cannot read {name} (it is no file)")
+            raise ConfigError(f"--token-file: cannot read {name} (it is not a file)")
         with path.open(encoding="utf-8") as file:
             token = file.read(MAX_FILE).strip()
     except (OSError, UnicodeDecodeError) as error:

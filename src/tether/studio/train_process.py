@@ -1,7 +1,7 @@
-"""`python -m tether.studio.train_process PLAN.json`: the commands of a plan, one after the other.
+"""`python -m tether.studio.train_process PLAN.json`: run the commands of a plan, one after another.
 
-It stands between the server and the runs so that both are one process group, which one signal stops. The signal is for
-the run that is under way: it keeps a checkpoint and ends with its own exit code, which is then this process's.
+It puts the server's job and its runs into one process group, which one signal stops. The current run handles the
+signal: it writes a checkpoint and ends with its own exit code, which this process returns.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tether.processes import environment, python
 
 
 def run_plan(path: Path, further: Sequence[str] = ()) -> int:
-    """The exit code of the first command that does not end well, else 0. `further` words go to each command."""
+    """Run a plan; returns the exit code of the first command that fails, else 0. `further` is added to each command."""
     signal.signal(signal.SIGTERM, lambda *_: None)
     for words in json.loads(path.read_text(encoding="utf-8"))["commands"]:
         print(f"$ tether {' '.join(words)}", flush=True)

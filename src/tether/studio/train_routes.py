@@ -1,9 +1,4 @@
-"""The routes that start, stop, resume and fork runs, and that train on votes.
-
-The routes that start, stop, resume and fork runs.
-
-The routes that turn votes into a reward model and a policy, and show how that goes.
-"""
+"""The routes that start, stop, resume and fork runs, and that train a reward model and a policy on votes."""
 
 from __future__ import annotations
 
@@ -39,21 +34,21 @@ launch_router = api_router()
 Id = Annotated[int, PathParameter(ge=0, le=BIGGEST)]
 NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)*")
 TITLES = {"sft": "demonstrations", "reward": "reward model", "ppo": "policy (PPO)"}
-OURS = ("run.directory", "store.url")  # the workspace says these
-ELSEWHERE = "settings: the workspace says where a run goes; leave run.directory and store.url out"
+OURS = ("run.directory", "store.url")  # set by the workspace
+ELSEWHERE = "settings: the workspace sets run.directory and store.url; leave them out"
 
 Settings = dict[str, Any]
 
 
 class NewRun(Body):
-    """A run to be started: a method and the settings that are not its defaults, by dotted keys."""
+    """A new run: a method and the settings that differ from its defaults, by dotted keys."""
 
     method: str
     settings: Settings = Field(default_factory=dict, max_length=500)
 
 
 class Fork(Body):
-    """Where to branch off, and what is to be different."""
+    """The step to fork from, and the changed settings."""
 
     step: Annotated[int, Field(ge=0, le=BIGGEST)] | None = None
     settings: Settings = Field(default_factory=dict, max_length=500)
@@ -61,7 +56,7 @@ class Fork(Body):
 
 @launch_router.post("/runs")
 def start(request: Request, new: NewRun) -> Any:
-    """Start a run in a process of its own. A setting that is wrong is told before anything starts."""
+    """Start a run in a separate process. Wrong settings are reported before anything starts."""
     studio = studio_of(request)
     if new.method not in RECIPES:
         raise Refused(422, f"method: choose one of {', '.join(RECIPES)}")
@@ -74,7 +69,7 @@ def start(request: Request, new: NewRun) -> Any:
 
 @launch_router.post("/runs/{run}/stop")
 def stop(request: Request, run: Id) -> Any:
-    """Stop a run that was started here; it keeps a checkpoint, and can be resumed."""
+    """Stop a run that was started here; it writes a checkpoint and can be resumed."""
     studio = studio_of(request)
     job = studio.launcher.stop(run_with_id(studio.opened, run).name)
     return Reply({"name": job.name, "job": job.id})
@@ -82,11 +77,11 @@ def stop(request: Request, run: Id) -> Any:
 
 @launch_router.post("/runs/{run}/resume")
 def resume(request: Request, run: Id) -> Any:
-    """Go on with a run that was stopped or interrupted."""
+    """Resume a run that was stopped or interrupted."""
     studio = studio_of(request)
     found = _at_rest(studio, run)
     if found.state == "done":
-        raise Refused(409, f"{found.name} has taken all its steps: fork it to go on from there")
+        raise Refused(409, f"{found.name} has completed all its steps: fork it to train more")
     words = ["resume", *_named(studio, found)]
     job = studio.launcher.tether(found.name, "resume", words)
     return Reply({"name": found.name, "job": job.id})
@@ -94,7 +89,7 @@ def resume(request: Request, run: Id) -> Any:
 
 @launch_router.post("/runs/{run}/fork")
 def fork(request: Request, run: Id, wanted: Fork) -> Any:
-    """Branch off from a checkpoint with other settings."""
+    """Fork a run from a checkpoint with other settings."""
     studio = studio_of(request)
     found = run_with_id(studio.opened, run)
     name = free_name(studio, wanted.settings.get("run.name") or f"{found.name}-fork-{time.strftime('%H%M%S')}")
@@ -110,7 +105,7 @@ def fork(request: Request, run: Id, wanted: Fork) -> Any:
 
 @launch_router.get("/jobs")
 def jobs(request: Request) -> Any:
-    """What this server started, and how it fares."""
+    """The processes that this server started, and their states."""
     studio = studio_of(request)
     started = studio.launcher.jobs()
     runs = list_runs(studio.opened) if started else []
@@ -118,9 +113,9 @@ def jobs(request: Request) -> Any:
 
 
 def stages_of(studio: Studio, job: RunProcess, runs: Sequence[RunSummary]) -> list[dict[str, Any]]:
-    """The runs that a process makes, one after the other; `run` is null for one that has not begun.
+    """The runs of a process in order; `run` is null for one that has not started.
 
-    A process with a plan (vote_training.py) makes one run a command, below a folder of its own name.
+    A process with a plan (vote_training.py) makes one run per command, in a folder of its own name.
     """
     plan = studio.opened.workspace.folder(job.name) / "data" / "plan.json"
     try:
@@ -143,7 +138,7 @@ def _progress(studio: Studio, run: RunSummary | None) -> dict[str, Any] | None:
 
 
 def _named(studio: Studio, run: RunSummary) -> list[str]:
-    """A run and its workspace as words that can be nothing else: paths from the root, none of them like a flag."""
+    """A run and its workspace as arguments: absolute paths, which cannot be read as flags."""
     return [str(run.folder.absolute()), f"--workspace={studio.opened.workspace.directory.absolute()}"]
 
 
@@ -152,12 +147,12 @@ def _at_rest(studio: Studio, run: int) -> RunSummary:
     if found.state == "running":
         raise Refused(409, f"{found.name} is running")
     if not is_run(found.folder):
-        raise Refused(409, f"the folder of {found.name} is not there any more")
+        raise Refused(409, f"the folder of {found.name} does not exist any more")
     return found
 
 
 def free_name(studio: Studio, name: Any) -> str:
-    """The name of a new run, which is also its folder."""
+    """Check the name of a new run, which is also its folder."""
     if not isinstance(name, str) or not NAME.fullmatch(name) or len(name) > 120:
         raise ConfigError("run.name: use letters, digits, dots, dashes and underscores, with / between folders")
     if is_run(studio.opened.workspace.folder(name)):
@@ -166,36 +161,38 @@ def free_name(studio: Studio, name: Any) -> str:
 
 
 def flags_for(studio: Studio, settings: Settings) -> list[str]:
-    """The settings as words of the command line. Where the run goes is not for the page to say."""
+    """The settings as command-line flags. The page cannot choose where the run is stored."""
     taken = [key for key in OURS if key in settings]
     if taken:
-        raise ConfigError(f"{taken[0]}: the workspace says this; leave it out")
+        raise ConfigError(f"{taken[0]}: the workspace sets this; leave it out")
     return as_flags({**settings, "run.directory": str(studio.opened.workspace.directory)})
 
 
 def check_place(studio: Studio, recipe: Recipe, name: str) -> None:
-    """The run goes into the workspace under its name, whatever the settings held."""
+    """Check that the run will be in the workspace under its name, whatever the settings contain."""
     run = recipe.run
     if (run.directory, run.name, recipe.store.url) != (str(studio.opened.workspace.directory), name, None):
         raise ConfigError(ELSEWHERE)
 
 
+# -- training on votes --------------------------------------------------------------------------------------------
+
 router = api_router()
 
 Place = Annotated[int, Field(ge=0, le=BIGGEST)]
-DEFAULT_MODEL = "tiny-bytes"  # of answers that came from nowhere
+DEFAULT_MODEL = "tiny-bytes"  # if the source of the answers is not known
 Steps = Annotated[int, Field(ge=1, le=1_000_000)]
 
 
 class TrainSettings(Body):
-    """Settings of the two runs that are not their defaults, by dotted keys."""
+    """Settings of the two runs that differ from their defaults, by dotted keys."""
 
     reward: dict[str, Any] = Field(default_factory=dict, max_length=200)
     ppo: dict[str, Any] = Field(default_factory=dict, max_length=200)
 
 
 class TrainRequest(Body):
-    """Which votes to learn from, and what the policy starts from."""
+    """The votes to train on, and the model that the policy starts from."""
 
     queue_id: Place
     from_run: Place | None = None
@@ -208,7 +205,7 @@ class TrainRequest(Body):
 
 
 class DemonstrationTraining(Body):
-    """Which demonstrations to learn from, and what the policy starts from."""
+    """The demonstrations to train on, and the model that the policy starts from."""
 
     queue_id: Place
     from_run: Place | None = None
@@ -252,7 +249,7 @@ def train(request: Request, wanted: TrainRequest) -> Any:
 
 @router.post("/train/demonstrations")
 def train_on_demonstrations(request: Request, wanted: DemonstrationTraining) -> Any:
-    """Fine-tune a model on the demonstrations of a queue, conversations and system prompts as they are."""
+    """Fine-tune a model on the demonstrations of a queue, with their conversations and system prompts."""
     studio = studio_of(request)
     if studio.labels.queue(wanted.queue_id).kind != "demonstration":
         raise Refused(422, f"queue {wanted.queue_id} holds no demonstrations: train on its votes instead")
@@ -280,7 +277,7 @@ def train_on_demonstrations(request: Request, wanted: DemonstrationTraining) -> 
 def _check_settings(keys: list[str]) -> None:
     for key in keys:
         if key in (*OURS, "run.name"):
-            raise Refused(422, f"settings: {key} is not for these to say")
+            raise Refused(422, f"settings: {key} cannot be set here")
 
 
 def _considered(studio: Studio, queue: int) -> list[int]:
@@ -289,15 +286,15 @@ def _considered(studio: Studio, queue: int) -> list[int]:
 
 @dataclass(frozen=True)
 class _Start:
-    """The model that a training goes on from, and the recipe that it was made by, where there is one."""
+    """The model that a training starts from, and the recipe that trained it, if there is one."""
 
     model: str
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    folder: Path | None = None  # of the run that it is the recipe of
+    folder: Path | None = None  # of the run of this recipe
 
 
 def _start(studio: Studio, run: int | None, model: str | None, votes: list[Any]) -> _Start:
-    """The run that was named, or the model; else the run or model that most judged answers came from."""
+    """The given run or model; else the run or model that most judged answers came from."""
     if run is not None:
         found = run_with_id(studio.opened, run)
         return _Start(_model_of(found), found.config, found.folder)
@@ -316,20 +313,20 @@ def _start(studio: Studio, run: int | None, model: str | None, votes: list[Any])
 
 
 def _model_of(run: RunSummary) -> str:
-    """What the run ended with; where it saved nothing, what it started from."""
+    """The final model of a run; if it saved none, the model that it started from."""
     if (run.folder / "model").is_dir():
         return str(Path(find_model(str(run.folder))).resolve())
     return run.config.get("model", {}).get("path", DEFAULT_MODEL)
 
 
-# -- how it goes --------------------------------------------------------------------------------------------------
+# -- progress -----------------------------------------------------------------------------------------------------
 
 
 @router.get("/train/curve")
 def curve(request: Request, queue: Annotated[int, Query(ge=0, le=BIGGEST)]) -> Any:
-    """The held-out accuracy of every reward model of a queue by its votes, and how many votes came since.
+    """The held-out accuracy of every reward model of a queue by its number of votes, and the number of newer votes.
 
-    Of a queue of demonstrations the points are the runs that were fine-tuned on them, with their held-out loss.
+    For a queue of demonstrations, the points are the runs that were fine-tuned on them, with their held-out loss.
     """
     studio = studio_of(request)
     studio.labels.queue(queue)
@@ -337,7 +334,7 @@ def curve(request: Request, queue: Annotated[int, Query(ge=0, le=BIGGEST)]) -> A
     records = export_records(votes, "rankings")
     demonstrations = [vote for vote in votes if vote.kind == "demonstration" and not skipped(vote.choice)]
     trained = [(run, used) for run in list_runs(studio.opened) if (used := _votes_of(run, queue)) is not None]
-    trained.sort(key=lambda pair: pair[0].id)  # as they were begun
+    trained.sort(key=lambda pair: pair[0].id)  # in the order they were started
     last = trained[-1][1] if trained else {}
     known = set(last.get("considered", ()))
     return Reply(
@@ -352,7 +349,7 @@ def curve(request: Request, queue: Annotated[int, Query(ge=0, le=BIGGEST)]) -> A
 
 
 def _votes_of(run: RunSummary, queue: int) -> dict[str, Any] | None:
-    """What a reward model of this queue, or a model tuned on its demonstrations, was trained on."""
+    """The votes that a reward model of this queue, or a model tuned on its demonstrations, was trained on."""
     if run.method not in ("reward", "sft"):
         return None
     try:

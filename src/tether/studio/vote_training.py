@@ -1,16 +1,12 @@
 """From votes to a reward model to a policy, and from demonstrations to a policy: files, recipes, commands.
 
-The recipes of trainings that the page starts, made of the recipe of the run that they go on from.
+The recipes are derived from the recipe of the source run. `roles.mode`, its layers or adapters and the base model stay
+the same, because a reward model that shares a backbone with PPO must be trained on that backbone. Learning rates depend
+on the mode: a rate for a few layers ruins a whole model, and a rate for a whole model barely changes a few layers.
 
-What a run shares between its roles (`roles.mode`, its layers or adapters, the base model) goes on as it was: a reward
-model that PPO is to share a backbone with must stand on that backbone. Learning rates suit the mode, because
-a rate for a few layers ruins a whole model, and a rate for a whole model leaves a few layers where they were.
-
-From votes to a reward model to a policy, and from demonstrations to a policy: the files and commands that it takes.
-
-Everything that a training needs is written before it starts: the records, the prompts, a recipe for each run, and
-beside each run `votes.json`, the ids of the very votes that it learns from. A record is an item as it was sampled, with
-all its answers: what was ranked together is learned together.
+Everything is written before a training starts: the records, the prompts, a recipe for each run, and beside each run
+`votes.json`, the ids of the votes that it trains on. A record is one item with all its answers as they were sampled,
+so answers that were ranked together are trained on together.
 """
 
 from __future__ import annotations
@@ -29,22 +25,24 @@ from tether.errors import ConfigError, DataError, StorageError
 from tether.rewards.agree import agree_to_names
 from tether.store.folder import write_whole
 
+# -- recipes ------------------------------------------------------------------------------------------------------
+
 RATES = {"separate": 1e-5, "lora": 1e-4, "shared_backbone": 5e-4}
-"""By `roles.mode`, of SFT, reward models and critics: all weights, adapters, the top layers."""
+"""Learning rates by `roles.mode`, for SFT, reward models and critics: all weights, adapters, the top layers."""
 POLICY_RATES = {"separate": 3e-6, "lora": 1e-4, "shared_backbone": 4e-4}
-"""The same for a policy in PPO, where the source run has none to go on with."""
+"""Learning rates of a PPO policy, if the source run has none."""
 
 ROLES = ("mode", "lora_rank", "lora_alpha", "lora_targets", "trainable_layers", "offload_reference")
 OPTIMIZER = ("betas", "epsilon", "weight_decay", "max_grad_norm", "micro_batch_tokens", "master_weights", "state")
 RL_SECTIONS = ("rollout", "kl", "evaluation", "ppo", "ptx")
-TEMPLATE = ("chat_template_kwargs",)  # of `data`: what the prompts were rendered with
+TEMPLATE = ("chat_template_kwargs",)  # keys of `data` that affect how prompts are rendered
 RL_METHODS = ("ppo", "reinforce", "rloo", "grpo", "trpo")
 
 Config = Mapping[str, Any]
 
 
 def reward_recipe(config: Config, model: str, settings: Config, data: Config) -> dict[str, Any]:
-    """A reward model on the source run's model, in its mode."""
+    """A reward model from the source run's model, in its mode."""
     return _supervised(config, model, settings, data, "critic_lr")
 
 
@@ -62,11 +60,10 @@ def _supervised(config: Config, model: str, settings: Config, data: Config, rate
 
 
 def ppo_recipe(config: Config, model: str, settings: Config, reward_model: str, prompts: str) -> dict[str, Any]:
-    """PPO against the reward model, otherwise as the source run did it.
+    """PPO against the reward model, otherwise with the source run's settings.
 
-    Its prompts are those of the source run, which are more than were judged; without one, those that were judged. The
-    source run's other reward parts stay. The reward model takes the place of its reward model, or else of the task's
-    own reward.
+    Its prompts are those of the source run, which has more than were judged; without a source run, the judged ones. The
+    source run's other reward parts stay. The new reward model replaces its reward model, or else the task's own reward.
     """
     roles = _section(config, "roles")
     mode = _mode(roles, settings)
@@ -78,7 +75,7 @@ def ppo_recipe(config: Config, model: str, settings: Config, reward_model: str, 
         template = _kept(config, "data", TEMPLATE)
         recipe |= {"task": {"prompts": prompts}} | ({"data": template} if template else {})
     recipe["optimizer"] = _rl_optimizer(config, mode)
-    if roles.get("critic_init"):  # it started as the reward model of before
+    if roles.get("critic_init"):  # it named the old reward model
         roles["critic_init"] = reward_model
     part = {"kind": "model", "path": reward_model} | ({} if mode == "separate" else {"shared": True})
     reward = _section(config, "reward") if config.get("method") in (None, *RL_METHODS) else {}
@@ -87,7 +84,7 @@ def ppo_recipe(config: Config, model: str, settings: Config, reward_model: str, 
 
 
 def _parts(before: Sequence[Mapping[str, Any]], part: dict[str, Any]) -> list[dict[str, Any]]:
-    """The parts of before, with the new reward model where the first of theirs stood, or first of all."""
+    """The reward parts with the new model in place of the first old one, or added at the front."""
     models = [place for place, one in enumerate(before) if one.get("kind") in ("model", "remote")]
     if not models:
         return [part, *(dict(one) for one in before)]
@@ -104,7 +101,7 @@ def _parts(before: Sequence[Mapping[str, Any]], part: dict[str, Any]) -> list[di
 
 
 def _rl_optimizer(config: Config, mode: str) -> dict[str, Any]:
-    """The source run's where it trained by RL, which was made for this mode; a critic that it had not, by the mode."""
+    """The source run's optimizer if it trained by RL in this mode; a missing critic rate comes from the mode."""
     if config.get("method") in (None, "ppo", "trpo") and config.get("optimizer"):
         return _section(config, "optimizer")
     if config.get("method") in RL_METHODS:
@@ -113,13 +110,13 @@ def _rl_optimizer(config: Config, mode: str) -> dict[str, Any]:
 
 
 def _mode(roles: Config, settings: Config) -> str:
-    """The mode that a recipe has, with what the person set on top of it."""
+    """The mode of a recipe, with the user's settings applied."""
     mode = settings.get("roles.mode", roles.get("mode", "separate"))
     return mode if mode in RATES else "separate"
 
 
 def _model(config: Config, model: str) -> dict[str, Any]:
-    """The source run's `model` section with another path; what it left to Tether is left to Tether again."""
+    """The source run's `model` section with another path; automatic settings stay automatic."""
     kept = {name: value for name, value in _section(config, "model").items() if value != "auto"}
     return kept | {"path": model}
 
@@ -134,6 +131,8 @@ def _kept(config: Config, name: str, keys: Sequence[str]) -> dict[str, Any]:
     return {key: section[key] for key in keys if key in section}
 
 
+# -- records ------------------------------------------------------------------------------------------------------
+
 VOTES = "votes.json"
 MIN_RECORDS = 4
 
@@ -142,7 +141,7 @@ Record = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class TrainingRequest:
-    """What a person asked for. `config` is the recipe of the run that the policy goes on from, where there is one."""
+    """A training that a person requested. `config` is the recipe of the source run, if there is one."""
 
     name: str
     queue: int
@@ -152,7 +151,7 @@ class TrainingRequest:
     reward_steps: int = 60
     ppo_steps: int = 40
     sft_steps: int = 60
-    considered: Sequence[int] = ()  # every vote that there was, ties and skips too
+    considered: Sequence[int] = ()  # all votes, including ties and skips
     reward_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     ppo_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     sft_settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
@@ -160,27 +159,27 @@ class TrainingRequest:
 
 @dataclass(frozen=True)
 class Split:
-    """Records to learn from, and records to be measured on."""
+    """Training records and held-out records."""
 
     train: Sequence[Record]
     held_out: Sequence[Record]
 
     @property
     def votes(self) -> list[int]:
-        """The votes that are learned from."""
+        """The ids of the votes in the training records."""
         return sorted({vote for record in self.train for vote in record["votes"]})
 
 
 def decided_pairs(records: Sequence[Record]) -> int:
-    """How many pairs of answers rankings tell apart."""
+    """Number of pairs of answers that the rankings decide."""
     return sum(one != other for record in records for one, other in combinations(record.get("ranks", ()), 2))
 
 
 def split_records(records: Sequence[Record], fraction: float, what: str = "items have a clear choice") -> Split:
-    """By a hash of the prompt: what was held out once stays held out as votes grow, and no prompt is in both parts."""
+    """Split by a hash of the prompt: a held-out prompt stays held out as votes grow, and no prompt is in both parts."""
     good = [record for record in records if _can_be_learned(record)]
     if len(good) < MIN_RECORDS:
-        raise DataError(f"{len(good)} {what}, and training needs {MIN_RECORDS} or more: go on judging")
+        raise DataError(f"{len(good)} {what}, and training needs {MIN_RECORDS} or more: judge more items")
     by_lot = sorted({_asked(record) for record in good}, key=_lot)
     least = {prompt for prompt in by_lot if _lot(prompt) < fraction}
     if fraction and not least:
@@ -198,7 +197,7 @@ def split_records(records: Sequence[Record], fraction: float, what: str = "items
 
 
 def _asked(record: Record) -> str:
-    """What identifies a record's prompt."""
+    """A key that identifies a record's prompt."""
     return json.dumps(record["prompt"] if "prompt" in record else record["messages"][:-1])
 
 
@@ -207,7 +206,7 @@ def _lot(prompt: str) -> float:
 
 
 def _can_be_learned(record: Record) -> bool:
-    """Texts that are not empty and made of whole characters, as training asks for."""
+    """Whether all texts are non-empty and valid Unicode, as training requires."""
     texts = list(record.get("answers", ()))
     if "messages" in record:
         texts.append(record["messages"][-1]["content"])
@@ -229,7 +228,7 @@ def _are_whole(texts: Sequence[str]) -> bool:
 
 
 def write_plan(directory: Path, wish: TrainingRequest, split: Split) -> Path:
-    """Write all that a reward model and PPO need; the plan's file. A setting that is wrong is told here."""
+    """Write the files for a reward model and PPO; returns the plan's file. Wrong settings raise here."""
 
     def recipes(root: Path, data: Path) -> list[list[str]]:
         _write_lines(data / "prompts.jsonl", _prompts([*split.train, *split.held_out]))
@@ -244,7 +243,7 @@ def write_plan(directory: Path, wish: TrainingRequest, split: Split) -> Path:
             _command(root, "ppo", policy, wish.ppo_settings),
         ]
         _, method, path, *flags = commands[1]
-        names = code_names(load_recipe(method, path, flags))  # which come from the run that the policy goes on from
+        names = code_names(load_recipe(method, path, flags))  # these come from the source run
         agree_to_names(names, names_of_record(wish.config), wish.folder or root, flags)
         return commands
 
@@ -252,7 +251,7 @@ def write_plan(directory: Path, wish: TrainingRequest, split: Split) -> Path:
 
 
 def write_sft_plan(directory: Path, wish: TrainingRequest, split: Split) -> Path:
-    """Write all that supervised fine-tuning on demonstrations needs; the plan's file."""
+    """Write the files for supervised fine-tuning on demonstrations; returns the plan's file."""
 
     def recipes(root: Path, data: Path) -> list[list[str]]:
         recipe = sft_recipe(wish.config, wish.model, wish.sft_settings, _data(data, split))
@@ -309,7 +308,7 @@ def _data(data: Path, split: Split) -> dict[str, Any]:
     return section | ({"max_length": longest} if longest > DEFAULT_LENGTH else {})
 
 
-DEFAULT_LENGTH = 1024  # of data.max_length
+DEFAULT_LENGTH = 1024  # default of data.max_length
 
 
 def _longest(record: Record) -> int:
@@ -322,18 +321,18 @@ def _run(directory: Path, wish: TrainingRequest, run: str, steps: int) -> dict[s
 
 
 def _command(root: Path, method: str, recipe: dict[str, Any], settings: Mapping[str, Any]) -> list[str]:
-    """`train METHOD RECIPE --key=value ...`, tried by reading it as the command line will."""
+    """`train METHOD RECIPE --key=value ...`, checked by parsing it as the command line will."""
     path = root / "data" / f"{method}.yaml"
     path.write_text(json.dumps(recipe, indent=2) + "\n", encoding="utf-8")  # JSON is YAML
     flags = as_flags(settings)
     read = load_recipe(method, str(path), flags)
     if [read.run.directory, read.run.name, read.store.url] != [recipe["run"]["directory"], recipe["run"]["name"], None]:
-        raise ConfigError("settings: the page says where a run goes; leave run.directory, run.name and store.url out")
+        raise ConfigError("settings: Studio sets run.directory, run.name and store.url; leave them out")
     return ["train", method, str(path.absolute()), *flags]
 
 
 def _prompts(records: Sequence[Record]) -> list[Record]:
-    """Each prompt once."""
+    """The distinct prompts."""
     found = {_asked(record): record for record in records}
     kept = ("prompt", "tools")
     return [

@@ -1,1 +1,1 @@
-"""The database of a workspace: its tables, how it is opened, and how records get into it."""
+"""The database of a workspace: its tables, how to open it, and how to write records to it."""

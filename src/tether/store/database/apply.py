@@ -1,11 +1,7 @@
-"""Writing one record into the database within a transaction, and which rollouts are kept.
+"""Write one record to the database within the caller's transaction, and choose the steps whose rollouts are kept.
 
-Which steps' rollouts are kept: they are most of what a run writes.
-
-Writing one record into the database: the whole of it, within the caller's transaction.
-
-Applying a record twice is the same as applying it once. A process can die after a commit and before it forgets the
-record's file; whoever finds the file may then apply it again.
+Applying a record twice has the same effect as applying it once. A process can die after a commit and before it deletes
+the record's file, and the next process that finds the file applies it again.
 """
 
 from __future__ import annotations
@@ -16,26 +12,26 @@ from typing import Any
 
 from sqlalchemy import Connection, bindparam, case, delete, func, insert, select, update
 
-from tether.store.database.records import SITTINGS, StoreRecord, plain
+from tether.store.database.records import ATTEMPT_EVENTS, StoreRecord, plain
 from tether.store.database.schema import events, lineage, metrics, rollouts, row_digest, runs, step_digest, steps
 
 
 @dataclass(frozen=True)
 class KeepRollouts:
-    """`every`: the rollouts of every so many steps, 1 for all and 0 for none. `most`: of at most so many steps."""
+    """Keep the rollouts of every `every`-th step (1: all, 0: none), and of at most `most` steps, evenly spaced."""
 
     every: int = 1
-    most: int | None = 200  # None: however many there are
+    most: int | None = 200  # None: no limit
 
     def wants(self, step: int) -> bool:
-        """Whether a step's rollouts are written at all."""
+        """Whether a step's rollouts are written."""
         return self.every > 0 and step % self.every == 0
 
     def to_drop(self, steps: Sequence[int]) -> list[int]:
-        """Which of the kept steps, in order, must go; the first and the last stay, and the rest stay spread out.
+        """The steps to drop from the kept ones; the first and the last always stay.
 
-        Again and again the one goes whose neighbours are closest together, the older one of equals: what remains
-        covers the whole run, as evenly as it can.
+        It repeatedly drops the step whose neighbours are closest together, and of equals the older one. The remaining
+        steps cover the whole run as evenly as possible.
         """
         kept, dropped = list(steps), []
         while self.most is not None and len(kept) > max(self.most, 2):
@@ -63,14 +59,14 @@ _COME_FURTHER = (
 def apply_record(
     connection: Connection, workspace: str, name: str, record: StoreRecord, start: StoreRecord | None = None
 ) -> None:
-    """Apply a record of the run called `name`; one that the database does not know is entered first, from `start`."""
+    """Apply a record of the run called `name`; a run that is not in the database is first added from `start`."""
     if record.kind == "start":
-        _begin(connection, workspace, {**record.data, "name": name})  # a file beside a run cannot name another one
+        _begin(connection, workspace, {**record.data, "name": name})  # a spooled file cannot name another run
         return
     run = _find(connection, workspace, name)
     if run is None:
         if start is None:
-            raise LookupError(f"the run store knows no run {name}")
+            raise LookupError(f"the run store has no run {name}")
         _begin(connection, workspace, {**start.data, "name": name})
         run = _find(connection, workspace, name)
     assert run is not None
@@ -90,9 +86,9 @@ def _find(connection: Connection, workspace: str, name: str) -> Any:
 
 
 def _begin(connection: Connection, workspace: str, data: Any) -> None:
-    """Enter a run, in place of an earlier one whose name it took; one that goes on keeps its steps.
+    """Add a run, replacing an earlier one of the same name; a resumed run keeps its steps.
 
-    An earlier one whose folder has only been moved keeps its records under its new name.
+    If the earlier run's folder was only moved, its records are kept under its new name.
     """
     known = _find(connection, workspace, data["name"])
     described = {
@@ -135,7 +131,7 @@ def _begin(connection: Connection, workspace: str, data: Any) -> None:
 
 
 def _notes(config: Any) -> dict[str, Any]:
-    """What the recipe says about a new run; later the store has it, and a run that is resumed keeps it."""
+    """The note, tags and group in the recipe of a new run; a resumed run keeps those in the store."""
     said = config.get("run") if isinstance(config, dict) else None
     said = said if isinstance(said, dict) else {}
     return {
@@ -152,7 +148,7 @@ def _touch(connection: Connection, run_id: int, time: float, **changes: Any) -> 
 def _add_step(connection: Connection, run_id: int, record: StoreRecord) -> None:
     data, step = record.data, record.data["step"]
     place = {"run_id": run_id, "step": step}
-    connection.execute(_DELETE_STEP, {"run": run_id, "at": step})  # and all that belongs to it
+    connection.execute(_DELETE_STEP, {"run": run_id, "at": step})  # with its metrics and rollouts
     values = {plain(name): value for name, value in data["metrics"].items()}
     kept = {"digest": step_digest(step, values), "rollouts": len(data["rollouts"])}
     connection.execute(_INSERT_STEP, place | {"recorded": data["time"]} | kept)
@@ -177,7 +173,7 @@ def _thin_out(connection: Connection, run_id: int, most: int | None) -> None:
 
 
 def put_step_back(connection: Connection, run_id: int, data: Any) -> None:
-    """Write the metrics of a step again; rollouts that are there stay, and are as many as it is then said to keep."""
+    """Write the metrics of a step again; its rollouts stay, and their count is updated."""
     place, values = {"run_id": run_id, "step": data["step"]}, {plain(n): v for n, v in data["metrics"].items()}
     here = (rollouts.c.run_id == run_id, rollouts.c.step == data["step"])
     said = {
@@ -194,7 +190,7 @@ def put_step_back(connection: Connection, run_id: int, data: Any) -> None:
 
 
 def put_event_back(connection: Connection, run_id: int, data: Any) -> None:
-    """Write an event again, in place of one that is damaged."""
+    """Write an event again, replacing a damaged one."""
     connection.execute(delete(events).where(events.c.run_id == run_id, events.c.uid == data["uid"]))
     _add_event(connection, run_id, data)
 
@@ -210,8 +206,8 @@ def _add_event(connection: Connection, run_id: int, data: Any) -> None:
 
 
 def _rewind(connection: Connection, run_id: int, step: int) -> None:
-    """Forget everything from a step on, which is about to be done again; what happened to the run still happened."""
+    """Remove everything from a step on, because the run repeats it; events of the run itself stay."""
     connection.execute(delete(steps).where(steps.c.run_id == run_id, steps.c.step >= step))
-    again = events.c.kind.not_in(SITTINGS)  # it will happen again
+    again = events.c.kind.not_in(ATTEMPT_EVENTS)  # the others will be recorded again
     connection.execute(delete(events).where(events.c.run_id == run_id, events.c.step >= step, again))
     connection.execute(update(runs).where(runs.c.id == run_id).values(steps_done=_steps_done(connection, run_id)))

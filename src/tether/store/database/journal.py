@@ -1,11 +1,8 @@
-"""Getting records into the database: at once, or by a spool on disk while it cannot be written.
+"""Write records to the database; if it cannot be written, to a spool on disk; if that fails too, keep them in memory.
 
-Records that wait on disk while the database cannot be written: `spool/` in the run's folder, one file a record.
-
-Getting records into the database whatever happens to it: the database, else a file, else memory.
-
-Order is kept: once something waits, everything after it waits behind it, and a database that is back is given what
-waited first. Nothing here raises; what cannot be done is told once, through `notify`.
+The spool is `spool/` in the run's folder, with one file per record. Order is kept: once a record waits, all later ones
+wait behind it, and the oldest is written first when the database is back. Nothing here raises: a problem is reported
+once, through `notify`.
 """
 
 from __future__ import annotations
@@ -35,21 +32,24 @@ FOLDER = "spool"
 LOCK = ".recording"
 
 
+# -- the spool ----------------------------------------------------------------------------------------------------
+
+
 class Spool:
-    """An ordered queue of files. A file is whole or not there: written beside, flushed to disk, and renamed."""
+    """An ordered queue of files. Each file is written under a temporary name, flushed to disk, and renamed."""
 
     def __init__(self, run_folder: Path) -> None:
         self.folder = run_folder / FOLDER
         self._next = max((int(path.stem) for path in self.files()), default=-1) + 1
 
     def files(self) -> list[Path]:
-        """The records that wait, oldest first."""
+        """The waiting records, oldest first."""
         with suppress(OSError):
             return sorted(path for path in self.folder.glob("*.record") if path.stem.isdecimal())
         return []
 
     def add(self, record: StoreRecord) -> None:
-        """Put a record at the end; it is on disk when this returns. Raises OSError where it cannot be."""
+        """Append a record; it is on disk when this returns. Raises OSError on failure."""
         self.folder.mkdir(parents=True, exist_ok=True)
         target = self.folder / f"{self._next:010d}.record"
         beside = target.with_suffix(".unfinished")
@@ -67,17 +67,17 @@ class Spool:
         self._next += 1
 
     def set_aside(self, path: Path) -> None:
-        """Take a record that cannot be applied out of the way; it stays on disk to be looked at."""
+        """Move away a record that cannot be applied; it stays on disk for inspection."""
         path.replace(path.with_suffix(".refused"))
 
     def clear(self) -> None:
-        """Forget what waits: it belongs to a run that was here before."""
+        """Delete the waiting records: they belong to an earlier run in this folder."""
         for path in [*self.files(), *self.folder.glob("*.refused"), *self.folder.glob("*.unfinished")]:
             path.unlink(missing_ok=True)
         self.tidy()
 
     def tidy(self) -> None:
-        """Remove the folder once nothing is in it."""
+        """Remove the folder if it is empty."""
         with suppress(OSError):
             self.folder.rmdir()
 
@@ -92,14 +92,14 @@ def _sync_folder(folder: Path) -> None:
 
 @contextmanager
 def recording_lock(run_folder: Path) -> Iterator[bool]:
-    """Hold the run for one writer; False where another process has it. It goes with the process, however that ends."""
+    """Take the run's lock; yields False if another process has it. It is released when the process ends."""
     if fcntl is None:
         yield True
         return
     try:
         run_folder.mkdir(parents=True, exist_ok=True)
         handle = os.open(run_folder / LOCK, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o644)
-    except OSError:  # nothing can be written here, nor by anyone else
+    except OSError:  # the folder is read-only, so no other process can write here either
         yield True
         return
     try:
@@ -133,7 +133,9 @@ def is_being_recorded(run_folder: Path) -> bool:
         os.close(handle)
 
 
-FIRST_RETRY, LAST_RETRY = 1.0, 60.0  # seconds; doubled in between
+# -- the journal --------------------------------------------------------------------------------------------------
+
+FIRST_RETRY, LAST_RETRY = 1.0, 60.0  # seconds; doubled each time
 MAX_IN_MEMORY = 256
 
 
@@ -142,7 +144,7 @@ class Unavailable(Exception):  # noqa: N818 (a state of the store, not a fault o
 
 
 class Database:
-    """A connection for one run's records, opened when first needed and opened anew after a failure."""
+    """A connection for one run's records, opened on first use and again after a failure."""
 
     def __init__(self, workspace: Workspace, name: str, start: StoreRecord | None, wait: float) -> None:
         self.workspace, self.name, self.start, self.wait = workspace, name, start, wait
@@ -151,7 +153,7 @@ class Database:
         self._file: tuple[int, int] | None = None
 
     def apply(self, record: StoreRecord) -> None:
-        """Commit one record. Raises Unavailable, or ValueError where the record itself cannot be stored."""
+        """Commit one record. Raises Unavailable, or ValueError if the record itself cannot be stored."""
         try:
             connection = self._connected()
             with connection.begin():
@@ -165,7 +167,7 @@ class Database:
 
     def _connected(self) -> Connection:
         if self._connection is not None and self._identity() != self._file:
-            self.close()  # the file was removed or replaced: writing on would go to a file that no one can see
+            self.close()  # the file was removed or replaced: this connection would write to a deleted file
         if self._connection is None:
             self._engine = open_engine(self.workspace, wait=self.wait)
             self._connection = self._engine.connect()
@@ -182,7 +184,7 @@ class Database:
         return found.st_dev, found.st_ino
 
     def close(self) -> None:
-        """Let go of the connection."""
+        """Close the connection."""
         with suppress(Exception):
             if self._connection is not None:
                 self._connection.close()
@@ -193,7 +195,7 @@ class Database:
 
 
 class Journal:
-    """Writes records in order. `dropped` counts those that neither the database nor the disk would take."""
+    """Writes records in order. `dropped` counts those that neither the database nor the disk accepted."""
 
     def __init__(
         self,
@@ -215,15 +217,15 @@ class Journal:
 
     @property
     def durable(self) -> bool:
-        """Whether everything written so far would outlive the machine."""
+        """Whether everything written so far is on disk."""
         return not self._memory
 
     def seconds_to_retry(self) -> float | None:
-        """How long until the database should be tried again; None where nothing waits."""
+        """Seconds until the next try of the database; None if nothing waits."""
         return None if self._retry_at is None else max(0.0, self._retry_at - time.monotonic())
 
     def write(self, record: StoreRecord) -> None:
-        """Put one record where it is safe."""
+        """Write one record to the database, or to the spool."""
         if self.seconds_to_retry() == 0.0:
             self.retry()
         if self._retry_at is None:
@@ -238,7 +240,7 @@ class Journal:
         self._set_down(record)
 
     def retry(self) -> None:
-        """Write what waits, oldest first; if the database is still away, wait longer."""
+        """Write the waiting records, oldest first; doubles the delay if the database is still away."""
         written = 0
         try:
             for path in self.spool.files():
@@ -258,7 +260,7 @@ class Journal:
             self._notify(f"The run store {self.database.workspace.place} is up to date: {written} records caught up.")
 
     def close(self) -> None:
-        """A last attempt, however long it is until the next one, and let go."""
+        """Try once more, whatever the delay, and close."""
         if self._retry_at is not None:
             self.retry()
         self.database.close()
@@ -284,8 +286,8 @@ class Journal:
     def _begin_waiting(self, reason: str) -> None:
         self._retry_at = time.monotonic() + self._delay
         self._notify(
-            f"The run store {self.database.workspace.place} cannot be written ({reason}). Training goes on; what it "
-            f"records is kept in {self.spool.folder} until the store is back."
+            f"The run store {self.database.workspace.place} cannot be written ({reason}). Training continues; its "
+            f"records are kept in {self.spool.folder} until the store is back."
         )
 
     def _set_down(self, record: StoreRecord) -> None:
@@ -293,7 +295,7 @@ class Journal:
         self._move_to_disk()
 
     def _move_to_disk(self) -> None:
-        """Put what is in memory into files; where that fails too, keep the newest in memory."""
+        """Write the records in memory to files; if that fails too, keep the newest in memory."""
         try:
             while self._memory:
                 self.spool.add(self._memory[0])
@@ -310,7 +312,7 @@ class Journal:
             self.dropped += 1
             if not self._told_drop:
                 self._told_drop = True
-                self._notify("Records are being lost: neither the run store nor the disk has taken any for too long.")
+                self._notify("Records are being lost: neither the run store nor the disk can be written.")
 
     def _refuse(self, text: str) -> None:
         self.dropped += 1
@@ -318,6 +320,6 @@ class Journal:
 
 
 def _reason(error: BaseException) -> str:
-    """The cause in one line, without the statement and its values."""
+    """The cause in one line, without the SQL statement and its values."""
     cause = error.orig if isinstance(error, DBAPIError) and error.orig is not None else error
     return (str(cause).strip().partition("\n")[0] or type(cause).__name__)[:300]

@@ -1,13 +1,8 @@
-"""Where a workspace's database is; opening it, and migrating its tables.
+"""Find, open and migrate the database of a workspace.
 
-Bringing a database's tables up to date, also when several processes open it at once.
-
-The whole upgrade is one transaction under a lock of its own: whoever comes second waits, and finds nothing to do.
-
-Where a workspace's database is, and opening it.
-
-A workspace is a folder of runs. Its database is `tether.db` in that folder, unless the variable TETHER_STORE, or a URL
-given by the caller, names another: any SQLite file, or a PostgreSQL server.
+A workspace is a folder of runs. Its database is `tether.db` in that folder, unless the variable TETHER_STORE or a URL
+from the caller names another: any SQLite file, or a PostgreSQL server. A migration is one transaction under a lock, so
+several processes can open a database at once: the second one waits and then finds nothing to do.
 """
 
 from __future__ import annotations
@@ -29,14 +24,16 @@ from tether.errors import ConfigError, StorageError
 from tether.redact import redact_url, remember_url
 from tether.store.database.schema import HEAD
 
+# -- migrations ---------------------------------------------------------------------------------------------------
+
 MIGRATIONS = Path(__file__).parent / "migrations"
-POSTGRES_LOCK = 0x7E74_6872  # any number that no one else locks by
+POSTGRES_LOCK = 0x7E74_6872  # any number that nothing else uses as a lock
 
 
 def migrate(engine: Engine) -> None:
-    """Make the tables what this version of Tether expects."""
+    """Upgrade the tables to this version of Tether."""
     with engine.connect() as connection:
-        if _version(connection) == HEAD:  # the usual case, for which alembic need not be imported
+        if _version(connection) == HEAD:  # the usual case, which does not import alembic
             return
     with engine.begin() as connection:  # in SQLite this takes the write lock
         if connection.dialect.name == "postgresql":
@@ -46,8 +43,8 @@ def migrate(engine: Engine) -> None:
             return
         if version is not None and not re.fullmatch(r"\d{4}", version):
             raise StorageError(
-                f"the run store is damaged: it says that its tables are of version {version!r}, which no Tether "
-                "writes; put it back from a copy, or move it away and resume its runs, which keep their metrics"
+                f"the run store is damaged: its tables claim to be of version {version!r}, which no Tether "
+                "writes; restore it from a copy, or move it away and resume its runs, which keep their metrics"
             )
         if version is not None and version > HEAD:
             raise StorageError(
@@ -57,7 +54,7 @@ def migrate(engine: Engine) -> None:
 
 
 def _version(connection: Connection) -> str | None:
-    """The last change that was made; None where there is none."""
+    """The last migration that was applied; None if there is none."""
     if not inspect(connection).has_table("alembic_version"):
         return None
     return connection.execute(text("SELECT version_num FROM alembic_version")).scalar()
@@ -73,10 +70,12 @@ def _upgrade(connection: Connection) -> None:
     command.upgrade(config, "head")
 
 
+# -- workspaces and their databases -------------------------------------------------------------------------------
+
 VARIABLE = "TETHER_STORE"
 FILE = "tether.db"
-RUN_STATEMENT = 60.0  # seconds that a statement may take in PostgreSQL
-SERVER_STATEMENT = 15.0  # the same where people wait for the answer
+RUN_STATEMENT = 60.0  # time limit of one PostgreSQL statement in seconds, for training
+SERVER_STATEMENT = 15.0  # the same for a server, where users wait for the answer
 
 
 @dataclass(frozen=True)
@@ -88,38 +87,38 @@ class Workspace:
 
     @cached_property
     def key(self) -> str:
-        """How its runs are marked in the database: empty for the folder's own, which may be moved with it."""
+        """The workspace column of its runs: empty for `tether.db` in the folder, so that both can be moved together."""
         if self.file is not None and self.file.resolve() == (self.directory / FILE).resolve():
             return ""
         return f"{socket.gethostname()}:{self.directory.resolve()}"
 
     @property
     def file(self) -> Path | None:
-        """The database's file, where it is one."""
+        """The database's file; None for a server."""
         if self.url.get_backend_name() != "sqlite" or not self.url.database:
             return None
         return Path(self.url.database)
 
     @property
     def place(self) -> str:
-        """The database, to be told to its owner: without the password, wherever the address has one."""
+        """The database's address for display, without a password."""
         return str(self.file) if self.file is not None else redact_url(self.url.render_as_string(hide_password=False))
 
     def anchored(self) -> Workspace:
-        """The same by paths from the root, for threads: a reward may change the working folder meanwhile."""
+        """The same with absolute paths, for threads: a reward may change the working folder."""
         file = self.file
         is_named = file is not None and not str(file).startswith((":", "file:"))
         url = self.url.set(database=str(file.absolute())) if file is not None and is_named else self.url
         return Workspace(self.directory.absolute(), url)
 
     def folder(self, name: str) -> Path:
-        """A run's folder. A name may come from a database or a file that others write, and never leads out of here."""
+        """The folder of a run. Names may come from other people's files, so one that leads out of here is refused."""
         if not is_inside(name):
             raise ConfigError(f"run.name: {name!r} is not the name of a folder in the workspace {self.directory}")
         return self.directory / name
 
     def name_of(self, folder: Path) -> str:
-        """What a run is called: its folder, as seen from the workspace; one that a link in it leads to counts."""
+        """The name of a run: its folder relative to the workspace, also if a link in the workspace leads to it."""
         for place, root in (
             (folder.resolve(), self.directory.resolve()),
             (absolute(folder), absolute(self.directory)),
@@ -131,17 +130,17 @@ class Workspace:
 
 
 def absolute(path: Path) -> Path:
-    """The path from the root, links in it left as they are."""
+    """The absolute path; links are not resolved."""
     return Path(os.path.abspath(path))  # noqa: PTH100 (resolve() follows links)
 
 
 def is_inside(name: str) -> bool:
-    """Whether a run's name stays in the workspace it is joined to: parts with `/` between, none empty or `..`."""
+    """Whether a run's name stays inside its workspace: parts separated by `/`, none empty or `..`."""
     return bool(name) and not any(part in ("", ".", "..") or "\0" in part or "\\" in part for part in name.split("/"))
 
 
 def workspace_at(directory: str | Path, url: str | None = None) -> Workspace:
-    """The workspace in a folder, which need not exist yet."""
+    """The workspace of a folder, which need not exist yet."""
     directory = Path(directory).expanduser()
     given = url or os.environ.get(VARIABLE) or None
     if given:
@@ -167,9 +166,9 @@ def _parsed(url: str) -> URL:
 
 
 def open_engine(workspace: Workspace, *, wait: float = 5.0, kept: int = 0) -> Engine:
-    """The database, made if need be, its tables up to date.
+    """Open the database, create it if needed, and migrate its tables.
 
-    `wait`: seconds to wait for others' locks. `kept`: connections that stay open between uses, for a server.
+    `wait`: seconds to wait for locks. `kept`: connections that stay open between uses, for a server.
     """
     pool: dict[str, Any] = {"poolclass": NullPool}
     if kept:
@@ -193,14 +192,14 @@ def _sqlite(url: URL, wait: float, pool: dict[str, Any]) -> Engine:
 
     @event.listens_for(engine, "connect")
     def prepare(connection: Any, _: Any) -> None:
-        connection.isolation_level = None  # transactions begin where we say, tables included
+        connection.isolation_level = None  # we begin transactions ourselves, also around changes of tables
         _write_ahead(connection, wait)
         connection.execute("PRAGMA synchronous = FULL")
         connection.execute("PRAGMA foreign_keys = ON")
 
     @event.listens_for(engine, "begin")
     def begin(connection: Any) -> None:
-        # A transaction that reads first and writes later cannot wait for a lock; one that says so at once can.
+        # A transaction that reads first and writes later cannot wait for the lock; BEGIN IMMEDIATE can.
         read_only = connection.get_execution_options().get("reads_only", False)
         connection.exec_driver_sql("BEGIN" if read_only else "BEGIN IMMEDIATE")
 
@@ -208,14 +207,14 @@ def _sqlite(url: URL, wait: float, pool: dict[str, Any]) -> Engine:
 
 
 def _write_ahead(connection: Any, wait: float) -> None:
-    """Turn the write-ahead log on. SQLite does not wait for others here, so that this has to."""
+    """Enable the write-ahead log. SQLite's busy timeout does not apply here, so this loop waits."""
     import sqlite3
 
     deadline = time.monotonic() + wait
     while connection.execute("PRAGMA journal_mode").fetchone()[0] != "wal":
         try:
             connection.execute("PRAGMA journal_mode = WAL")
-            return  # a file system that cannot hold the log keeps the old journal, which is slower and as safe
+            return  # a file system without shared memory keeps the rollback journal, which is slower but as safe
         except sqlite3.OperationalError:
             if time.monotonic() > deadline:
                 raise

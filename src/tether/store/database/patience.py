@@ -1,8 +1,8 @@
-"""How long a database is waited for.
+"""Time limits for a database that does not answer.
 
-A server that is stopped, or cut off, accepts connections and never answers. Every wait for PostgreSQL ends after some
-seconds. A server that was let down does not send all its threads to wait again: while the database is known to be away,
-connections are refused at once, and one at a time looks whether it is back.
+A stopped or disconnected server may accept connections and never answer. Every wait for PostgreSQL ends after some
+seconds. After a failure, new connections are refused at once, and one thread at a time checks whether the database is
+back. So a web server does not block all its threads on a dead database.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from sqlalchemy.exc import TimeoutError as StoreAway
 from sqlalchemy.pool import QueuePool
 
 CONNECT_SECONDS = 5
-PING_SECONDS = 3.0  # for a connection that was kept: SELECT 1, which takes well under a millisecond
-GRACE_SECONDS = 5.0  # after the time that a statement may take by the server's own clock
-AWAY_SECONDS = 1.0  # after a failure, until the next look
-LOOK_SECONDS = CONNECT_SECONDS + PING_SECONDS + 1  # by then a look has ended
+PING_SECONDS = 3.0  # for SELECT 1 on a pooled connection, which takes well under a millisecond
+GRACE_SECONDS = 5.0  # beyond the statement timeout of the server
+AWAY_SECONDS = 1.0  # from a failure to the next check
+LOOK_SECONDS = CONNECT_SECONDS + PING_SECONDS + 1  # a check has ended by then
 
 
 class PatientConnection(psycopg.Connection[Any]):
-    """A connection that stops waiting after `patience` seconds, and is closed then."""
+    """A connection that stops waiting after `patience` seconds and closes itself."""
 
     patience = 60.0 + GRACE_SECONDS
 
@@ -35,13 +35,13 @@ class PatientConnection(psycopg.Connection[Any]):
         return super().wait(self._limited(gen, time.monotonic() + self.patience), *args, **options)
 
     def _limited(self, gen: Generator[Any, Any, Any], deadline: float) -> Generator[Any, Any, Any]:
-        """The same generator, which psycopg resumes ten times a second; past the deadline it raises."""
+        """Wrap the generator, which psycopg resumes ten times a second; raises after the deadline."""
         try:
             wanted = next(gen)
             while True:
                 ready = yield wanted
                 if not ready and time.monotonic() > deadline:
-                    self.pgconn.finish()  # what comes later would be taken for the answer to something else
+                    self.pgconn.finish()  # a late answer would be taken for the answer to another statement
                     raise OperationalError("the database does not answer")
                 wanted = gen.send(ready)
         except StopIteration as ended:
@@ -49,7 +49,7 @@ class PatientConnection(psycopg.Connection[Any]):
 
 
 class WatchedPool(QueuePool):
-    """A pool that knows whether its database is away."""
+    """A connection pool that remembers whether its database is away."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -57,11 +57,11 @@ class WatchedPool(QueuePool):
         self._away, self._next_look = False, 0.0
 
     def connect(self) -> Any:
-        """A connection; at once an error where the database was away a moment ago."""
+        """A connection; raises at once if the database was away a moment ago."""
         self._may_look()
         try:
             found = super().connect()
-        except StoreAway:  # all connections are in use: the database itself is not known to be away
+        except StoreAway:  # all connections are in use: this does not mean that the database is away
             raise
         except Exception:
             self.failed()
@@ -70,7 +70,7 @@ class WatchedPool(QueuePool):
         return found
 
     def failed(self) -> None:
-        """Take note that the database does not answer."""
+        """Record that the database does not answer."""
         with self._state:
             self._away, self._next_look = True, time.monotonic() + AWAY_SECONDS
 
@@ -85,7 +85,7 @@ class WatchedPool(QueuePool):
 
 
 def postgres_engine(url: URL, *, wait: float, statement: float, pool: dict[str, Any]) -> Engine:
-    """PostgreSQL. `wait`: seconds for others' locks; `statement`: the longest that one statement may take."""
+    """A PostgreSQL engine. `wait`: seconds for others' locks; `statement`: time limit of one statement."""
     waits = f"-c lock_timeout={int(wait * 1000)} -c statement_timeout={int(statement * 1000)}"
     arguments = {"connect_timeout": max(2, int(wait)), "options": waits}
 
@@ -111,7 +111,7 @@ def postgres_engine(url: URL, *, wait: float, statement: float, pool: dict[str, 
 
 
 def watch(engine: Engine) -> None:
-    """Tell a watched pool of connections that were lost in use."""
+    """Report connections that were lost in use to a watched pool."""
 
     @event.listens_for(engine, "handle_error")
     def lost(context: Any) -> None:

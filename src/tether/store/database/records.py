@@ -1,13 +1,9 @@
-"""Records for the store as values, and `records.jsonl`, the run's own copy of them.
+"""Records for the store as values, and `records.jsonl`, the run's own log of them.
 
-What is written to the store, as values: each is applied in one transaction, and can wait in a file until then.
-
-`records.jsonl` in a run's folder: the run's own copy of what it recorded, but for tokens.
-
-The store serves a workspace and can be lost, replaced or changed behind a run's back; what a run measured belongs to
-the run. One line a record, in order: starts, steps with their metrics, events, and rewinds, each with its SHA-256 at
-the end. It is written by the recorder's thread before the store is, and is on the disk before a checkpoint has its
-name.
+A record is applied to the store in one transaction, and can wait in a file until then. The store serves a whole
+workspace and can be lost or replaced, so each run also keeps its own log of everything except tokens. It has one line
+per record, in order: starts, steps with their metrics, events and rewinds, each with its SHA-256 at the end. The
+recorder's thread writes the log before the store, and flushes it to disk before a checkpoint gets its name.
 """
 
 from __future__ import annotations
@@ -35,9 +31,9 @@ class RecordSource:
     """Something a run was made from: a model, a reward model, a critic's start, data, the run it was forked from."""
 
     role: str
-    source: str  # a path or a name, as the recipe has it
-    run: str | None = None  # its name, where it is a run of the same workspace
-    sha256: str | None = None  # of a file of data
+    source: str  # a path or a name, as in the recipe
+    run: str | None = None  # its name, if it is a run of the same workspace
+    sha256: str | None = None  # of a data file
 
 
 @dataclass(frozen=True)
@@ -49,7 +45,7 @@ class StoreRecord:
     blobs: Sequence[bytes] = field(default=())
 
     def to_bytes(self) -> bytes:
-        """Self-contained, with a checksum at the end."""
+        """The record as bytes, with a checksum at the end."""
         header = {"kind": self.kind, "data": self.data, "blobs": [len(blob) for blob in self.blobs]}
         head = json.dumps(without_infinities(header), allow_nan=False, default=str).encode("ascii")
         body = b"".join([MAGIC, struct.pack("<I", len(head)), head, *self.blobs])
@@ -57,7 +53,7 @@ class StoreRecord:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> StoreRecord:
-        """Raises ValueError where anything is missing or altered."""
+        """Parse a record. Raises ValueError if anything is missing or changed."""
         body, digest = content[:-32], content[-32:]
         if not body.startswith(MAGIC) or hashlib.sha256(body).digest() != digest:
             raise ValueError("not a whole record")
@@ -75,32 +71,34 @@ class StoreRecord:
             TypeError,
             struct.error,
             RecursionError,
-        ) as error:  # its sum is right
+        ) as error:  # although the checksum is right
             raise ValueError(f"not a whole record ({type(error).__name__})") from error
 
 
 def plain(text: str) -> str:
-    """Text that every database takes: without NUL, and without halves of characters."""
+    """Text that every database accepts: without NUL and lone surrogates."""
     return text.replace("\x00", "").encode("utf-8", "replace").decode("utf-8")
 
 
+# -- the log of a run ---------------------------------------------------------------------------------------------
+
 FILE = "records.jsonl"
-SITTINGS = ("failed", "stopped", "resumed", "forked")  # events that tell of a attempt, not of a step
+ATTEMPT_EVENTS = ("failed", "stopped", "resumed", "forked")  # events of an attempt, not of a step
 LINE = re.compile(rb'(\{.*),"sha256":"([0-9a-f]{64})"\}', re.DOTALL)
 
 
 @dataclass
 class Logged:
-    """What a log holds, rewinds applied."""
+    """The content of a log, with rewinds applied."""
 
     start: dict[str, Any] | None = None  # of the first attempt
     steps: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])  # time, metrics, rollouts
     events: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])  # by uid
-    damaged: list[int] = field(default_factory=list[int])  # numbers of lines, from 1
+    damaged: list[int] = field(default_factory=list[int])  # line numbers, from 1
     last_start: dict[str, Any] | None = None
 
     def take(self, kind: str, data: dict[str, Any]) -> None:
-        """The next record."""
+        """Apply the next record."""
         if kind == "start":
             self.start = self.start or data
             self.last_start = data
@@ -115,27 +113,27 @@ class Logged:
             self.events = kept
 
     def digest(self, step: int) -> str:
-        """The digest of a step that is there, as the store has it."""
+        """The digest of a logged step, computed as the store does."""
         return step_digest(step, {plain(name): value for name, value in self.steps[step]["metrics"].items()})
 
 
 def _happens_again(event: Mapping[str, Any], step: int) -> bool:
-    return event["step"] is not None and event["step"] >= step and event["kind"] not in SITTINGS
+    return event["step"] is not None and event["step"] >= step and event["kind"] not in ATTEMPT_EVENTS
 
 
 class RunLog:
-    """Appends records. Raises OSError where that is not possible; what is there stays whole."""
+    """Appends records to the log. Raises OSError if it cannot; existing lines stay valid."""
 
     def __init__(self, run_folder: Path) -> None:
         self.path = run_folder / FILE
         self._file: int | None = None
 
     def append(self, record: StoreRecord) -> None:
-        """One more line."""
+        """Append one line."""
         if record.kind == "state":
             return
         if self._file is not None and not self._is_current():
-            self.close()  # it was removed, or written anew
+            self.close()  # the file was removed or replaced
         if self._file is None:
             self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | getattr(os, "O_NOFOLLOW", 0), 0o644)
             self._drop_torn_line()
@@ -151,19 +149,19 @@ class RunLog:
             raise OSError(28, os.strerror(28), str(self.path))
 
     def sync(self) -> None:
-        """Have it on the disk."""
+        """Flush the log to disk."""
         if self._file is not None:
             os.fsync(self._file)
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file."""
         if self._file is not None:
             with suppress(OSError):
                 os.close(self._file)
             self._file = None
 
     def clear(self) -> None:
-        """Forget what a run that was here before recorded."""
+        """Delete the log of an earlier run in this folder."""
         self.path.unlink(missing_ok=True)
 
     def _is_current(self) -> bool:
@@ -174,7 +172,7 @@ class RunLog:
             return False
 
     def _drop_torn_line(self) -> None:
-        """A kill can leave half a line at the end."""
+        """Remove a partial last line, which a kill can leave."""
         assert self._file is not None
         size = os.fstat(self._file).st_size
         if size and os.pread(self._file, 1, size - 1) != b"\n":
@@ -188,11 +186,11 @@ class RunLog:
 
 
 def line_of(kind: str, data: Mapping[str, Any]) -> bytes:
-    """A record as a line; of a step's rollouts only how many there are."""
+    """A record as a line; of a step's rollouts, only their number."""
     kept = dict(data)
     if kind == "step":
         kept["rollouts"] = len(kept["rollouts"]) if not isinstance(kept["rollouts"], int) else kept["rollouts"]
-    for name in ("most", "moved"):  # of the store alone
+    for name in ("most", "moved"):  # only for the store
         kept.pop(name, None)
     body = json.dumps(without_infinities({"kind": kind, "data": kept}), allow_nan=False, default=str)[:-1].encode(
         "ascii"
@@ -201,7 +199,7 @@ def line_of(kind: str, data: Mapping[str, Any]) -> bytes:
 
 
 def read_log(run_folder: Path) -> Logged | None:
-    """What a run's log holds; None where it has none. Lines that are not what was written are counted and left out."""
+    """Read a run's log; None if there is none. Damaged lines are counted and left out."""
     try:
         content = read_plain(run_folder / FILE)
     except OSError:
@@ -212,7 +210,7 @@ def read_log(run_folder: Path) -> Logged | None:
         record = _parsed(line)
         if record is not None and _is_record(record):
             found.take(record["kind"], record["data"])
-        elif number < len(lines):  # the last one, without its end, was torn by a kill
+        elif number < len(lines):  # a partial last line comes from a kill and is no damage
             found.damaged.append(number)
     return found
 
@@ -238,7 +236,7 @@ FIELDS: dict[str, dict[str, Any]] = {
 
 
 def _is_record(record: Any) -> bool:
-    """Whether a line is a record of a kind that there is: a folder may come from anyone."""
+    """Whether a line is a valid record of a known kind: the folder may come from somebody else."""
     fields, data = FIELDS.get(record.get("kind")), record.get("data")
     if fields is None or not isinstance(data, dict):
         return False
@@ -248,7 +246,7 @@ def _is_record(record: Any) -> bool:
 
 
 def write_log(run_folder: Path, logged: Logged) -> None:
-    """Write a whole log anew, in place of the one that is there."""
+    """Write the whole log again, replacing the existing one."""
     path = run_folder / FILE
     unfinished = path.with_name(f".{FILE}.unfinished")
     with unfinished.open("wb") as file:

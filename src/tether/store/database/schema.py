@@ -1,26 +1,20 @@
-"""The tables of the run store, for SQLite and PostgreSQL alike.
-
-JSON values as the store writes them.
-
-Digests of rows: what the run store hands out is what was written, or it is said that it is not.
-
-A row's digest is over the columns below, in this order, in one spelling for both databases. `run_id` and other keys
-that a database gives out are left out, so that a run's rows can be copied or moved to another store as they are; that
-they belong together is held by foreign keys, and by counts.
-
-The tables of the run store, for SQLite and PostgreSQL alike.
+"""The tables of the run store, the same for SQLite and PostgreSQL, and the digests of their rows.
 
     runs ─┬─ steps ─┬─ metrics     one number by run, step and name
-          │         └─ rollouts    one row a rollout, its tokens as one compressed blob
+          │         └─ rollouts    one row per rollout, its tokens as one compressed blob
           ├─ events
           └─ lineage
 
-    queues ─ items ─ votes ─ raters    what people are asked, and what they said
-                └─ assignments ─┘      who alone is asked an item
+    queues ─ items ─ votes ─ raters    the questions to people, and their answers
+                └─ assignments ─┘      the only raters who see an item
     label_audits                       every change to those
 
-A row belongs to the one on its left and goes when that goes. Rows have a digest of what they say. The tables
-are made by the migrations beside this file; a test holds that the two agree.
+A row belongs to the row on its left and is deleted with it. The migrations beside this file create the tables, and a
+test checks that the two agree.
+
+A row's digest covers the columns in `COVERED`, in order, with one encoding for both databases. Keys that a database
+assigns, such as `run_id`, are not covered, so that a run's rows can be copied to another store unchanged. Foreign keys
+and counts check that the rows belong together.
 """
 
 from __future__ import annotations
@@ -96,7 +90,7 @@ COVERED: dict[str, dict[str, str]] = {
         "ratings": "json",
     },
 }
-"""The columns that a digest covers, by table. Of a vote, `undone` changes later: the audits tell of it."""
+"""The columns that a digest covers, by table. `undone` of a vote may change later, with an audit row."""
 
 LENGTH = 32  # hexadecimal digits that are kept: 128 bits
 
@@ -105,7 +99,7 @@ def _spelt(kind: str, value: Any) -> Any:
     if value is None:
         return None
     if kind == "number":
-        return (float(value) + 0.0).hex()  # SQLite keeps -0.0 as 0.0
+        return (float(value) + 0.0).hex()  # SQLite stores -0.0 as 0.0
     if kind == "count":
         return int(value)
     if kind == "bytes":
@@ -114,12 +108,12 @@ def _spelt(kind: str, value: Any) -> Any:
 
 
 def row_digest(table: str, values: Mapping[str, Any]) -> str:
-    """The digest of a row of a table; JSON columns are given as values."""
+    """The digest of a row of a table; JSON columns are passed as values."""
     return _digest([_spelt(kind, values.get(name)) for name, kind in COVERED[table].items()])
 
 
 def step_digest(step: int, metrics: Mapping[str, float | None]) -> str:
-    """The digest of a step: all its metrics, by name, to the bit."""
+    """The digest of a step: all its metrics, by name, with their exact bits."""
     return _digest([step, sorted((name, _spelt("number", value)) for name, value in metrics.items())])
 
 
@@ -129,7 +123,7 @@ def _digest(values: Any) -> str:
 
 
 def on_insert(table: str) -> Callable[[Any], str]:
-    """What fills the digest of a new row in."""
+    """A column default that computes the digest of a new row."""
 
     def of_row(context: Any) -> str:
         return row_digest(table, context.get_current_parameters())
@@ -137,22 +131,24 @@ def on_insert(table: str) -> Callable[[Any], str]:
     return of_row
 
 
+# -- tables -------------------------------------------------------------------------------------------------------
+
 HEAD = "0007"
-"""The migration that makes the tables as they are below."""
+"""The migration that creates the tables as they are below."""
 
 
 class JSONText(TypeDecorator[Any]):
-    """JSON written in ASCII, so that any text a model can write fits into any database; not finite is null."""
+    """JSON in ASCII, so that any text from a model fits into any database; a number that is not finite becomes null."""
 
     impl = Text
     cache_ok = True
 
     def process_bind_param(self, value: Any, dialect: Dialect) -> str | None:  # noqa: ARG002
-        """To the database."""
+        """Encode for the database."""
         return None if value is None else json.dumps(without_infinities(value), allow_nan=False, default=str)
 
     def process_result_value(self, value: Any, dialect: Dialect) -> Any:  # noqa: ARG002
-        """From the database."""
+        """Decode from the database."""
         return None if value is None else json.loads(value)
 
 
@@ -164,7 +160,7 @@ def _run_id() -> Column[int]:
 
 
 def _digest_column(table: str) -> Column[str]:
-    """Of the row, filled in when it is written: see tether.store.database.schema."""
+    """The digest of a row, filled in when the row is written."""
     return Column("digest", Text, default=on_insert(table))
 
 
@@ -172,9 +168,9 @@ runs = Table(
     "runs",
     tables,
     Column("id", Integer, primary_key=True),
-    Column("workspace", Text, nullable=False),  # empty where the database lies in the workspace's own folder
-    Column("name", Text, nullable=False),  # the run's folder, as seen from the workspace
-    Column("uid", Text, nullable=False),  # tells a run from an earlier one of that name
+    Column("workspace", Text, nullable=False),  # empty if the database is in the workspace's own folder
+    Column("name", Text, nullable=False),  # the run's folder, relative to the workspace
+    Column("uid", Text, nullable=False),  # distinguishes a run from an earlier one of that name
     Column("method", Text, nullable=False),
     Column("state", Text, nullable=False),
     Column("created", Double, nullable=False),  # seconds since 1970
@@ -183,7 +179,7 @@ runs = Table(
     Column("steps_done", Integer, nullable=False),
     Column("config", JSONText, nullable=False),
     Column("environment", JSONText, nullable=False),
-    Column("note", JSONText, nullable=False, server_default='""'),  # what people say about it
+    Column("note", JSONText, nullable=False, server_default='""'),  # written by people
     Column("tags", JSONText, nullable=False, server_default="[]"),
     Column("run_group", JSONText, nullable=False, server_default='""'),
     _digest_column("runs"),
@@ -196,7 +192,7 @@ lineage = Table(
     _run_id(),
     Column("position", Integer, primary_key=True),
     Column("role", Text, nullable=False),  # model, reward, critic, data, fork, ...
-    Column("source", Text, nullable=False),  # a path or a name, as the recipe has it
+    Column("source", Text, nullable=False),  # a path or a name, as in the recipe
     Column("source_run_id", Integer, ForeignKey("runs.id", ondelete="SET NULL"), index=True),
     Column("sha256", Text),  # of a data file
     _digest_column("lineage"),
@@ -209,7 +205,7 @@ steps = Table(
     Column("step", Integer, primary_key=True),
     Column("recorded", Double, nullable=False),
     Column("digest", Text),  # of all its metrics
-    Column("rollouts", Integer),  # how many are kept; null where an older Tether recorded it
+    Column("rollouts", Integer),  # how many are kept; null in records of older versions
 )
 
 
@@ -223,7 +219,7 @@ metrics = Table(
     Column("run_id", Integer, primary_key=True),
     Column("step", Integer, primary_key=True),
     Column("name", Text, primary_key=True),
-    Column("value", Double),  # null: it was measured and was not finite
+    Column("value", Double),  # null: measured, but not finite
     _of_a_step(),
     sqlite_with_rowid=False,
 )
@@ -238,9 +234,9 @@ rollouts = Table(
     Column("sample_id", BigInteger, nullable=False),
     Column("finish", Text, nullable=False),
     Column("score", Double),
-    Column("tokens", Integer, nullable=False),  # how many, prompt and answer
+    Column("tokens", Integer, nullable=False),  # number of tokens, prompt and answer
     Column("content", LargeBinary, nullable=False),  # see tether.store.recorded
-    _digest_column("rollouts"),  # null where an older Tether recorded it
+    _digest_column("rollouts"),  # null in records of older versions
     _of_a_step(),
 )
 
@@ -249,7 +245,7 @@ events = Table(
     tables,
     Column("id", Integer, primary_key=True),
     Column("run_id", Integer, ForeignKey("runs.id", ondelete="CASCADE"), nullable=False),
-    Column("uid", Text, nullable=False, unique=True),  # so that one written twice is there once
+    Column("uid", Text, nullable=False, unique=True),  # prevents duplicates
     Column("time", Double, nullable=False),
     Column("kind", Text, nullable=False),
     Column("text", JSONText, nullable=False),
@@ -263,11 +259,11 @@ queues = Table(
     "queues",
     tables,
     Column("id", Integer, primary_key=True),
-    Column("workspace", Text, nullable=False, index=True),  # as of runs
+    Column("workspace", Text, nullable=False, index=True),  # as in runs
     Column("name", JSONText, nullable=False),
     Column("kind", Text, nullable=False),  # pair, ranking, demonstration
     Column("guidelines", JSONText, nullable=False),
-    Column("meta", JSONText, nullable=False),  # of an arena: the two runs
+    Column("meta", JSONText, nullable=False),  # for an arena: the two runs
     Column("created", Double, nullable=False),
     Column("open", Boolean, nullable=False),
 )
@@ -279,10 +275,10 @@ raters = Table(
     Column("workspace", Text, nullable=False, index=True),
     Column("name", JSONText, nullable=False),
     Column("role", Text, nullable=False),  # owner, annotator
-    Column("token_hash", Text, unique=True),  # none: enters by the server's own token, or not at all
+    Column("token_hash", Text, unique=True),  # null: signs in with the server's own token, or not at all
     Column("queue_id", Integer, ForeignKey("queues.id", ondelete="CASCADE"), index=True),  # the only one they see
     Column("created", Double, nullable=False),
-    Column("excluded", Boolean, nullable=False, server_default=false()),  # their votes are not exported or learned from
+    Column("excluded", Boolean, nullable=False, server_default=false()),  # their votes are not exported or trained on
 )
 
 items = Table(
@@ -292,11 +288,11 @@ items = Table(
     Column("queue_id", Integer, ForeignKey("queues.id", ondelete="CASCADE"), nullable=False),
     Column("kind", Text, nullable=False),
     Column("prompt", JSONText, nullable=False),  # messages
-    Column("answers", JSONText, nullable=False),  # {text, source, ended, ids}, in the order that votes count from
+    Column("answers", JSONText, nullable=False),  # {text, source, ended, ids}; votes refer to this order
     Column("meta", JSONText, nullable=False),
     Column("repeat_of", Integer, ForeignKey("items.id", ondelete="CASCADE"), index=True),
     Column("priority", Double, nullable=False),  # higher ones are asked first
-    Column("gold", JSONText),  # the known right ranks of the answers, where the item tests annotators
+    Column("gold", JSONText),  # the known ranks of the answers, if the item tests annotators
     _digest_column("items"),
 )
 Index("items_in_order", items.c.queue_id, items.c.priority.desc(), items.c.id)
@@ -305,18 +301,18 @@ votes = Table(
     "votes",
     tables,
     Column("id", Integer, primary_key=True),
-    Column("client_uid", Text, nullable=False, unique=True),  # so that one sent twice is there once
+    Column("client_uid", Text, nullable=False, unique=True),  # a vote that is sent twice is stored once
     Column("item_id", Integer, ForeignKey("items.id", ondelete="CASCADE"), nullable=False),
     Column("rater_id", Integer, ForeignKey("raters.id", ondelete="CASCADE"), nullable=False),
-    Column("order", JSONText, nullable=False),  # which answer stood where
+    Column("order", JSONText, nullable=False),  # the order in which the answers were shown
     Column("choice", JSONText, nullable=False),  # left, right, tie, both_bad, skip; places, best first; a text
-    Column("seconds", Double),  # that it took
+    Column("seconds", Double),  # time taken by the rater
     Column("created", Double, nullable=False),
     Column("undone", Boolean, nullable=False),
     Column("comment", JSONText),
     Column("ratings", JSONText),  # of each answer as shown, {axis: 1 to 7}
     _digest_column("votes"),
-    Index("votes_of_a_rater", "rater_id", "id"),  # in the order in which they were kept
+    Index("votes_of_a_rater", "rater_id", "id"),  # in the order they were stored
 )
 Index(
     "one_vote_a_rater_and_item",
@@ -343,7 +339,7 @@ label_audits = Table(
     Column("time", Double, nullable=False),
     Column("rater_id", Integer, ForeignKey("raters.id", ondelete="SET NULL"), index=True),
     Column("action", Text, nullable=False),  # vote, undo, add-queue, ...
-    Column("subject", Integer),  # the vote, queue or rater that it was done to
+    Column("subject", Integer),  # the id of the vote, queue or rater that changed
     Column("data", JSONText, nullable=False),
     Index("audits_by_time", "workspace", "time"),
 )

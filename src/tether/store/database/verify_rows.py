@@ -1,4 +1,4 @@
-"""Whether a store holds what was written to it: rows against their digests, counts, and SQLite's own check."""
+"""Check the rows of a store against their digests and counts, and the file with SQLite's own check."""
 
 from __future__ import annotations
 
@@ -27,32 +27,32 @@ from tether.store.database.schema import (
     votes,
 )
 
-MAX_TOLD = 5  # faults that SQLite names at most
+MAX_TOLD = 5  # maximum number of faults that a message names
 AT_ONCE = 64  # rollouts in memory
-CHECKED_AT_RESUME = 2**28  # bytes of a SQLite file that is wholly checked before a run goes on
+CHECKED_AT_RESUME = 2**28  # maximum bytes of a SQLite file that is checked completely before a run resumes
 
 
 @dataclass
 class StoredHistory:
-    """What the store holds of one run, row by row checked."""
+    """The rows of one run in the store, each checked."""
 
     run_is_whole: bool = True
-    steps: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])  # whole ones: time, metrics
+    steps: dict[int, dict[str, Any]] = field(default_factory=dict[int, dict[str, Any]])  # undamaged: time, metrics
     damaged_steps: list[int] = field(default_factory=list[int])
     damaged_rollouts: list[tuple[int, int]] = field(default_factory=list[tuple[int, int]])  # step, place
-    missing_rollouts: list[int] = field(default_factory=list[int])  # steps that keep fewer than they say
-    rollouts: dict[int, int] = field(default_factory=dict[int, int])  # how many are there, by step
+    missing_rollouts: list[int] = field(default_factory=list[int])  # steps with fewer rollouts than their count
+    rollouts: dict[int, int] = field(default_factory=dict[int, int])  # number of rollouts, by step
     events: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     damaged_events: list[int] = field(default_factory=list[int])  # their ids
     damaged_lineage: bool = False
-    unsealed: int = 0  # rollouts that an older Tether recorded, without a digest
+    unsealed: int = 0  # rollouts of older versions, which have no digest
 
     @property
     def faults(self) -> list[str]:
-        """In words."""
+        """The faults as messages."""
         found = [] if self.run_is_whole else ["the run's own row is not what was written"]
         if self.damaged_lineage:
-            found.append("what it was made from is not what was written")
+            found.append("its lineage is not what was written")
         if self.damaged_steps:
             found.append(f"the metrics of {spans(self.damaged_steps)} are not what was written")
         if self.damaged_rollouts:
@@ -67,7 +67,7 @@ class StoredHistory:
 
 
 def spans(numbers: list[int]) -> str:
-    """Steps as people say them: `step 3`, `steps 0 to 7, 9`."""
+    """Format steps: `step 3`, `steps 0 to 7, 9`."""
     parts: list[list[int]] = []
     for number in sorted(set(numbers)):
         if parts and number == parts[-1][1] + 1:
@@ -79,17 +79,17 @@ def spans(numbers: list[int]) -> str:
 
 
 def is_whole(table: Table, row: Any) -> bool:
-    """Whether a row is what was written; the digest must be there."""
+    """Whether a row matches its digest; a missing digest counts as damage."""
     if row.digest is None:
         return False
     try:
         return row.digest == row_digest(table.name, row._mapping)
-    except (ValueError, TypeError, AttributeError):  # a value is not of its column's kind
+    except (ValueError, TypeError, AttributeError):  # a value of the wrong type
         return False
 
 
 def read_history(connection: Connection, run_id: int) -> StoredHistory:
-    """Read all that a run recorded, and check it."""
+    """Read and check everything that a run recorded."""
     found = StoredHistory()
     columns = (*(runs.c[name] for name in COVERED["runs"]), runs.c.digest)
     found.run_is_whole = any(
@@ -109,12 +109,12 @@ def read_history(connection: Connection, run_id: int) -> StoredHistory:
 
 
 def _rows(connection: Connection, statement: Any) -> Iterator[Any]:
-    """Rows of a statement; a stand-in for one whose values cannot be read as what they are."""
+    """The rows of a statement; an `_Unreadable` for a row whose values cannot be parsed."""
     result = connection.execute(statement.execution_options(yield_per=AT_ONCE))
     while True:
         try:
             row = result.fetchone()
-        except (ValueError, TypeError):  # such as JSON or a text that is none
+        except (ValueError, TypeError):  # such as invalid JSON
             yield _Unreadable()
             continue
         if row is None:
@@ -123,7 +123,7 @@ def _rows(connection: Connection, statement: Any) -> Iterator[Any]:
 
 
 class _Unreadable:
-    """A row that cannot be read, which is damage enough."""
+    """A row that cannot be read, and so counts as damaged."""
 
     digest = None
     id = -1
@@ -132,7 +132,7 @@ class _Unreadable:
 
 
 def _read_steps(connection: Connection, run_id: int, found: StoredHistory) -> dict[int, int | None]:
-    """The steps; how many rollouts each says that it keeps."""
+    """Read the steps; returns the number of rollouts that each should have."""
     measured: dict[int, dict[str, float | None]] = {}
     for row in _rows(connection, select(metrics).where(metrics.c.run_id == run_id)):
         if not isinstance(row, _Unreadable):
@@ -152,7 +152,7 @@ def _read_steps(connection: Connection, run_id: int, found: StoredHistory) -> di
 
 
 def _careful_step(step: Any, values: dict[str, Any]) -> str | None:
-    """The digest of what a step says; None where that is no number."""
+    """The digest of a step; None if a value is not a number."""
     try:
         return step_digest(step, values)
     except (ValueError, TypeError):
@@ -169,18 +169,18 @@ def _read_rollouts(connection: Connection, run_id: int, found: StoredHistory, sa
         elif not is_whole(rollouts, row):
             found.damaged_rollouts.append((row.step, row.place))
     for step, digests in whole.items():
-        if any(digests) and not all(digests):  # of a step, all are sealed or none
+        if any(digests) and not all(digests):  # in one step, all rollouts have a digest or none has
             found.damaged_rollouts.append((step, digests.index(False)))
     for step, count in said.items():
         if count is not None and count != found.rollouts.get(step, 0):
             found.missing_rollouts.append(step)
 
 
-# -- votes, and the file itself -----------------------------------------------------------------------------------
+# -- votes and the file itself ------------------------------------------------------------------------------------
 
 
 def vote_faults(connection: Connection, workspace: str) -> list[str]:
-    """What is wrong with the items and votes of a workspace, in words."""
+    """The faults of a workspace's items and votes, as messages."""
     of_items = select(items).join(queues, queues.c.id == items.c.queue_id).where(queues.c.workspace == workspace)
     found = [
         f"item {row.id} is not what was written" for row in _rows(connection, of_items) if not is_whole(items, row)
@@ -201,19 +201,19 @@ def vote_faults(connection: Connection, workspace: str) -> list[str]:
 
 
 def duplicate_ids(connection: Connection, workspace: str) -> list[str]:
-    """Runs of a workspace that have the same id, in words."""
+    """Runs of a workspace that have the same id, as messages."""
     chosen = select(runs.c.uid, func.count()).where(runs.c.workspace == workspace)
     counted = connection.execute(chosen.group_by(runs.c.uid).having(func.count() > 1)).all()
     found = []
     for uid, _ in counted:
         named = select(runs.c.name).where(runs.c.workspace == workspace, runs.c.uid == uid).order_by(runs.c.name)
         names = ", ".join(connection.execute(named).scalars())
-        found.append(f"{names} have the same id {uid}: resuming a copy gives it one of its own")
+        found.append(f"{names} have the same id {uid}: resuming a copy gives it a new id")
     return found
 
 
 def file_faults(connection: Connection, workspace: Workspace, *, most_bytes: int | None = None) -> list[str]:
-    """What SQLite's own check says of the file; nothing for a server, or for a file of more than `most_bytes`."""
+    """The result of SQLite's own check; empty for a server, or for a file of more than `most_bytes`."""
     if workspace.file is None:
         return []
     if most_bytes is not None and workspace.file.stat().st_size > most_bytes:
@@ -223,7 +223,7 @@ def file_faults(connection: Connection, workspace: Workspace, *, most_bytes: int
     orphans = connection.execute(text("PRAGMA foreign_key_check")).all()
     if orphans:
         names = ", ".join(sorted({str(row[0]) for row in orphans}))
-        found.append(f"{len(orphans)} rows of {names} belong to nothing")
+        found.append(f"{len(orphans)} rows of {names} have no parent row")
     return found
 
 

@@ -1,1 +1,1 @@
-"""How the tables came to be what they are, change by change."""
+"""The migrations of the tables, in order."""

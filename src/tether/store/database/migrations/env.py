@@ -1,4 +1,4 @@
-"""What alembic runs: the missing changes, over the connection that `tether.store.database.open` opens."""
+"""Run by alembic: applies the missing migrations over the connection that `tether.store.database.open` opens."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-// Which answer is looked at: a step's answers, filtered and sorted, and the way through them.
+// The answers of a step, filtered and sorted, and moving between them.
 
 import { get } from "./api.js";
 import { look } from "./answer_view.js";
@@ -8,7 +8,7 @@ import { tried } from "./notices.js";
 
 const A_PAGE = 50;
 
-/** The answers of a step, as the filters want them. */
+/** Load the answers of a step that match the filters. */
 export function askList(page, run, step) {
   return get(`runs/${run}/rollouts`, { step, ...page.filters, limit: A_PAGE, offset: page.offset });
 }
@@ -91,7 +91,7 @@ export function goTo(page, changes) {
   location.hash = `#/run/${page.run.id}/tokens?${new URLSearchParams(kept)}`;
 }
 
-/** The slider: the same prompt at this step, or at the nearest step that has it. */
+/** The slider: shows the same prompt at this step, or at the nearest step that has it. */
 export async function scrub(page, step) {
   const closest = (page.occurrences ?? []).toSorted((a, b) => Math.abs(a.step - step) - Math.abs(b.step - step))[0];
   page.step = closest?.step ?? step;

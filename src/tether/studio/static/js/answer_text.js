@@ -1,4 +1,4 @@
-// A text as people read it: Markdown, or every character as it is. One key changes all texts of the page.
+// A text as Markdown or as plain characters. One key switches all texts of the page.
 
 import { button, fill, h } from "./dom.js";
 import { visible } from "./format.js";
@@ -12,7 +12,7 @@ function remembered() {
   try {
     return localStorage.getItem(KEY) === "1";
   } catch {
-    return false; // the browser keeps nothing for this page
+    return false; // the browser has no storage for this page
   }
 }
 
@@ -30,26 +30,26 @@ function draw(box) {
   fill(box, !text.trim() ? "(nothing)" : isPlain ? visible(text) : markdown(text));
 }
 
-/** Show every text the other way. */
+/** Switch every text between Markdown and plain. */
 function togglePlain() {
   isPlain = !isPlain;
   try {
     localStorage.setItem(KEY, isPlain ? "1" : "0");
   } catch {
-    // it holds until the page is left
+    // without storage, the choice lasts until the page is closed
   }
   for (const box of document.querySelectorAll(".text")) if (shown.has(box)) draw(box);
   for (const each of document.querySelectorAll(".plain-toggle")) each.setAttribute("aria-pressed", String(isPlain));
 }
 
-/** The button that changes it; `key` m does the same. */
+/** The button that switches it; the key m does the same. */
 export function plainToggle() {
   return button("Plain text", togglePlain, { key: "m", kind: "plain-toggle", "aria-pressed": String(isPlain) });
 }
 
 export const plainKey = { key: "m", does: "Markdown or plain text", run: togglePlain };
 
-/** The prompt: a text, or a list of messages, each with who says it. */
+/** The prompt: a text, or a list of messages with their roles. */
 export function promptBox(prompt) {
   const messages = typeof prompt === "string" ? [{ role: "user", content: prompt }] : prompt;
   return h(
@@ -59,7 +59,7 @@ export function promptBox(prompt) {
   );
 }
 
-/** Says that an answer was cut off by the length limit, where it was. */
+/** A mark on an answer that the length limit cut off. */
 export function cutMark(answer) {
   return answer.ended === false && h("span", { class: "cut", title: "The length limit cut this answer off" }, "cut off");
 }

@@ -1,4 +1,4 @@
-// One answer under the microscope, the same prompt at other steps, and the same prompt in another run.
+// One answer in the microscope, the same prompt at other steps, and the same prompt in another run.
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
@@ -16,7 +16,7 @@ export async function look(page, step, row) {
     early ?? (await get(`runs/${page.run.id}/rollouts/${step}/${row}`, {}, { signal: page.looking.signal }));
   if (!page.view.isOpen()) return;
   show(page, rollout);
-  tried(() => showOthers(page, page.lenses[0], page.run, rollout)); // not waited for: the text is what was asked for
+  tried(() => showOthers(page, page.lenses[0], page.run, rollout)); // not awaited, so that the text is shown first
   await Promise.all([showAcross(page, rollout), showBeside(page, rollout)]);
 }
 
@@ -46,7 +46,7 @@ async function showOthers(page, lens, run, rollout) {
   if (page.view.isOpen() && lens.rollout === rollout) lens.showOthers(found.top_logprobs);
 }
 
-/** Where a run answered a prompt. */
+/** The steps and rows at which a run answered a prompt. */
 async function occurrences(run, promptId) {
   try {
     return (await get(`runs/${run.id}/prompts/${encodeURIComponent(promptId)}`)).steps;
@@ -56,7 +56,7 @@ async function occurrences(run, promptId) {
   }
 }
 
-/** The steps at which the same prompt was answered: a row of scores that the slider runs along. */
+/** The steps at which the same prompt was answered, as a row of scores along the slider. */
 async function showAcross(page, rollout) {
   if (page.promptId !== rollout.prompt_id) {
     page.promptId = rollout.prompt_id;
@@ -109,7 +109,7 @@ export function follow(page, which, place) {
   page.view.root.dataset.token = `${which}:${place}`;
 }
 
-/** The place of the step that is closest. */
+/** The index of the nearest step. */
 export function nearest(steps, step) {
   return steps.reduce((best, each, place) => (Math.abs(each - step) < Math.abs(steps[best] - step) ? place : best), 0);
 }

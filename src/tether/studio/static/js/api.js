@@ -1,4 +1,4 @@
-// Talking to the server: JSON in and out, errors as words.
+// Requests to the server: JSON in both directions, errors as messages.
 
 export class ApiError extends Error {
   constructor(status, message) {
@@ -7,7 +7,7 @@ export class ApiError extends Error {
   }
 }
 
-/** GET /api/PATH as JSON. A request that was made too soon is made again when the server says so. */
+/** GET /api/PATH as JSON. A request that was refused by the rate limit is repeated after the given delay. */
 export async function get(path, query = {}, { signal } = {}) {
   for (;;) {
     const answer = await reach(address(path, query), { signal });
@@ -21,16 +21,16 @@ export async function post(path, body = {}, { signal } = {}) {
   return read(await send(path, body, signal));
 }
 
-/** POST and hand back the response itself, for answers that arrive bit by bit. */
+/** POST and return the response itself, for streamed answers. */
 export async function send(path, body, signal) {
   const headers = { "Content-Type": "application/json" };
   return reach(address(path), { method: "POST", headers, body: JSON.stringify(body), signal });
 }
 
-/** POST, and hear the answer's server-sent events one by one, as [kind, data]. */
+/** POST, and yield the server-sent events of the answer as [kind, data]. */
 export async function* hear(path, body, signal) {
   const answer = await send(path, body, signal);
-  if (!answer.ok) await read(answer); // throws what the server said
+  if (!answer.ok) await read(answer); // throws the server's error
   const decoder = new TextDecoder();
   let waiting = "";
   for await (const bytes of chunks(answer.body)) {
@@ -43,7 +43,7 @@ export async function* hear(path, body, signal) {
   }
 }
 
-/** What a stream brings. Not every browser can walk through one by itself. */
+/** The chunks of a stream. Not every browser can iterate over a stream. */
 async function* chunks(stream) {
   const reader = stream.getReader();
   try {
@@ -68,7 +68,7 @@ async function reach(url, options) {
   }
 }
 
-/** The JSON of an answer, or its error. */
+/** The JSON of a response; throws its error. */
 export async function read(answer) {
   const text = await answer.text();
   let body = null;
@@ -92,7 +92,7 @@ export function pause(milliseconds) {
   return new Promise((wake) => setTimeout(wake, milliseconds));
 }
 
-/** A random name for something this page makes, also where the page is not served securely. */
+/** A random id; works without a secure context too. */
 export function uid() {
   const bytes = crypto.getRandomValues(new Uint8Array(16));
   return Array.from(bytes, (byte) => byte.toString(16).padStart(2, "0")).join("");

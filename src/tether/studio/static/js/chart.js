@@ -8,7 +8,7 @@ import { ink } from "./theme.js";
 
 const HEIGHT = 170;
 
-/** A chart in a frame. `zoomed(min, max)` is told when a person selects a range; `group` shares the cursor. */
+/** A chart in a frame. `zoomed(min, max)` is called when a range is selected; `group` shares the cursor. */
 export function makeChart({ name, title, note, group, zoomed, across = "step" }) {
   const readout = h("span", { class: "readout" });
   const canvas = h("div", { class: "plot", role: "img" });
@@ -145,7 +145,7 @@ export function makeChart({ name, title, note, group, zoomed, across = "step" })
   };
 }
 
-/** uPlot's columns: steps, then for each run its band's edges, its raw values where they are smoothed, its line. */
+/** uPlot's columns: steps, then for each run the edges of its band, its raw values if smoothed, its line. */
 function arrange(lines, weight) {
   const [series, bands, tables] = [[{}], [], []];
   for (const [which, line] of lines.entries()) {
@@ -190,7 +190,7 @@ function latest(values) {
   return values.findLast((value) => value !== null && Number.isFinite(value)) ?? null;
 }
 
-/** A text as a cell of a table that no spreadsheet takes for a formula. */
+/** A table cell that no spreadsheet reads as a formula. */
 function quoted(text) {
   const safe = /^[=+\-@\t\r\n\uFF1D\uFF0B\uFF0D\uFF20]/.test(text) ? `'${text}` : text;
   return `"${safe.replaceAll('"', '""')}"`;

@@ -1,4 +1,4 @@
-// Which curves are shown, under the question that each one helps to answer.
+// The curves to show, grouped by the question that they answer.
 
 const QUESTIONS = [
   [
@@ -6,7 +6,7 @@ const QUESTIONS = [
     [
       ["score", "Score", "what the policy is trained on, mean over the step's answers"],
       ["held_out/score", "Held-out score", "on prompts that are never trained on"],
-      ["accuracy", "Accuracy", "share of pairs ranked as the data has them"],
+      ["accuracy", "Accuracy", "share of pairs ranked as in the data"],
       ["held_out/accuracy", "Held-out accuracy", "on pairs that are never trained on"],
       ["score_std", "Spread of scores", "standard deviation; at zero there is nothing to learn"],
       ["loss", "Loss", "mean over the step"],
@@ -21,14 +21,14 @@ const QUESTIONS = [
       ["kl_coef", "KL coefficient", "weight of the KL penalty"],
       ["entropy", "Entropy", "nats per token; a fall to zero is mode collapse"],
       ["response_length", "Length of answers", "tokens"],
-      ["truncated", "Answers cut off", "share that ran into the length limit"],
+      ["truncated", "Answers cut off", "share that reached the length limit"],
       ["answers/top_share", "Most common answer", "share of answers that are the same"],
     ],
   ],
   [
     "Is the critic accurate?",
     [
-      ["explained_variance", "Explained variance", "1 is a perfect critic, 0 knows nothing"],
+      ["explained_variance", "Explained variance", "1 is a perfect critic, 0 predicts nothing"],
       ["value_loss", "Value loss", ""],
       ["value", "Value", "what the critic expects"],
       ["grad_norm/critic", "Gradient of the critic", "norm"],
@@ -63,7 +63,7 @@ const QUESTIONS = [
   ],
 ];
 
-/** [{question, charts: [{name, title, note}]}] of the metrics that there are; the rest come last, closed. */
+/** [{question, charts: [{name, title, note}]}] for the recorded metrics; all others come last, collapsed. */
 export function questionsFor(names) {
   const left = new Set(names);
   const groups = [];
@@ -87,7 +87,7 @@ export function questionsFor(names) {
   return groups;
 }
 
-/** An exponential mean that starts at the first value: s_t = w s_{t-1} + (1 - w) x_t, with the start's bias taken out. */
+/** Exponential moving average with bias correction: s_t = w s_{t-1} + (1 - w) x_t, divided by 1 - w^t. */
 export function smooth(values, weight) {
   if (!weight) return values;
   let [sum, mass] = [0, 0];
@@ -99,12 +99,12 @@ export function smooth(values, weight) {
   });
 }
 
-/** One line of numbers for people who do not see the picture. */
+/** A chart as one line of numbers, for screen readers. */
 export function inWords(title, steps, values, number) {
   const kept = values
     .map((value, place) => [steps[place], value])
     .filter(([, value]) => value !== null && Number.isFinite(value));
-  if (!kept.length) return `${title}: nothing yet`;
+  if (!kept.length) return `${title}: no data yet`;
   const only = kept.map(([, value]) => value);
   const [low, high] = only.reduce(([a, b], value) => [Math.min(a, value), Math.max(b, value)], [Infinity, -Infinity]);
   return (

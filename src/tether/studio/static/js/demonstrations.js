@@ -6,7 +6,7 @@ import { age, count, number } from "./format.js";
 import { notice, tried } from "./notices.js";
 import { stateMark } from "./parts.js";
 
-/** A section of the Train page; it stays away where nobody has written anything. */
+/** A section of the Train page; it is hidden if there are no demonstrations. */
 export function demonstrationSection(view) {
   const list = h("div", { class: "queues" });
   const section = h("section", { class: "question", hidden: true }, h("h2", {}, "Demonstrations"), list);
@@ -60,7 +60,7 @@ function card(queue, runs) {
 
 function askTuning(queue, runs) {
   const options = runs.filter((run) => run.method !== "reward" && run.state !== "running").map((run) => [run.id, run.name]);
-  const from = choose([["", "the run whose prompts these are, or the model below"], ...options], "", () => {});
+  const from = choose([["", "the run that the prompts came from, or the model below"], ...options], "", () => {});
   const model = h("input", { maxlength: 1000, placeholder: "a model's folder or name" });
   const steps = h("input", { type: "number", min: 1, max: 1000000, value: 60, required: true });
   const title = `Fine-tune on ${queue.name}`;
@@ -68,7 +68,7 @@ function askTuning(queue, runs) {
     "dialog",
     { "aria-label": title },
     h("h2", {}, title),
-    h("p", {}, "Supervised fine-tuning on what was written, with the conversations and system prompts that were answered."),
+    h("p", {}, "Supervised fine-tuning on the demonstrations, with their conversations and system prompts."),
     h(
       "form",
       {

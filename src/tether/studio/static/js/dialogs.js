@@ -1,10 +1,10 @@
-// Dialogs: a title, a form, Escape and Cancel close them, and so does going to another page (main.js).
+// Dialogs with a title and a form. Escape, Cancel and opening another page (main.js) close them.
 
 import { button, h } from "./dom.js";
 
 /**
- * Ask something. `send` is called when the form is sent, and the dialog closes if it returns something true; what it
- * throws, or says through `tried`, is shown in the dialog.
+ * Open a dialog. `send` is called on submit, and the dialog closes if it returns a truthy value. An error that it
+ * throws, or reports through `tried`, is shown in the dialog.
  */
 export function ask({ title, action, send, first = null }, ...parts) {
   const begin = h("button", { class: "main" }, action);
@@ -18,7 +18,7 @@ export function ask({ title, action, send, first = null }, ...parts) {
         class: "stack",
         onsubmit: async (event) => {
           event.preventDefault();
-          begin.disabled = true; // one at a time
+          begin.disabled = true; // one submit at a time
           const done = await send();
           begin.disabled = false;
           if (done) dialog.close();
@@ -40,7 +40,7 @@ export function ask({ title, action, send, first = null }, ...parts) {
   return dialog;
 }
 
-/** Close whatever is open: another page is shown now. */
+/** Close all dialogs, because another page is shown now. */
 export function closeDialogs() {
   for (const each of document.querySelectorAll("dialog[open]")) each.close();
 }

@@ -1,4 +1,4 @@
-// What the doctor says about a run, each finding under the curve that it is about.
+// The doctor's findings about a run, each under the curve that it is about.
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";

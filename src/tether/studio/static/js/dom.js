@@ -1,4 +1,4 @@
-// Building elements. Everything that comes from a model or a person becomes a text node, never markup.
+// Build elements. All text from a model or a person becomes a text node, never markup.
 
 const SVG = "http://www.w3.org/2000/svg";
 
@@ -7,7 +7,7 @@ export function h(tag, properties = {}, ...children) {
   return dress(document.createElement(tag), properties, children);
 }
 
-/** The same for SVG. */
+/** The same for SVG elements. */
 export function svg(tag, properties = {}, ...children) {
   return dress(document.createElementNS(SVG, tag), properties, children);
 }
@@ -24,7 +24,7 @@ function dress(element, properties, children) {
   return element;
 }
 
-/** Put children after those that are there. */
+/** Append children. */
 export function add(element, children) {
   for (const child of children.flat(Infinity)) {
     if (child === null || child === undefined || child === false) continue;
@@ -33,13 +33,13 @@ export function add(element, children) {
   return element;
 }
 
-/** Put children in place of those that are there. */
+/** Replace all children. */
 export function fill(element, ...children) {
   element.replaceChildren();
   return add(element, children);
 }
 
-/** A button that says what it does; `key` is shown beside it where it has one. */
+/** A button; `key` is shown beside its label. */
 export function button(label, onclick, { key = null, kind = "", ...rest } = {}) {
   return h("button", { type: "button", class: kind, onclick, ...rest }, label, key && h("kbd", {}, key));
 }
@@ -63,7 +63,7 @@ export function choose(options, chosen, onchange, properties = {}) {
   return h("select", { ...properties, onchange: (event) => onchange(event.target.value) }, list);
 }
 
-/** Call at most once in `delay` ms, the last call winning. */
+/** Debounce: run only the last call within `delay` ms. */
 export function debounced(delay, call) {
   let timer = 0;
   return (...values) => {
@@ -72,7 +72,7 @@ export function debounced(delay, call) {
   };
 }
 
-/** Call at most once a frame. */
+/** Run at most once per frame. */
 export function onceAFrame(call) {
   let waiting = false;
   return () => {

@@ -1,6 +1,6 @@
-// Dragging the lines of a list with a mouse, a pen or a finger. A finger drags by the handle: elsewhere it scrolls.
+// Drag the lines of a list with a mouse, a pen or a finger. A finger drags only by the handle: elsewhere it scrolls.
 
-/** Make the <li data-shown> of a list draggable; `dropped(which, onto)` is told both lines' numbers. */
+/** Make the <li data-shown> of a list draggable; `dropped(which, onto)` gets the numbers of both lines. */
 export function makeDraggable(list, dropped) {
   let held = null;
   let over = null;

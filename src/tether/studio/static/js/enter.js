@@ -1,6 +1,6 @@
-// Entering. The token of a link stands after #, which browsers send to no one: it is posted, and leaves the address.
+// Log in. The token of a link is after #, which browsers do not send; it is posted and removed from the address.
 
-/** The token of "#token=...", which is gone from the address and from the history after this; null where there is none. */
+/** The token in "#token=...", removed from the address and the history; null if there is none. */
 export function takeToken() {
   const found = /^#token=(.+)$/.exec(location.hash);
   if (!found) return null;
@@ -9,8 +9,8 @@ export function takeToken() {
 }
 
 /**
- * Turn a token into a session of this browser. Throws what the server says. A link can come from anyone's page: whoever
- * is logged in already is asked before they become someone else.
+ * Exchange a token for a session. Throws the server's error. A link can come from any page, so a user who is logged in
+ * is asked before the browser switches to another person.
  */
 export async function enter(token, instead = false) {
   let answer;
@@ -27,13 +27,13 @@ export async function enter(token, instead = false) {
   if (answer.ok) return;
   const said = await answer.json().catch(() => ({}));
   if (answer.status === 409 && !instead) {
-    if (confirm(`${said.error} Go on as that person?`)) await enter(token, true);
-    return; // who they are, or were
+    if (confirm(`${said.error} Continue as that person?`)) await enter(token, true);
+    return; // as the old or the new person
   }
   throw new Error(said.error ?? `The server answered ${answer.status}.`);
 }
 
-const form = document.getElementById("enter"); // only the page for strangers has it
+const form = document.getElementById("enter"); // only the login page has it
 
 async function tryToken(token) {
   const reason = document.getElementById("reason");

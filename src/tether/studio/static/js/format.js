@@ -1,6 +1,6 @@
-// Numbers and times as short words.
+// Format numbers and times.
 
-/** At most `digits` significant digits; a dash for what is missing. */
+/** At most `digits` significant digits; a dash for a missing value. */
 export function number(value, digits = 3) {
   if (value === null || value === undefined || Number.isNaN(value)) return "–";
   if (!Number.isFinite(value)) return value > 0 ? "∞" : "−∞";
@@ -10,7 +10,7 @@ export function number(value, digits = 3) {
   return minus(String(Number(value.toPrecision(Math.max(digits, Math.ceil(Math.log10(size + 1)))))));
 }
 
-/** A fixed number of places, for columns that should line up. */
+/** A fixed number of decimals, for columns that should align. */
 export function fixed(value, places = 4) {
   return value === null || value === undefined ? "–" : minus(value.toFixed(places));
 }
@@ -38,12 +38,12 @@ export function count(many, thing) {
   return `${many} ${thing}${many === 1 ? "" : "s"}`;
 }
 
-/** A moment on this machine's clock. */
+/** A time of day in the browser's time zone. */
 export function clock(seconds) {
   return new Date(seconds * 1000).toLocaleTimeString([], { hour: "2-digit", minute: "2-digit", second: "2-digit" });
 }
 
-/** Control characters as visible signs, so that a token is seen for what it is. */
+/** Control characters as visible symbols. */
 export function visible(text) {
   return text
     .replace(/[\u0000-\u0008\u000b-\u001f]/g, (sign) => String.fromCharCode(0x2400 + sign.charCodeAt(0)))

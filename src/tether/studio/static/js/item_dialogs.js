@@ -1,4 +1,4 @@
-// Dialogs of the list of items: who judges what, which answer is right, tags; and the settings of a queue.
+// Dialogs of the list of items: assignment, gold, tags; and the settings of a queue.
 
 import { get, post } from "./api.js";
 import { button, choose, field, h } from "./dom.js";
@@ -8,7 +8,7 @@ import { linkButtons } from "./sessions.js";
 
 const AXES = ["overall", "coverage", "accuracy", "coherence"];
 
-/** A dialog with a form; `send` is asked for what was done, and the dialog closes where it says something. */
+/** A dialog with a form; it closes if `send` returns a truthy value. */
 function ask(title, action, send, ...parts) {
   const main = h("button", { class: "main" }, action);
   const dialog = h(
@@ -37,7 +37,7 @@ function ask(title, action, send, ...parts) {
   (dialog.querySelector("input, select, textarea") ?? main).focus();
 }
 
-/** Give the chosen items, or all, to people. */
+/** Assign the chosen items, or all, to people. */
 export function askAssign(page, done) {
   const people = page.raters.filter((each) => each.enters && (each.queue_id === null || each.queue_id === page.queue.id));
   const boxes = people.map((each) => [each, h("input", { type: "checkbox" })]);
@@ -56,14 +56,14 @@ export function askAssign(page, done) {
     "Assign items",
     "Assign",
     send,
-    h("p", {}, `${many} will be asked of these people alone. Choose no one to ask everyone.`),
+    h("p", {}, `${many} will be shown only to these people. Choose no one to show them to everyone.`),
     h("div", { class: "checks" }, boxes.map(([person, box]) => h("label", { class: "inline" }, box, person.name))),
     people.length === 0 && h("p", {}, "There is no annotator yet: invite one on the Label page."),
     field("People for each item, in turn", each, "With fewer than all, items are shared out evenly."),
   );
 }
 
-/** Which answer is right. */
+/** Set the correct order of an item's answers. */
 export function askGold(item, done) {
   if (item.kind === "demonstration") return;
   const ranks = item.answers.map((_, place) =>
@@ -84,7 +84,7 @@ export function askGold(item, done) {
     "Gold item",
     "Save",
     send,
-    h("p", {}, "A gold item has a known right order. It looks like any other to annotators, tests them, and is not trained on."),
+    h("p", {}, "A gold item has a known correct order. It tests annotators, who cannot tell it from other items, and is not used for training."),
     h("label", { class: "inline" }, keep, "This is a gold item"),
     item.answers.map((answer, place) => field(`Rank of ${answer.text.slice(0, 80) || "(nothing)"}`, ranks[place])),
   );
@@ -98,10 +98,10 @@ export function askTags(item, done) {
     if (made) done();
     return made;
   };
-  ask("Tags", "Save", send, field("Tags, with commas between", tags));
+  ask("Tags", "Save", send, field("Tags, separated by commas", tags));
 }
 
-/** How a queue is judged. */
+/** The settings of a queue. */
 export function askSettings(queue) {
   const name = h("input", { value: queue.name, required: true, maxlength: 200 });
   const guidelines = h("textarea", { rows: 5, value: queue.guidelines });
@@ -127,7 +127,7 @@ export function askSettings(queue) {
   );
 }
 
-/** Which axes answers are rated on. */
+/** The axes on which answers are rated. */
 export function axisBoxes(chosen = []) {
   const boxes = AXES.map((axis) => [axis, h("input", { type: "checkbox", checked: chosen.includes(axis) })]);
   return {
@@ -141,7 +141,7 @@ export function axisBoxes(chosen = []) {
   };
 }
 
-/** What is known of each person who judges: their votes, their accuracy on gold items, and whether they count. */
+/** For each annotator: their votes, their accuracy on gold items, and whether they are excluded. */
 export async function peopleList(queues) {
   const [{ raters }, ...told] = await Promise.all([
     get("raters"),

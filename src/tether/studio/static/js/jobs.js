@@ -1,4 +1,4 @@
-// Processes that the server started, with the last lines of what they said.
+// Processes that the server started, with the end of their logs.
 
 import { get } from "./api.js";
 import { fill, h } from "./dom.js";
@@ -7,7 +7,7 @@ import { progressBar, stateMark, timeLeft } from "./parts.js";
 
 const EVERY = 2000; // ms
 
-/** A panel of jobs that keeps itself up to date while the page is open. `changed` is told when one ends. */
+/** A panel of jobs that refreshes itself while the page is open. `changed` is called when one ends. */
 export function jobsPanel(view, { kinds = null, changed = () => {} } = {}) {
   const list = h("ol", { class: "jobs" });
   const panel = h("section", { class: "question", hidden: true }, h("h2", {}, "Started from this page"), list);
@@ -47,7 +47,7 @@ export function jobsPanel(view, { kinds = null, changed = () => {} } = {}) {
   return panel;
 }
 
-/** Which of a job's runs is under way, how far it is, how long it will take, and a link to it. */
+/** The current run of a job: its stage, its progress, the time left, and a link to it. */
 function stageOf(job) {
   const under = job.stages.findLast((stage) => stage.run);
   if (!under) return job.state === "running" && h("small", {}, "starting");

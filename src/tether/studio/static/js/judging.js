@@ -1,4 +1,4 @@
-// Judging one item after another. A vote counts as cast when the server has said so, and not before.
+// Judge one item after another. A vote is shown as saved only after the server has acknowledged it.
 
 import { plainKey, plainToggle, promptBox, textBox } from "./answer_text.js";
 import { get, pause, post, uid } from "./api.js";
@@ -40,7 +40,7 @@ export async function openQueue(view, id) {
         h("h2", {}, "Guidelines"),
         queue.guidelines
           ? textBox(queue.guidelines)
-          : h("p", {}, "None were written. Choose the answer that you would rather get."),
+          : h("p", {}, "There are none. Choose the answer that you would prefer."),
       ),
     ),
   );
@@ -88,7 +88,7 @@ function undoKey(page) {
   return { key: "u", does: "Undo the last vote", run: () => undo(page) };
 }
 
-/** Send the vote until it is acknowledged: the same client_uid makes sending it twice harmless. */
+/** Send the vote until it is acknowledged: with the same client_uid it is stored once. */
 async function cast(page, choice) {
   if (page.busy || !page.item) return;
   page.busy = true;

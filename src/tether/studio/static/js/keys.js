@@ -1,4 +1,4 @@
-// Keys: every page lists what its keys do, and `?` shows the list.
+// Keyboard shortcuts: every page lists its keys, and `?` shows the list.
 
 import { h } from "./dom.js";
 
@@ -6,12 +6,12 @@ let everywhere = [];
 let page = [];
 let prefix = "";
 
-/** Keys of all pages: [{key, does, run}]; a key of two letters ("g r") is pressed one after the other. */
+/** Keys of all pages: [{key, does, run}]; the two letters of a key such as "g r" are pressed one after the other. */
 export function bindEverywhere(bindings) {
   everywhere = bindings;
 }
 
-/** Keys of the page that is open. */
+/** Keys of the current page. */
 export function bindPage(bindings) {
   page = bindings;
 }

@@ -1,4 +1,4 @@
-// The items of a queue as their owner sees them: what was said of each, filters, assignment, gold and tags.
+// The items of a queue for its owner: their votes, filters, assignment, gold and tags.
 
 import { plainKey, plainToggle, promptBox, textBox, cutMark } from "./answer_text.js";
 import { get, post } from "./api.js";
@@ -57,8 +57,8 @@ function bindKeys(page) {
     { key: ["k", "ArrowUp"], does: "Previous item", run: () => move(page, -1) },
     { key: "Enter", does: "Show the whole item, or less of it", run: () => toggle(page) },
     { key: "x", does: "Choose the item", run: () => here() && choosing(page, here().id) },
-    { key: "X", does: "Choose all that are listed", run: () => chooseAll(page) },
-    { key: "a", does: "Assign what is chosen", run: () => askAssign(page, () => load(page)) },
+    { key: "X", does: "Choose all listed items", run: () => chooseAll(page) },
+    { key: "a", does: "Assign the chosen items", run: () => askAssign(page, () => load(page)) },
     { key: "o", does: "Mark as gold", run: () => here() && askGold(here(), () => load(page)) },
     { key: "t", does: "Tags", run: () => here() && askTags(here(), () => load(page)) },
     { key: "/", does: "Search", run: () => page.search.focus() },
@@ -118,7 +118,7 @@ function draw(page) {
     page.list,
     page.items.length
       ? page.items.map((item) => itemCard(page, item, opened.has(String(item.id))))
-      : h("li", { class: "empty" }, page.filters.text || page.queue.items ? "No item fits." : "This queue has no items yet. Fill it on the Label page."),
+      : h("li", { class: "empty" }, page.filters.text || page.queue.items ? "No item matches." : "This queue has no items yet. Fill it on the Label page."),
   );
   fill(page.more, page.items.length < page.total && button("Show more", () => load(page, true)));
   drawTools(page);
@@ -209,7 +209,7 @@ function itemCard(page, item, isOpen) {
   );
 }
 
-/** The prompt, each answer with what it was rated, and every vote. */
+/** The prompt, each answer with its ratings, and every vote. */
 function whole(item) {
   return [
     promptBox(item.prompt),

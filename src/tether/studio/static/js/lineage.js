@@ -1,10 +1,10 @@
-// What a run was made from, as a picture: models and data on the left, the run and what came of it on the right.
+// The lineage of a run as a diagram: models and data on the left, the run and its descendants on the right.
 
 import { svg } from "./dom.js";
 
 const [WIDTH, HEIGHT, GAP_X, GAP_Y] = [158, 38, 46, 12];
 
-/** The nodes and arrows around one run: all its ancestors, all its descendants. */
+/** The nodes and arrows around one run: all ancestors and all descendants. */
 export function family(runs, chosen) {
   const byName = new Map(runs.map((run) => [run.name, run]));
   const nodes = new Map();
@@ -45,7 +45,7 @@ function shortPath(source) {
   return source.split("/").filter(Boolean).slice(-2).join("/") || source;
 }
 
-/** Each node's column: one right of the furthest thing it was made from. */
+/** The column of each node: one to the right of its furthest source. */
 export function columns({ nodes, arrows }) {
   const depth = new Map(nodes.map((node) => [node.key, 0]));
   for (let round = 0; round < nodes.length; round++) {
@@ -59,14 +59,14 @@ export function columns({ nodes, arrows }) {
     if (!moved) break;
   }
   for (const { key, run } of nodes) {
-    // what is no run stands just left of what it went into
+    // a model or a file is directly left of the run that used it
     const uses = arrows.filter(({ from }) => from === key).map(({ to }) => depth.get(to));
     if (!run && uses.length) depth.set(key, Math.max(0, Math.min(...uses) - 1));
   }
   return depth;
 }
 
-/** The picture; each run in it is a link. */
+/** The diagram; each run in it is a link. */
 export function lineagePicture(runs, chosen) {
   const graph = family(runs, chosen);
   const depth = columns(graph);

@@ -1,4 +1,4 @@
-// Server-sent events. The browser reconnects by itself; the header says when it has to.
+// Server-sent events. The browser reconnects by itself, and the page's header shows when it does.
 
 const state = document.getElementById("connection");
 

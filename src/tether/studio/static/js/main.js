@@ -1,4 +1,4 @@
-// The shell: who is here, which page is open, and the keys that work everywhere.
+// The frame of the application: the user, the current page, and the keys that work everywhere.
 
 import { get } from "./api.js";
 import { closeDialogs } from "./dialogs.js";
@@ -16,7 +16,7 @@ const PAGES = [
   { name: "arena", title: "Arena", key: "a", roles: ["owner"] },
   { name: "chat", title: "Chat", key: "c", roles: ["owner"] },
 ];
-// The first word of the address, and the module that shows it.
+// The first part of the address, and the module of its page.
 const MODULES = {
   runs: "runs",
   run: "run",
@@ -42,7 +42,7 @@ function where() {
   };
 }
 
-/** Someone opened a link in a browser that has a session already: the new one counts. */
+/** A link was opened in a browser that already has a session: use the new one. */
 async function changePerson(token) {
   try {
     await enter(token);
@@ -103,10 +103,10 @@ function markNav(current) {
   }
 }
 
-/** Load what the other pages are made of, so that opening one begins with its data and not with its modules. */
+/** Load the modules of the other pages in advance, so that opening one only has to load its data. */
 function loadOthers() {
   const names = me.role === "owner" ? [...Object.values(MODULES), "tokens"] : ["label"];
-  for (const name of names) import(`./pages/${name}.js`).catch(() => {}); // told when it is opened
+  for (const name of names) import(`./pages/${name}.js`).catch(() => {}); // an error is reported when the page is opened
 }
 
 async function begin() {
@@ -126,7 +126,7 @@ async function begin() {
   document.querySelector(".brand").href = `#/${pages[0].name}`;
   document.getElementById("theme").addEventListener("click", toggleTheme);
   document.querySelector(".skip").addEventListener("click", (event) => {
-    event.preventDefault(); // the address after # is the page's
+    event.preventDefault(); // the part after # is the page's address
     root.focus();
   });
   document.getElementById("help").addEventListener("click", showKeys);
@@ -144,7 +144,7 @@ async function begin() {
   addEventListener("hashchange", open);
   addEventListener("unhandledrejection", (event) => notice(event.reason?.message ?? "Something went wrong.", "error"));
   await open();
-  setTimeout(loadOthers); // after what is shown
+  setTimeout(loadOthers); // after the current page
 }
 
 await begin();

@@ -1,10 +1,10 @@
-// Markdown as elements. Every word becomes a text node, so nothing that a model writes is markup; nothing is fetched:
-// an image is its description, and a link is its words and its address, to be read.
+// Markdown as elements. All text becomes text nodes, so a model cannot write markup. Nothing is fetched:
+// an image is shown as its description, and a link as its text and its address.
 
 import { h } from "./dom.js";
 import { visible } from "./format.js";
 
-const MAX_LENGTH = 30_000; // longer texts are shown as they are
+const MAX_LENGTH = 30_000; // longer texts are shown as plain text
 const MAX_DEPTH = 5;
 const FENCE = /^ {0,3}(`{3,}|~{3,}) *([^`\s]{0,30})[^`]*$/;
 const HEADING = /^ {0,3}(#{1,6}) +(.*)$/;
@@ -28,7 +28,7 @@ function blocks(lines, depth) {
   return found;
 }
 
-/** The block that begins at a line, and the line after it. */
+/** The block that starts at a line, and the line after it. */
 function readBlock(lines, at, depth) {
   const line = lines[at];
   if (!line.trim()) return [null, at + 1];
@@ -66,7 +66,7 @@ function readQuote(lines, at, depth) {
   return [h("blockquote", {}, blocks(inside, depth + 1)), end];
 }
 
-/** A list: items of the first one's indent, each with the deeper lines that follow it. */
+/** A list: items with the indent of the first one, each with the deeper lines that follow it. */
 function readList(lines, at, depth) {
   const first = ITEM.exec(lines[at]);
   const indent = first[1].length;
@@ -180,7 +180,7 @@ function readCodeSpan(text, at) {
   return [h("code", {}, visible(text.slice(at + size, end).trim())), end + size];
 }
 
-/** [words](address) and ![words](address): both are shown, and neither is followed. */
+/** [text](address) and ![text](address): both are shown as text, without a link. */
 function readLink(text, at, depth) {
   const isImage = text[at] === "!";
   const start = at + (isImage ? 2 : 1);

@@ -1,4 +1,4 @@
-// One rollout under the microscope: its text, its strip, and the numbers of the token that is pointed at.
+// One rollout in the microscope: its text, its strip, and the numbers of the token under the pointer.
 
 import { fill, h } from "./dom.js";
 import { fixed, number, visible } from "./format.js";
@@ -6,7 +6,7 @@ import { COLUMN_TITLES, QUANTITIES, coloured, reach } from "./palette.js";
 import { makeStrip } from "./strip.js";
 import { makeTokenText } from "./token_text.js";
 
-/** A lens. `name` is what it is of (a run). `followed(place)` is told when another token is pointed at. */
+/** A lens. `name` is the run. `followed(place)` is called when the pointer moves to another token. */
 export function makeLens({ title, followed = () => {} }) {
   const heading = h("div", { class: "lens-head" });
   const numbers = h("dl", { class: "numbers", "aria-live": "polite" });
@@ -14,7 +14,7 @@ export function makeLens({ title, followed = () => {} }) {
   const strip = makeStrip({ pointed: (place) => point(place), chosen: (place) => text.go(place) });
   const frame = h("section", { class: "lens", "aria-label": title }, heading, text.box, strip.canvas, numbers);
   let rollout = null;
-  let others = null; // what else might have been said at each token; it arrives after the text
+  let others = null; // the most likely tokens at each position; they arrive after the text
   let quantity = "advantage";
   let at = -1;
 
@@ -53,7 +53,7 @@ export function makeLens({ title, followed = () => {} }) {
     return h(
       "div",
       { class: "top_logprobs" },
-      h("dt", {}, "might have said instead"),
+      h("dt", {}, "other likely tokens"),
       h(
         "dd",
         {},
@@ -83,7 +83,7 @@ export function makeLens({ title, followed = () => {} }) {
     get rollout() {
       return rollout;
     },
-    /** Show a rollout, or say that there is none. */
+    /** Show a rollout, or a message that there is none. */
     show(found, absent = "") {
       [rollout, others, at] = [found, null, -1];
       fill(numbers, h("p", { class: "hint" }, "Point at a token, or press Tab and use the arrow keys."));
@@ -106,7 +106,7 @@ export function makeLens({ title, followed = () => {} }) {
       strip.show({ at: -1 });
       colour();
     },
-    /** What else might have been said: for the rollout that is shown. */
+    /** The most likely tokens of the rollout that is shown. */
     showOthers(found) {
       others = found;
       if (at >= 0) point(at);
@@ -119,7 +119,7 @@ export function makeLens({ title, followed = () => {} }) {
   };
 }
 
-/** A piece with its spaces and breaks to be seen. */
+/** A piece with visible spaces and line breaks. */
 function shownPiece(piece) {
   return piece === "" ? "∅" : JSON.stringify(visible(piece)).slice(1, -1).replaceAll(" ", "␣");
 }

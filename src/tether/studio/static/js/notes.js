@@ -5,7 +5,7 @@ import { ask } from "./dialogs.js";
 import { button, field, fill, h } from "./dom.js";
 import { notice, tried } from "./notices.js";
 
-/** The line under a run's name. `groups` are the names that are in use. */
+/** The line under a run's name. `groups` are the existing groups. */
 export function notesLine(run, groups = []) {
   const box = h("div", { class: "notes row" });
   const draw = () => {
@@ -23,9 +23,9 @@ export function notesLine(run, groups = []) {
   return box;
 }
 
-/** Ask for a run's note, tags and group; `changed` is called when the server has them. */
+/** Edit a run's note, tags and group; `changed` is called when the server has saved them. */
 export function askNotes(run, groups, changed) {
-  const note = h("textarea", { rows: 5, maxlength: 10000, placeholder: "What was tried, and what came of it" });
+  const note = h("textarea", { rows: 5, maxlength: 10000, placeholder: "What you tried, and the result" });
   note.value = run.note;
   const tags = h("input", { value: run.tags.join(" "), placeholder: "baseline kl-sweep" });
   const names = h(
@@ -47,8 +47,8 @@ export function askNotes(run, groups, changed) {
   ask(
     { title: `Notes on ${run.name}`, action: "Save", send, first: note },
     field("Note", note),
-    field("Tags", tags, "With spaces between."),
-    field("Group", group, "Runs of one group stand together in the list of runs."),
+    field("Tags", tags, "Separated by spaces."),
+    field("Group", group, "Runs of one group are shown together in the list of runs."),
     names,
   );
 }

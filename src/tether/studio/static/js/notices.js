@@ -1,10 +1,10 @@
-// Short words that come and go at the foot of the page.
+// Short messages at the bottom of the page.
 
 import { h } from "./dom.js";
 
 const place = document.getElementById("notices");
 
-/** Say something. Errors stay until they are dismissed; where a dialog is open, they stand in it. */
+/** Show a message. Errors stay until they are dismissed; while a dialog is open, they are shown in it. */
 export function notice(text, kind = "note") {
   const dialog = kind === "error" && document.querySelector("dialog[open]");
   if (dialog) return sayInside(dialog, text);
@@ -20,7 +20,7 @@ export function notice(text, kind = "note") {
   return box;
 }
 
-/** An error above a dialog's buttons. Sending the form again takes it away. */
+/** An error above a dialog's buttons. Submitting the form again removes it. */
 function sayInside(dialog, text) {
   const form = dialog.querySelector("form") ?? dialog;
   form.querySelector(".dialog-error")?.remove();
@@ -31,7 +31,7 @@ function sayInside(dialog, text) {
   return box;
 }
 
-/** Run something, and say what went wrong if it does. `names` are what the page calls the fields of the request. */
+/** Run a function and report its error. `names` maps fields of the request to their labels on the page. */
 export async function tried(work, names = {}) {
   try {
     return await work();
@@ -41,7 +41,7 @@ export async function tried(work, names = {}) {
   }
 }
 
-/** An error of the server begins with the field that is wrong. */
+/** An error of the server starts with the name of the wrong field. */
 function asNamed(message, names) {
   const [field, rest] = message.split(/:(.*)/s);
   return rest !== undefined && Object.hasOwn(names, field) ? `${names[field]}:${rest}` : message;

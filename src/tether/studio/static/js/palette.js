@@ -1,9 +1,9 @@
-// Numbers as colours: blue below the middle, orange above it. The two stay apart for every kind of colour blindness,
-// and the number of shades is small enough that style sheets can hold them in both themes.
+// Numbers as colours: blue below the middle, orange above it. Both can be told apart with any colour blindness,
+// and there are few enough shades to define them in the style sheets for both themes.
 
 export const SHADES = 8; // on either side; classes n8 ... n1, z, p1 ... p8
 
-/** What can be shown. `middle` has no colour; `of` turns the column's number into the one that is coloured. */
+/** The quantities to show. `middle` has no colour; `of` converts the column's number to the coloured one. */
 export const QUANTITIES = {
   advantage: { title: "Advantage", middle: 0, says: ["less of this", "more of this"] },
   value: { title: "Value", middle: 0, says: ["expects little", "expects much"] },
@@ -44,7 +44,7 @@ export const COLUMN_TITLES = {
   entropy: "entropy",
 };
 
-/** The numbers of one column as they are coloured, null off the answer and where there is none. */
+/** The coloured numbers of one column; null off the answer and for missing values. */
 export function coloured(rollout, name) {
   const column = rollout.columns[name] ?? [];
   const turn = QUANTITIES[name]?.of ?? ((value) => value);
@@ -54,7 +54,7 @@ export function coloured(rollout, name) {
   });
 }
 
-/** The size at which colour is full: large, without being set by the one largest token. */
+/** The value of full colour: large, but not determined by the single largest token. */
 export function reach(values) {
   const sizes = values
     .filter((value) => value !== null && Number.isFinite(value))
@@ -64,7 +64,7 @@ export function reach(values) {
   return sizes[Math.ceil(0.98 * (sizes.length - 1))] || sizes.at(-1) || 1;
 }
 
-/** The class of a number: p3 is the third of the orange shades, z is none. */
+/** The class of a number: p3 is the third orange shade, z is no colour. */
 export function shade(value, full) {
   if (value === null || !Number.isFinite(value)) return "z";
   const step = Math.min(SHADES, Math.round((Math.abs(value) / full) * SHADES));

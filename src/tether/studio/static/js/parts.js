@@ -1,20 +1,20 @@
-// Small things that several pages show.
+// Small parts that several pages use.
 
 import { h } from "./dom.js";
 
 const SIGNS = { running: "●", done: "✓", stopped: "■", failed: "✕", interrupted: "!" };
 
-/** A run's state: a sign and a word, so that colour is never alone. */
+/** A run's state: a symbol and a word, so that colour is not needed. */
 export function stateMark(state) {
   return h("span", { class: `state ${state}` }, h("i", { "aria-hidden": "true" }, SIGNS[state] ?? "·"), state);
 }
 
-/** What a page shows where there is nothing yet: one sentence in the middle, and the button that changes that. */
+/** The content of an empty page: one sentence, and the button for the first step. */
 export function emptyState(sentence, ...actions) {
   return h("section", { class: "empty" }, h("p", {}, sentence), actions);
 }
 
-/** How something works, in a few numbered sentences: for pages that have little on them yet. */
+/** An explanation in a few numbered sentences, for pages that are nearly empty. */
 export function howItWorks(title, ...steps) {
   return h(
     "section",
@@ -30,7 +30,7 @@ export function howItWorks(title, ...steps) {
   );
 }
 
-/** "about 3 min left", or nothing where it is not known. */
+/** "about 3 min left"; empty if it is not known. */
 export function timeLeft(seconds) {
   if (seconds === null || seconds === undefined) return "";
   if (seconds < 90) return `about ${Math.max(1, Math.round(seconds))} s left`;
@@ -38,7 +38,7 @@ export function timeLeft(seconds) {
   return `about ${(seconds / 3600).toFixed(1)} h left`;
 }
 
-/** A run's tags; `chosen(tag)` is called where they can be clicked. */
+/** A run's tags; `chosen(tag)` is called when one is clicked. */
 export function tagChips(tags, chosen = null) {
   return tags.map((tag) =>
     chosen
@@ -47,7 +47,7 @@ export function tagChips(tags, chosen = null) {
   );
 }
 
-/** How many of how many, as a bar and in numbers. */
+/** Progress as a bar and in numbers. */
 export function progressBar(done, all) {
   const share = all ? Math.min(1, done / all) : 0;
   return h(
@@ -69,7 +69,7 @@ export function progressBar(done, all) {
   );
 }
 
-/** What the doctor found, with its reason and cure. */
+/** A finding of the doctor, with its reason and its remedy. */
 export function findingCard(finding) {
   return h(
     "details",

@@ -1,4 +1,4 @@
-// What an owner does with queues: fill them, take votes out and in, let people in.
+// The owner's tools for queues: fill them, export and import votes, invite people.
 
 import { address, get, pause, post } from "./api.js";
 import { button, choose, field, fill, h } from "./dom.js";
@@ -11,10 +11,10 @@ const FORMATS = {
   demonstration: ["messages", "votes"],
 };
 const FORMS = {
-  rankings: "Rankings: one line an item, to train on",
+  rankings: "Rankings: one line per item, for training",
   pairs: "Pairs: chosen and rejected",
   messages: "Messages: demonstrations and preferred answers",
-  votes: "Votes: one line a vote, all that was said",
+  votes: "Votes: one line per vote, with every detail",
 };
 
 /** The row of tools under a queue. */
@@ -55,7 +55,7 @@ function exportMenu(queue) {
   return menu;
 }
 
-/** The sources that a queue can be filled from: a title, and the controls that it needs. */
+/** The sources for filling a queue: a title, and its controls. */
 function sources(runs, kind) {
   const options = runs.map((run) => [run.id, run.name]);
   const many = () => h("input", { type: "number", min: 1, max: 5000, value: 50 });
@@ -92,7 +92,7 @@ function sources(runs, kind) {
   };
 }
 
-/** Answers of any model to any prompts, sampled by a process of their own. */
+/** Answers of any model to any prompts, sampled in a separate process. */
 function sampling(many, repeats, answers) {
   return {
     title: "answers sampled from a model",
@@ -120,7 +120,7 @@ const TITLES = {
   other_run: "Against",
   count: "How many",
   repeats: "Share asked twice, to measure consistency",
-  text: "JSONL: one item a line",
+  text: "JSONL: one item per line",
 };
 
 async function askFill(queue) {
@@ -197,7 +197,7 @@ function askImport(queue) {
         },
       },
       field("File", fileInput(text)),
-      field("JSONL: one record a line", text),
+      field("JSONL: one record per line", text),
       h(
         "div",
         { class: "row" },
@@ -209,7 +209,7 @@ function askImport(queue) {
   show(dialog);
 }
 
-/** How far a long import is, until it is over; it can be cancelled, and goes on when the dialog is closed. */
+/** The progress of a long import; it can be cancelled, and continues if the dialog is closed. */
 async function follow(dialog, form, made) {
   const bar = h("progress", { max: made.records, value: made.done, "aria-label": "Import" });
   const said = h("p", { role: "status" }, "");
@@ -218,13 +218,13 @@ async function follow(dialog, form, made) {
   let now = made;
   while (["waiting", "running"].includes(now.state)) {
     bar.value = now.done;
-    said.textContent = `${now.done} of ${now.records} records are written; people go on voting meanwhile.`;
+    said.textContent = `${now.done} of ${now.records} records are written; voting continues meanwhile.`;
     await pause(400);
     if (!dialog.isConnected || !dialog.open) return;
     now = (await tried(() => get(`label/imports/${made.id}`))) ?? now;
   }
   if (now.state === "done") finish(dialog, `Imported ${now.items} items with ${now.votes} votes`);
-  else said.textContent = now.state === "cancelled" ? "Cancelled: nothing was kept." : `The import failed: ${now.error}`;
+  else said.textContent = now.state === "cancelled" ? "Cancelled: nothing was imported." : `The import failed: ${now.error}`;
   if (now.state !== "done") cancel.remove();
 }
 
@@ -245,7 +245,7 @@ function show(dialog) {
   dialog.showModal();
 }
 
-/** Close, say what was done, and draw the page anew. */
+/** Close the dialog, report what was done, and redraw the page. */
 function finish(dialog, words) {
   dialog.close();
   notice(words);
@@ -254,7 +254,7 @@ function finish(dialog, words) {
 
 async function rescore(queue) {
   const told = await tried(() => post(`label/queues/${queue.id}/rescore`));
-  if (told) notice(`${told.items} pairs are ordered: what ${told.by} is most uncertain of comes first.`);
+  if (told) notice(`${told.items} pairs are ordered: the ones that ${told.by} is most uncertain of come first.`);
 }
 
 async function setOpen(queue, open) {

@@ -5,7 +5,7 @@ import { ask } from "./dialogs.js";
 import { button, field, h } from "./dom.js";
 import { notice, tried } from "./notices.js";
 
-/** The buttons that make sense for the run's state. */
+/** The buttons for the run's current state. */
 export function runActions(run) {
   const box = h("span", { class: "row" });
   if (run.state === "running") box.append(button("Stop", () => act(run, "stop", `${run.name} stops after this step`)));
@@ -39,7 +39,7 @@ function askFork(run) {
   );
 }
 
-/** "a.b: 1" lines as {"a.b": 1}; what is not JSON is a word. */
+/** "a.b: 1" lines as {"a.b": 1}; a value that is not JSON is a text. */
 export function parseSettings(text) {
   const found = {};
   for (const line of text
@@ -53,7 +53,7 @@ export function parseSettings(text) {
   return found;
 }
 
-/** A value as written in a form: a number, true, false, null, a list, or the word itself. */
+/** A value from a form: a number, true, false, null, a list, or a text. */
 export function plain(word) {
   try {
     return JSON.parse(word);

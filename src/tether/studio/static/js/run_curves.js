@@ -1,11 +1,11 @@
-// The curves of a run's page: loading them, drawing them, smoothing them, and zooming in.
+// The curves of a run's page: load, draw, smooth and zoom.
 
 import { makeChart } from "./chart.js";
 import { questionsFor } from "./curves.js";
 import { fill, h, onceAFrame } from "./dom.js";
 import { tried } from "./notices.js";
 
-/** The charts of the metrics that there are, under their questions; the ones from before make room. */
+/** The charts of the recorded metrics, grouped by question; they replace the current ones. */
 export function buildCurves(page) {
   page.charts.forEach((chart) => chart.close());
   page.charts = [];
@@ -38,7 +38,7 @@ function questionSection(page, { question, charts, closed }) {
     grid.append(chart.frame);
   }
   page.charts.push(...made);
-  let wasOpen = !closed; // a browser tells of the state at the beginning too, whose curves are here already
+  let wasOpen = !closed; // browsers also fire the event for the initial state, whose curves are already loaded
   body.addEventListener("toggle", async () => {
     if (body.open === wasOpen) return;
     wasOpen = body.open;
@@ -62,7 +62,7 @@ export function drawOne(page, chart) {
   if (!chart.isFolded()) chart.show(lines, { weight: page.weight, range: page.range });
 }
 
-/** A curve that is zero throughout stands under a fold, and comes out with its first other number. */
+/** A curve that is zero throughout is collapsed, and shown with its first other value. */
 function placeChart({ made, chart, grid, flat, fold, flatWords }) {
   const home = chart.isZero ? flat : grid;
   if (chart.frame.parentElement !== home) {
@@ -90,7 +90,7 @@ export function setWeight(page, weight) {
 export async function zoom(page, range) {
   page.range = range && range[1] - range[0] >= 1 ? range : null;
   page.zoomed.hidden = page.range === null;
-  drawAll(page); // at once with what is here, then with finer points
+  drawAll(page); // at once with the loaded points, then with finer ones
   await tried(() => loadOpen(page));
   drawAll(page);
 }

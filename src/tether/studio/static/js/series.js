@@ -1,9 +1,9 @@
-// The metrics of a run as the page has them: asked for in few points, continued by what comes in live.
+// The metrics of a run on the page: loaded with few points, extended by live steps.
 
 import { get } from "./api.js";
 
-const POINTS = 600; // more than a chart has pixels across
-const MOST_LIVE = 6000; // points a curve may grow by before it is asked for again, thinned by the server
+const POINTS = 600; // more than the pixels of a chart's width
+const MAX_LIVE = 6000; // live points of a curve before it is loaded again, thinned by the server
 
 /** The curves of one run: names -> {steps, values, low?, high?}. */
 export class RunSeries {
@@ -13,7 +13,7 @@ export class RunSeries {
     this.fresh = 0;
   }
 
-  /** Ask for these metrics, of the whole run or of some steps. */
+  /** Load these metrics, for the whole run or for some steps. */
   async load(names, range = null, signal = undefined) {
     const query = { names: names.join(","), points: POINTS }; // no names: all
     if (range) Object.assign(query, { start: Math.floor(range[0]), end: Math.ceil(range[1]) });
@@ -22,18 +22,18 @@ export class RunSeries {
     this.fresh = 0;
   }
 
-  /** Take in one live step. Returns whether it is time to ask again. */
+  /** Add one live step. Returns whether the curves should be loaded again. */
   append(step, metrics) {
     for (const [name, value] of Object.entries(metrics)) {
       const line = (this.series[name] ??= { steps: [], values: [] });
-      if (line.steps.length && line.steps.at(-1) >= step) continue; // heard of it already
+      if (line.steps.length && line.steps.at(-1) >= step) continue; // already received
       line.steps.push(step);
       line.values.push(value);
       line.low?.push(value);
       line.high?.push(value);
     }
     this.fresh += 1;
-    return this.fresh > MOST_LIVE;
+    return this.fresh > MAX_LIVE;
   }
 
   /** A line for a chart. */

@@ -1,4 +1,4 @@
-// Who is in: the sessions that are open, and putting someone out.
+// The open sessions, and ending them.
 
 import { get, post } from "./api.js";
 import { button, fill, h } from "./dom.js";
@@ -18,7 +18,7 @@ export function sessionTools() {
     "section",
     { class: "question" },
     h("h2", {}, "Sessions"),
-    h("p", {}, h("small", {}, "Browsers that are logged in. Whose session is ended can enter again with their link.")),
+    h("p", {}, h("small", {}, "Browsers that are logged in. After you end a session, the person can log in again with their link.")),
     list,
   );
   return { section, close: () => removeEventListener("people-changed", draw) };
@@ -40,7 +40,7 @@ function sessionLine(session, draw) {
   );
 }
 
-/** What can be done about someone who has a link: make it worthless, or give them another. */
+/** The actions for a person with a link: revoke it, or create a new one. */
 export function linkButtons(person, changed) {
   if (!person.invited) return [];
   const output = h("output", { class: "mono" });
@@ -52,13 +52,13 @@ export function linkButtons(person, changed) {
   const renew = async () => {
     const made = await tried(() => post(`raters/${person.id}/link`));
     if (!made) return;
-    output.textContent = `Give ${person.name} this link. It is shown once, and the one before is worthless: ${made.link}`;
+    output.textContent = `Give ${person.name} this link. It is shown once, and the old link no longer works: ${made.link}`;
     dispatchEvent(new Event("people-changed"));
   };
   return [
     !person.revoked &&
-      button("Revoke", revoke, { kind: "quiet", title: "Make their link worthless and end their sessions; votes stay" }),
-    button("New link", renew, { kind: "quiet", title: "Another link; the one before becomes worthless" }),
+      button("Revoke", revoke, { kind: "quiet", title: "Revoke their link and end their sessions; votes stay" }),
+    button("New link", renew, { kind: "quiet", title: "Create a new link; the old one stops working" }),
     output,
   ].filter(Boolean);
 }

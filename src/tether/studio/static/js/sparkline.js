@@ -1,8 +1,8 @@
-// A curve the size of a word.
+// A very small curve.
 
 import { svg } from "./dom.js";
 
-/** An SVG line through the numbers that are there; null where there are fewer than two. */
+/** An SVG line through the numbers; null if there are fewer than two. */
 export function sparkline(values, { width = 96, height = 22, label = "" } = {}) {
   const known = values.filter((value) => value !== null && Number.isFinite(value));
   const box = svg("svg", {

@@ -1,17 +1,17 @@
-// The strip under the text: one bar a token, up or down from the middle, on a canvas.
+// The strip under the text: one bar per token, up or down from the middle, on a canvas.
 
 import { h, onceAFrame } from "./dom.js";
 import { ink } from "./theme.js";
 
 const HEIGHT = 64;
 
-/** A strip. `pointed(place)` is told which token the pointer is over; `chosen(place)` which one is clicked. */
+/** A strip. `pointed(place)` gets the token under the pointer; `chosen(place)` the one that is clicked. */
 export function makeStrip({ pointed, chosen }) {
   const canvas = h("canvas", {
     class: "strip",
     height: HEIGHT,
     role: "img",
-    "aria-label": "The chosen quantity, one bar a token",
+    "aria-label": "The chosen quantity, one bar per token",
   });
   let shown = { values: [], full: 1, clipped: [], at: -1 };
   const place = (event) => {
@@ -41,7 +41,7 @@ export function makeStrip({ pointed, chosen }) {
       [more, 1],
       [less, -1],
     ]) {
-      // a colour at a time: changing it is what costs
+      // one colour at a time: changing the colour is the expensive part
       pen.fillStyle = colour;
       values.forEach((value, token) => {
         if (value === null || !Number.isFinite(value) || Math.sign(value) !== sign) return;
@@ -60,11 +60,11 @@ export function makeStrip({ pointed, chosen }) {
     }
   }
 
-  const drawSoon = onceAFrame(draw); // after the text is laid out, so that it is laid out once
+  const drawSoon = onceAFrame(draw); // after the layout of the text, so that there is only one layout
 
   return {
     canvas,
-    /** Draw {values, full, clipped, at}; what is not given stays. */
+    /** Draw {values, full, clipped, at}; missing keys keep their values. */
     show(news) {
       shown = { ...shown, ...news };
       drawSoon();

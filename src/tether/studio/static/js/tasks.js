@@ -1,10 +1,10 @@
-// What a person does with an item: choose of two, put in order, or write an answer.
+// The tasks of an item: choose one of two, rank, or write an answer.
 
 import { makeDraggable } from "./drag.js";
 import { cutMark, textBox } from "./answer_text.js";
 import { button, fill, h } from "./dom.js";
 
-/** Two answers side by side; one key decides. A click on an answer does too, unless it marks words of it. */
+/** Two answers side by side; one key decides. A click on an answer does too, unless it selects text. */
 export function pairTask(item, cast) {
   const side = (which, name, key) =>
     h(
@@ -48,11 +48,11 @@ export function pairTask(item, cast) {
   return { box, keys };
 }
 
-/** Up to nine answers, best first: a number picks the next best, = ties it with the one before, or they are dragged. */
+/** Up to nine answers, best first: a digit picks the next best, = ties it with the previous one, or drag them. */
 export function rankingTask(item, cast) {
   const many = item.answers.length;
   let ranked = []; // places in the shown order, best first
-  const tied = new Set(); // those that tie with the one before them
+  const tied = new Set(); // those that tie with the previous one
   const list = h("ol", { class: "ranking" });
   const submit = button("Save this order", () => send(), { key: "Enter", kind: "main" });
   const hint = h("small", { role: "status" });
@@ -75,7 +75,7 @@ export function rankingTask(item, cast) {
   const pick = (shown) => {
     if (shown >= many || ranked.includes(shown)) return;
     ranked.push(shown);
-    if (ranked.length === many - 1) ranked = sequence(); // the one that is left is the last
+    if (ranked.length === many - 1) ranked = sequence(); // the remaining one is the last
     draw();
   };
   const clear = () => {
@@ -89,7 +89,7 @@ export function rankingTask(item, cast) {
     all.splice(all.indexOf(which), 1);
     all.splice(place, 0, which);
     ranked = all;
-    tied.delete(which); // it stands somewhere else now
+    tied.delete(which); // its position has changed
     draw();
   };
   const sequence = () => [
@@ -177,7 +177,7 @@ export function rankingTask(item, cast) {
   return { box, keys };
 }
 
-/** A prompt that wants an answer. It may be the word skip, so that skipping is something else. */
+/** A prompt to answer. The answer may be the word "skip", so skipping is sent differently. */
 export function demonstrationTask(item, cast) {
   const text = h("textarea", {
     rows: 10,

@@ -1,4 +1,4 @@
-// Runs before the first paint, so that a page opened in the chosen theme never flashes the other one.
+// Runs before the first paint, so that the page does not flash in the other theme.
 (() => {
   const chosen = localStorage.getItem("theme");
   if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;

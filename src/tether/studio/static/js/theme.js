@@ -1,11 +1,11 @@
-// Light or dark: as the system says, until a person chooses.
+// Light or dark: the system's setting, until the user chooses.
 
 export function isDark() {
   const chosen = document.documentElement.dataset.theme;
   return chosen ? chosen === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
 }
 
-/** Switch, remember, and tell whoever draws on a canvas. */
+/** Switch the theme, store it, and notify everything that draws on a canvas. */
 export function toggleTheme() {
   const next = isDark() ? "light" : "dark";
   document.documentElement.dataset.theme = next;
@@ -19,7 +19,7 @@ function tell() {
 
 matchMedia("(prefers-color-scheme: dark)").addEventListener("change", tell);
 
-/** The value of a CSS variable now, for canvases. */
+/** The current value of a CSS variable, for canvases. */
 export function ink(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(name).trim();
 }

@@ -1,4 +1,4 @@
-// What tokens are coloured by: the buttons, the legend, and the choice itself.
+// The quantity that colours tokens: the buttons, the legend, and the current choice.
 
 import { fill, h } from "./dom.js";
 import { QUANTITIES, SHADES } from "./palette.js";

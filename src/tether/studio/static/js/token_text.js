@@ -1,19 +1,19 @@
-// An answer as its tokens: one span a token, coloured by class, walked through with the arrow keys.
+// An answer as tokens: one span per token, coloured by class; the arrow keys move between tokens.
 
 import { fill, h } from "./dom.js";
 import { visible } from "./format.js";
 import { shade } from "./palette.js";
 
-// Tokens stand in blocks that end with a line, so that the browser lays out and paints only those in sight.
+// Tokens are in blocks that end with a line, so that the browser lays out and paints only visible blocks.
 const BLOCK = 64;
 const RIGHT_TO_LEFT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/;
 
-/** The text of a rollout. `pointed(place)` is told which token is under the pointer or has the focus. */
+/** The text of a rollout. `pointed(place)` gets the token under the pointer or with the focus. */
 export function makeTokenText({ pointed }) {
   const box = h("div", {
     class: "tokens",
     role: "group",
-    "aria-label": "Tokens of the answer; arrow keys walk",
+    "aria-label": "Tokens of the answer; use the arrow keys to move",
     tabindex: 0,
   });
   let spans = [];
@@ -53,7 +53,7 @@ export function makeTokenText({ pointed }) {
     box,
     go,
     mark,
-    /** Put the rollout's pieces in place. */
+    /** Show the rollout's pieces. */
     show(rollout) {
       at = -1;
       spans = rollout.pieces.map((piece, place) => {
@@ -76,7 +76,7 @@ export function makeTokenText({ pointed }) {
   };
 }
 
-/** The spans in blocks; each but the last ends with a line break, since the next one starts a line anyway. */
+/** The spans in blocks; each block but the last ends with a line break, because the next one starts a new line. */
 function blocks(spans, pieces) {
   const found = [];
   let block = null;
@@ -88,7 +88,7 @@ function blocks(spans, pieces) {
   return found;
 }
 
-/** A piece as it is shown: a line break is seen and breaks the line; a piece without text is still something. */
+/** A piece as it is shown: a line break is visible and breaks the line; an empty piece has a symbol. */
 function written(piece) {
   return piece === "" ? "∅" : visible(piece).replaceAll("\n", "↵\n").replaceAll("\t", "⇥\t");
 }

@@ -1,11 +1,11 @@
-// What a vote can say beside its choice: a rating from 1 to 7 on each axis, and a comment.
+// The extras of a vote: a rating from 1 to 7 on each axis, and a comment.
 
 import { h } from "./dom.js";
 
 const LOWEST = 1;
 const HIGHEST = 7;
 
-/** Ratings of one answer. Digits and arrows set the axis that has the focus; a digit goes on to the next. */
+/** Ratings of one answer. Digits and arrows set the focused axis; a digit moves to the next axis. */
 export function ratingPanel(axes, name) {
   const given = {};
   const rows = axes.map((axis) => ratingRow(axis, name, given));
@@ -44,7 +44,7 @@ function ratingRow(axis, name, given) {
       tabindex: 0,
       "data-axis": axis,
       "aria-label": `${name}: ${axis}, ${LOWEST} to ${HIGHEST}`,
-      onclick: (event) => event.stopPropagation(), // it is no vote
+      onclick: (event) => event.stopPropagation(), // this click is not a vote
       onkeydown: (event) => {
         const digit = Number(event.key);
         if (digit >= LOWEST && digit <= HIGHEST) {
@@ -65,7 +65,7 @@ function ratingRow(axis, name, given) {
   return row;
 }
 
-/** To the next axis, or the next answer's first; past the last one the choice is due, and nothing has the focus. */
+/** Focus the next axis, or the first axis of the next answer; after the last one, focus nothing. */
 function goTo(row, by) {
   const all = [...document.querySelectorAll(".rating")];
   const next = all[all.indexOf(row) + by];
@@ -73,7 +73,7 @@ function goTo(row, by) {
   else if (by > 0) row.blur();
 }
 
-/** A line for a comment. Escape leaves it, and what was written stays. */
+/** A line for a comment. Escape leaves it and keeps the text. */
 export function commentBox() {
   return h("textarea", {
     class: "comment",

@@ -10,7 +10,7 @@ down_revision = None
 
 
 def upgrade() -> None:
-    """Make them."""
+    """Create the tables."""
     op.create_table(
         "runs",
         sa.Column("id", sa.Integer, primary_key=True),

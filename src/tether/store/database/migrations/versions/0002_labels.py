@@ -1,4 +1,4 @@
-"""What people say of answers: queues, raters, items, votes, and an audit of every change."""
+"""Tables for labels: queues, raters, items, votes, and an audit of every change."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0001"
 
 
 def upgrade() -> None:
-    """Make the tables."""
+    """Create the tables."""
     _queues_and_raters()
     op.create_table(
         "items",

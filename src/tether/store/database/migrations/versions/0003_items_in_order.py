@@ -1,4 +1,4 @@
-"""The items of a queue in the order in which they are asked, so that the next one is found without sorting them all."""
+"""An index of a queue's items in the order they are asked, so that the next one is found without sorting."""
 
 from __future__ import annotations
 
@@ -10,6 +10,6 @@ down_revision = "0002"
 
 
 def upgrade() -> None:
-    """Make the index that has the order, in place of the one that has not."""
+    """Replace the index by an ordered one."""
     op.drop_index("items_of_a_queue", "items")
     op.create_index("items_in_order", "items", ["queue_id", sa.text("priority DESC"), "id"])

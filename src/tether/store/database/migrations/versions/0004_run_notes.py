@@ -1,4 +1,4 @@
-"""What people say about a run: a note, tags, and the group that it belongs to."""
+"""The note, tags and group of a run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0003"
 
 
 def upgrade() -> None:
-    """Add the three columns; runs that are there get empty ones."""
+    """Add the three columns; they are empty for existing runs."""
     op.add_column("runs", sa.Column("note", sa.Text(), nullable=False, server_default='""'))
     op.add_column("runs", sa.Column("tags", sa.Text(), nullable=False, server_default="[]"))
     op.add_column("runs", sa.Column("run_group", sa.Text(), nullable=False, server_default='""'))

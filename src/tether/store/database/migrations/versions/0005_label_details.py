@@ -1,4 +1,4 @@
-"""What a vote says beside its choice, gold items, who is to judge an item, and annotators who are left out."""
+"""Details of a vote, gold items, assignments of items to raters, and excluded annotators."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ down_revision = "0004"
 
 
 def upgrade() -> None:
-    """Add the columns and the table; what is there stays as it is."""
+    """Add the columns and the table; existing rows stay as they are."""
     op.add_column("votes", sa.Column("comment", sa.Text))
     op.add_column("votes", sa.Column("ratings", sa.Text))
     op.add_column("items", sa.Column("gold", sa.Text))

@@ -1,4 +1,4 @@
-"""The votes of a rater in the order in which they were kept, instead of by the clock."""
+"""An index of a rater's votes in the order they were stored, not by time."""
 
 from __future__ import annotations
 
@@ -9,6 +9,6 @@ down_revision = "0005"
 
 
 def upgrade() -> None:
-    """Exchange the index; what is there stays as it is."""
+    """Replace the index."""
     op.drop_index("votes_of_a_rater", "votes")
     op.create_index("votes_of_a_rater", "votes", ["rater_id", "id"])

@@ -1,7 +1,7 @@
-"""A digest for each row of what matters, so that a flipped bit is seen; and how many rollouts a step keeps.
+"""A digest for each important row, so that a flipped bit is detected, and the number of rollouts that a step keeps.
 
-Rows that are there get the digest of what they say now. Rollouts are most of a store and keep none: reading and writing
-them all would take as long as copying the file.
+Existing rows get the digest of their current values. Existing rollouts get none: they are most of a store, and reading
+and writing all of them would take as long as copying the file.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TYPES = {"text": sa.Text, "json": sa.Text, "number": sa.Double, "count": sa.BigI
 
 
 def upgrade() -> None:
-    """Add the columns and fill them in."""
+    """Add the columns and fill them."""
     for name in TABLES:
         op.add_column(name, sa.Column("digest", sa.Text))
     op.add_column("steps", sa.Column("rollouts", sa.Integer))

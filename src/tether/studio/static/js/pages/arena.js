@@ -1,4 +1,4 @@
-// Arena: two models answer the same prompts, and whoever judges does not know which is which.
+// Arena: two models answer the same prompts, and raters do not know which is which.
 
 import { get, post } from "../api.js";
 import { ask } from "../dialogs.js";
@@ -26,7 +26,7 @@ async function refresh(page) {
 }
 
 function draw(page) {
-  page.make.hidden = page.arenas.length === 0; // the button in the middle does it
+  page.make.hidden = page.arenas.length === 0; // the button in the empty page does it
   fill(page.how, page.arenas.length > 0 && page.arenas.length < 3 && how());
   fill(page.list, page.arenas.length ? page.arenas.map((arena) => card(page, arena)) : nothingYet(page));
 }
@@ -130,7 +130,7 @@ async function letJudge(page, arena, run) {
   await tried(() => refresh(page));
 }
 
-/** The rate as a point on a line from 0 to 1, with its interval; the middle is marked. */
+/** The win rate as a point on a line from 0 to 1, with its interval; the middle is marked. */
 function whisker({ win_rate: rate, low, high }) {
   const x = (share) => 4 + share * 152;
   const known = rate !== null;
@@ -162,7 +162,7 @@ function askMatch(page) {
       run_b: Number(second.value),
       ...(lines.length ? { prompts: lines.map((prompt) => ({ prompt })) } : { count: Number(many.value) }),
     };
-    const made = await tried(() => post("arena", body)); // both models answer before this is done
+    const made = await tried(() => post("arena", body)); // returns after both models have answered
     if (!made) return false;
     notice(`${made.items} pairs are ready to be judged`);
     tried(() => refresh(page));

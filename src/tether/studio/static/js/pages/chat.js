@@ -1,4 +1,4 @@
-// Chat: talk to one run's model, or to two side by side. Any answer can be sent to a label queue.
+// Chat with one run's model, or with two side by side. Any answer can be sent to a label queue.
 
 import { get, hear, post } from "../api.js";
 import { ask } from "../dialogs.js";
@@ -126,7 +126,7 @@ function startOver(page) {
   draw(page);
 }
 
-/** One turn: what was asked, and what each side said. Each side hears its own answers only. */
+/** One turn: the question, and the answer of each side. Each side sees only its own answers. */
 async function say(page) {
   const said = page.text.value.trim();
   if (!said || page.busy) return;
@@ -154,7 +154,7 @@ async function say(page) {
   page.text.focus();
 }
 
-/** Put an answer down as it comes. Stopped, it stays as far as it came. */
+/** Show an answer as it is streamed. If it is stopped, the text so far stays. */
 async function listen(page, answer, question) {
   const { signal } = page.stopper;
   const whole = await tried(async () => {
@@ -200,7 +200,7 @@ function nameOf(page, id) {
 
 function draw(page) {
   page.stopButton.hidden = !page.busy;
-  page.log.setAttribute("aria-busy", String(page.busy)); // read aloud as a whole, not token by token
+  page.log.setAttribute("aria-busy", String(page.busy)); // screen readers read the whole answer, not each token
   fill(
     page.log,
     page.turns.length === 0 &&
@@ -240,7 +240,7 @@ function draw(page) {
   page.log.lastElementChild?.scrollIntoView({ block: "end" });
 }
 
-/** Two answers become a pair; one becomes a prompt to answer better. */
+/** Two answers become a pair; one becomes a prompt for a better answer. */
 function sendToQueue(page, turn) {
   const wants = turn.answers.length > 1 ? "pair" : "demonstration";
   const fitting = page.queues.filter((queue) => queue.kind === wants);

@@ -44,7 +44,7 @@ async function openQueues(view) {
       ? list
       : isOwner
         ? emptyState(
-            "A queue holds what people judge: pairs, rankings, or prompts to answer. There is none yet.",
+            "A queue holds items for people to judge: pairs, rankings, or prompts to answer. There is none yet.",
             button("Make a queue", () => askQueue(), { key: "n", kind: "main" }),
           )
         : emptyState("There is nothing to label now.", button("Look again", () => location.reload(), { kind: "main" })),
@@ -138,7 +138,7 @@ function askQueue() {
           const made = await tried(() => post("label/queues", body));
           if (!made) return;
           dialog.close();
-          notice(`${body.name} is made. Fill it with items next.`);
+          notice(`${body.name} was created. Fill it with items next.`);
           dispatchEvent(new HashChangeEvent("hashchange"));
         },
       },

@@ -1,4 +1,4 @@
-// Run: its curves by the question they answer, what the doctor says of them, and what happened.
+// Run: its curves grouped by question, the doctor's findings, and its events.
 
 import { address, get } from "../api.js";
 import { fill, h, onceAFrame } from "../dom.js";
@@ -19,7 +19,7 @@ export async function open(view) {
   const id = view.parts[1];
   const others = (view.query.get("with") ?? "").split(",").filter(Boolean);
   const compared = [id, ...others].map((each) => new RunSeries({ id: each, name: "" }));
-  // Everything is asked for at once: what the run is, and all its curves.
+  // Load the run and all its curves in parallel.
   const [run, ...rest] = await Promise.all([
     get(`runs/${id}`),
     ...others.map((each) => get(`runs/${each}`)),
@@ -38,7 +38,7 @@ export async function open(view) {
   if (compared.length > 1) tried(() => showDiff(page));
 }
 
-/** What was set differently, above the curves that came of it. */
+/** The changed settings, above the curves. */
 async function showDiff(page) {
   const found = await get("diff", { runs: page.compared.map((each) => each.run.id).join(",") });
   if (page.view.isOpen()) fill(page.diff, h("h2", {}, "Settings that differ"), diffTable(found));
@@ -162,7 +162,7 @@ function goWith(page, ids) {
   location.hash = `#/run/${page.run.id}${ids.length ? `?with=${ids.join(",")}` : ""}`;
 }
 
-/** The runs that could be laid over this one; they may come after the curves. */
+/** The runs that can be compared with this one; they may be loaded after the curves. */
 async function fillPicker(page) {
   const shown = new Set(page.compared.map((each) => each.run.id));
   const others = (await get("runs")).runs.filter((each) => !shown.has(each.id));
@@ -203,7 +203,7 @@ function drawHead(page) {
 
 function nothingYet(run) {
   if (run.state === "running")
-    return emptyState("The first step is being taken; its numbers will appear here.", runsLink());
+    return emptyState("The first step is running; its metrics will appear here.", runsLink());
   return emptyState(`This run ended (${run.state}) before its first step; the events below say why.`, runsLink());
 }
 
@@ -252,7 +252,7 @@ function keys(page) {
   ];
 }
 
-/** Metrics that were not there when the page was opened get their charts. */
+/** Add charts for metrics that are new since the page was opened. */
 function noteNames(page, names) {
   const fresh = names.filter((name) => !page.run.metric_names.includes(name));
   if (!fresh.length) return;
@@ -261,7 +261,7 @@ function noteNames(page, names) {
   hearDoctor(page);
 }
 
-/** Tell the time that is left from the pace at which steps arrive. */
+/** Estimate the time left from the pace of the live steps. */
 function keepPace(page) {
   const now = Date.now() / 1000;
   const took = now - (page.lastStep ?? now);
@@ -302,7 +302,7 @@ function follow(page) {
       redraw();
     },
     step: (news) => {
-      if (news.step > page.run.step) reload(); // steps went by between asking and listening
+      if (news.step > page.run.step) reload(); // steps were recorded between loading and listening
       page.run.step = Math.max(page.run.step, news.step + 1);
       keepPace(page);
       for (const name of Object.keys(page.run.latest))

@@ -1,4 +1,4 @@
-// Runs: every run of the workspace, the one written last first.
+// Runs: every run of the workspace, the most recently written first.
 
 import { get } from "../api.js";
 import { button, choose, fill, h, onceAFrame } from "../dom.js";
@@ -35,7 +35,7 @@ export async function open(view) {
     page.runs = (await get("runs")).runs;
     redraw();
   };
-  const timer = setInterval(redraw, 10000); // ages grow
+  const timer = setInterval(redraw, 10000); // to update the ages
   view.onClose(() => clearInterval(timer));
   view.onClose(listen(null, { again, run: (news) => takeNews(page, news, again, redraw) }));
 }
@@ -43,7 +43,7 @@ export async function open(view) {
 function takeNews(page, news, again, redraw) {
   const known = page.runs.find((run) => run.id === news.id);
   if (!known) {
-    again(); // a run that was not there when the page was opened
+    again(); // a run that is new since the page was opened
     return;
   }
   const latest = { ...known.latest, ...news.latest };
@@ -152,7 +152,7 @@ function go(address) {
   location.hash = address;
 }
 
-/** The runs that fit the filters, those of a group next to one another. */
+/** The runs that match the filters, sorted by group. */
 function shown(page) {
   const fitting = page.runs.filter(
     (run) =>
@@ -177,7 +177,7 @@ function groupsOf(page) {
   return [...new Set(page.runs.map((run) => run.group).filter(Boolean))].sort();
 }
 
-/** Show only the runs with a tag, or of a group; asked for again, all are shown. */
+/** Show only the runs with a tag or of a group; a second click shows all. */
 function filterBy(page, kind, value) {
   page[kind] = page[kind] === value ? "" : value;
   page.at = 0;
@@ -259,10 +259,10 @@ function nothingToShow(page, none) {
     page.search.value = "";
     draw(page);
   };
-  return emptyState("No run fits what you are looking for.", button("Show all runs", clear, { kind: "main" }));
+  return emptyState("No run matches your search.", button("Show all runs", clear, { kind: "main" }));
 }
 
-/** The runs' rows, under the name of their group where they are grouped. */
+/** The rows of the runs, under the names of their groups. */
 function rows(page, list) {
   const grouped = isGrouped(page);
   return list.flatMap((run, place) => {
@@ -313,7 +313,7 @@ function row(page, run, place) {
     ),
     h("td", {}, stateMark(run.state)),
     h("td", {}, progressBar(run.step, run.steps)),
-    h("td", { class: "curve" }, sparkline(run.spark ?? [], { width: 150, label: `${run.name}: how it went` })),
+    h("td", { class: "curve" }, sparkline(run.spark ?? [], { width: 150, label: `${run.name}: score or loss by step` })),
     h(
       "td",
       { class: "figure" },

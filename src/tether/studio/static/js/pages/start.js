@@ -69,7 +69,7 @@ function build(page) {
 function draw(page) {
   const groups = new Map();
   for (const field of page.fields) {
-    if (field.key === "run.directory" || field.key === "store.url") continue; // this workspace says those
+    if (field.key === "run.directory" || field.key === "store.url") continue; // set by the workspace
     if (!`${field.key} ${field.description}`.toLowerCase().includes(page.words)) continue;
     const section = field.key.includes(".") ? field.key.split(".")[0] : "general";
     if (!groups.has(section)) groups.set(section, []);
@@ -125,7 +125,7 @@ function control(page, field) {
   return box;
 }
 
-/** A default as it would be typed. */
+/** A default value as text. */
 function written(value) {
   if (value === null || value === undefined) return "";
   return typeof value === "string" ? value : JSON.stringify(value);

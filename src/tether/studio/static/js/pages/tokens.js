@@ -1,4 +1,4 @@
-// Token microscope: any answer of any kept step, each token coloured by what training made of it.
+// Token microscope: any answer of any kept step, each token coloured by a quantity of training.
 
 import { get } from "../api.js";
 import { askList, goTo, loadList, reload, scrub, walk } from "../answer_list.js";
@@ -29,7 +29,7 @@ export async function open(view) {
     quantity: localStorage.getItem("quantity") ?? "advantage",
     filters: { sort: "row", q: "", truncated: "" },
   };
-  // Where the address says which answer, it is asked for at once, and so is the list beside it.
+  // If the address names an answer, load it and the list in parallel.
   const step = view.query.get("step");
   if (step !== null && row !== null) {
     page.early = get(`runs/${id}/rollouts/${step}/${row}`).catch(() => null);
@@ -195,7 +195,7 @@ function keys(page) {
     { key: "Q", does: "Colour by the previous quantity", run: () => turn(page, -1) },
     {
       key: ["ArrowLeft", "ArrowRight"],
-      does: "Walk through the tokens",
+      does: "Move through the tokens",
       run: () => {
         page.lenses[0].text.box.focus();
         page.lenses[0].text.go(firstAnswerToken(page.lenses[0].rollout));

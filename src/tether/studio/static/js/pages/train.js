@@ -1,4 +1,4 @@
-// Train from votes: how many there are, what they have taught so far, and one button that teaches more.
+// Train from votes: the number of votes, the results so far, and a button to train again.
 
 import { get, post } from "../api.js";
 import { ask } from "../dialogs.js";
@@ -35,7 +35,7 @@ export async function open(view) {
   await refresh(page);
 }
 
-/** The queues that hold preferences, each with what was learnt from it so far. */
+/** The queues with preferences, each with the models trained on it so far. */
 async function refresh(page) {
   const [{ queues }, { runs }] = await Promise.all([get("label/queues"), get("runs")]);
   const preferences = queues.filter((queue) => queue.kind !== "demonstration" && queue.votes > 0);
@@ -117,7 +117,7 @@ function how() {
   );
 }
 
-/** The policy that was trained on a reward model stands beside it in the workspace. */
+/** The policy that was trained against a reward model is beside it in the workspace. */
 function policyOf(page, model) {
   const policy = page.runs.find((run) => run.name === model.run.replace(/reward$/, "ppo"));
   return (
@@ -185,7 +185,7 @@ function askTrain(page, queue) {
     h(
       "p",
       {},
-      "First a reward model learns what was preferred, then PPO trains a policy on it. The votes that were used are listed in votes.json beside the run.",
+      "First a reward model is trained on the votes, then PPO trains a policy against it. The votes that were used are listed in votes.json beside the run.",
     ),
     field(FIELDS.from_run, from),
     field(FIELDS.reward_steps, reward),
