@@ -93,9 +93,9 @@ def test_a_reward_that_raises_ends_the_run_with_its_line(small_ppo):
     [
         (3, tether.ConfigError, r"^reward: expected a function .*was given a int"),
         ([], tether.ConfigError, r"^reward is empty"),
-        (lambda one, two: 1.0, tether.ConfigError, r"^reward: the parameters of lambda\(one, two\) do not tell"),
+        (lambda one, two: 1.0, tether.ConfigError, r"^reward: the parameters of lambda\(one, two\) do not say"),
         (lambda completion, colour: 1.0, tether.ConfigError, r"^reward: lambda takes 'colour', and no record has such"),
-        (lambda prompt, completion: "good", tether.DataError, r"gave str 'good', which is no number"),
+        (lambda prompt, completion: "good", tether.DataError, r"returned str 'good', which is not a number"),
         ("lenght", tether.ConfigError, r"lenght.*length"),
         ({"a": share_of_letters, "b!": share_of_letters}, tether.ConfigError, r"b!"),
         (dict, tether.ConfigError, r"^reward: dict is a class"),

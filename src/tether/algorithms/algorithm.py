@@ -154,16 +154,16 @@ class Algorithm:
         kind = type(estimated).__name__
         given: tuple[Any, ...] = cast("tuple[Any, ...]", estimated) if isinstance(estimated, tuple) else ()
         if len(given) != 2:
-            raise ConfigError(f"{name} gave a {kind}: it must give (advantages, returns)")
+            raise ConfigError(f"{name} returned a {kind}: it must return (advantages, returns)")
         advantages, returns = given
         for what, column in (("advantages", advantages), ("returns", returns)):
             shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
             if shape != tuple(mask.shape) and not (what == "returns" and column is None):
                 raise ConfigError(
-                    f"{name} gave {what} of shape {shape}: it must give one for each token, {tuple(mask.shape)}"
+                    f"{name} returned {what} of shape {shape}: it must return one for each token, {tuple(mask.shape)}"
                 )
         if self.needs_critic and returns is None:
-            raise ConfigError(f"{name} gave no returns, and needs_critic is True: the critic has nothing to learn from")
+            raise ConfigError(f"{name} returned no returns, and needs_critic is True: the critic has no target")
         return advantages, returns
 
     def advantages(self, batch: EvaluatedBatch, kl_coef: float) -> tuple[Experience, Metrics]:

@@ -129,8 +129,8 @@ class PolicyObjective:
         loss = policy = self.surrogate(outputs.logprobs, batch)
         if policy.shape != mask.shape:
             raise ConfigError(
-                f"surrogate {type(self.surrogate).__name__} gave a loss of shape {tuple(policy.shape)}: it must give "
-                f"one for each token, {tuple(mask.shape)}"
+                f"surrogate {type(self.surrogate).__name__} returned a loss of shape {tuple(policy.shape)}: it must "
+                f"return one for each token, {tuple(mask.shape)}"
             )
         if self.entropy_coef != 0.0:
             loss = loss - self.entropy_coef * outputs.entropy

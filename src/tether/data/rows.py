@@ -332,7 +332,9 @@ def collate(
     Where the algorithm compares the samples of a prompt, a sample without siblings is dropped as well.
     """
     if len(rollouts) != len(scores):
-        raise DataError(f"the reward gave {len(scores)} scores for {len(rollouts)} rollouts: it must give one for each")
+        raise DataError(
+            f"the reward returned {len(scores)} scores for {len(rollouts)} rollouts: it must return one for each"
+        )
     sampled = [(rollout, score) for rollout, score in zip(rollouts, scores, strict=True) if rollout.finish != "error"]
     kept = [(rollout, score) for rollout, score in sampled if rollout.response_length > 0]
     counts = {
