@@ -256,7 +256,7 @@ def test_rows_that_are_too_long_can_be_dropped(tmp_path: Path):
     ("words", "said"),
     [
         (["--columns", "prompt"], "--columns: expected FIELD=COLUMN"),
-        (["--columns", "promt=question"], "--columns names promt, which is no field that Tether reads"),
+        (["--columns", "promt=question"], "--columns names promt, which is not a field that Tether reads"),
         ([], "set data.columns, such as {prompt: question}"),
     ],
 )
