@@ -49,13 +49,13 @@ def test_an_unknown_setting_is_answered_with_the_nearest(small_ppo, tmp_path):
         small_ppo(settings={"rollout.sample_per_prompt": 4})
     with refused(tether.ConfigError, r"unknown key rollout\.temprature in the settings: did you mean rollout\.temper"):
         small_ppo(settings={"rollout": {"temprature": 1.0}})
-    with refused(tether.ConfigError, r"^rollout\.max_new_tokens in the settings: expected.*was given \"many\""):
+    with refused(tether.ConfigError, r"^rollout\.max_new_tokens in the settings: expected.*got \"many\""):
         small_ppo(settings={"rollout.max_new_tokens": "many"})
-    with refused(tether.ConfigError, r"^ppo\.epochs in the settings: expected.*was given a object"):
+    with refused(tether.ConfigError, r"^ppo\.epochs in the settings: expected.*got a object"):
         small_ppo(settings={"ppo.epochs": object()})
     with refused(tether.ConfigError, r"^run\.steps is given twice, by an argument and in settings: leave one out"):
         small_ppo(settings={"run": {"steps": 9}})
-    with refused(tether.ConfigError, r"run\.steps .* and run\.epochs .* both say how long the run is"):
+    with refused(tether.ConfigError, r"run\.steps .* and run\.epochs .* both set the length of the run"):
         tether.sft("tiny-bytes", DEMONSTRATIONS, steps=3, epochs=1, directory=tmp_path)
     with refused(tether.ConfigError, r"^unknown method pppo: did you mean ppo\?"):
         tether.train_recipe("pppo")
@@ -91,9 +91,9 @@ def test_a_reward_that_raises_ends_the_run_with_its_line(small_ppo):
     [
         (3, tether.ConfigError, r"^reward: expected a function .*was given a int"),
         ([], tether.ConfigError, r"^reward is empty"),
-        (lambda one, two: 1.0, tether.ConfigError, r"^reward: the parameters of lambda\(one, two\) do not tell"),
+        (lambda one, two: 1.0, tether.ConfigError, r"^reward: the parameters of lambda\(one, two\) do not say"),
         (lambda completion, colour: 1.0, tether.ConfigError, r"^reward: lambda takes 'colour', and no record has such"),
-        (lambda prompt, completion: "good", tether.DataError, r"gave str 'good', which is no number"),
+        (lambda prompt, completion: "good", tether.DataError, r"returned str 'good', which is not a number"),
         ("lenght", tether.ConfigError, r"lenght.*length"),
         ({"a": share_of_letters, "b!": share_of_letters}, tether.ConfigError, r"b!"),
         (dict, tether.ConfigError, r"^reward: dict is a class"),

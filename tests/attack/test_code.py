@@ -162,7 +162,7 @@ def test_a_seal_that_is_not_the_users_makes_a_run_a_strangers(kind: str, here: P
     seal.unlink()
     if SEALS[kind] is not None:
         seal.write_text(SEALS[kind].replace("HERE", str(here)))
-    with pytest.raises(ConfigError, match=r"which you did not begin on this account.*--allow-code evil\.py"):
+    with pytest.raises(ConfigError, match=r"which you did not start on this account.*--allow-code evil\.py"):
         agree.agree_to_run(recipe, folder)
     assert not mark.exists()
 
@@ -294,7 +294,7 @@ def test_a_run_of_the_users_own_is_not_asked_about_where_it_was_begun(here: Path
     elsewhere.mkdir()
     (elsewhere / "evil.py").write_text(SCORE)  # the same name in a stranger's folder
     monkeypatch.chdir(elsewhere)
-    with pytest.raises(ConfigError, match="which was begun in"):
+    with pytest.raises(ConfigError, match="which was started in"):
         agree.agree_to_run(recipe, folder)
 
 
@@ -338,7 +338,7 @@ def test_the_page_does_not_pass_a_strangers_names_on(here: Path, mark: Path):
     records = [{"prompt": f"p{n}", "answers": ["a", "b"], "ranks": [0, 1], "votes": [n]} for n in range(8)]
     config = json.loads((folder / "recipe.json").read_text())
     wish = TrainingRequest(name="votes", queue=0, model="tiny-bytes", config=config, folder=folder)
-    with pytest.raises(ConfigError, match="which you did not begin"):
+    with pytest.raises(ConfigError, match="which you did not start"):
         write_plan(here / "runs", wish, split_records(records, 0.2))
     assert not mark.exists()
 

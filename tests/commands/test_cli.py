@@ -170,7 +170,7 @@ def test_conformance_hands_on_its_options(conformance, tmp_path: Path, monkeypat
         (["train"], "train needs a method first"),
         (["train", "--ppo.gamma", "1"], "train needs a method first"),
         (["train", "ppo", "--ppo.clip-rnage", "0.1"], "unknown flag --ppo.clip_rnage: did you mean --ppo.clip_range?"),
-        (["train", "ppo", "nowhere.yaml"], "recipe nowhere.yaml is not there"),
+        (["train", "ppo", "nowhere.yaml"], "recipe nowhere.yaml does not exist"),
         (["train", "ppo", "--run.seed", "1", "late.yaml"], "unexpected word late.yaml"),
         (["conformance", "--targt", "x"], "unrecognized arguments: --targt x"),
     ],

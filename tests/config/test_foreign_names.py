@@ -21,7 +21,7 @@ def told(method: str, *flags: str, path: str | None = None) -> str:
 @pytest.mark.parametrize(
     ("method", "flags", "answer"),
     [
-        ("ppo", ["--lr", "1e-5"], "--lr: here it is --optimizer.policy_lr 1e-5; the critic's"),
+        ("ppo", ["--lr", "1e-5"], "--lr: here it is --optimizer.policy_lr 1e-5; the rate of the critic"),
         ("ppo", ["--learning-rate=1e-5"], "here it is --optimizer.policy_lr 1e-5"),
         ("reward", ["--lr", "1e-5"], "here it is --optimizer.critic_lr 1e-5"),
         ("ppo", ["--optimizer.lr", "1e-5"], "--optimizer.lr: here it is --optimizer.policy_lr 1e-5"),
@@ -61,7 +61,7 @@ def test_a_foreign_key_in_a_file_is_answered_in_the_files_words(tmp_path: Path):
     file = tmp_path / "x.yaml"
     file.write_text("learning_rate: 1e-5\nreport_to: wandb\noptimizer: {lr: 2e-5}\n")
     said = told("ppo", path=str(file))
-    assert "line 1: here it is optimizer: {policy_lr: 1e-5}; the critic's" in said
+    assert "line 1: here it is optimizer: {policy_lr: 1e-5}; the rate of the critic" in said
     assert "line 2: here it is store: {trackers: wandb}" in said
     assert "line 3: here it is optimizer: {policy_lr: 2e-5}" in said
 

@@ -167,24 +167,24 @@ def test_other_unknown_keys(write, text: str, advice: str):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("ppo: {epochs: 1.5}", "ppo.epochs in x.yaml, line 1: expected a whole number of at least 1, was given 1.5"),
-        ("ppo: {epochs: true}", "ppo.epochs in x.yaml, line 1: expected a whole number of at least 1, was given true"),
-        ("ppo: {epochs: '4'}", 'expected a whole number of at least 1, was given "4" (text)'),
-        ("ppo: {gamma: 1.5}", "ppo.gamma in x.yaml, line 1: expected a number from 0 to 1, was given 1.5"),
-        ("ppo: {gamma: abc}", 'ppo.gamma in x.yaml, line 1: expected a number from 0 to 1, was given "abc" (text)'),
-        ("ppo: {value_clip: 0}", "expected a number above 0, or null, was given 0"),
-        ("ppo: {gamma: {a: 1}}", 'was given {"a": 1}'),
-        ("ppo: {objective: clp}", "expected one of clip, unclipped, kl_penalty, was given"),
-        ("reward: {whiten: 1}", "expected true or false, was given 1"),
+        ("ppo: {epochs: 1.5}", "ppo.epochs in x.yaml, line 1: expected a whole number of at least 1, got 1.5"),
+        ("ppo: {epochs: true}", "ppo.epochs in x.yaml, line 1: expected a whole number of at least 1, got true"),
+        ("ppo: {epochs: '4'}", 'expected a whole number of at least 1, got "4" (text)'),
+        ("ppo: {gamma: 1.5}", "ppo.gamma in x.yaml, line 1: expected a number from 0 to 1, got 1.5"),
+        ("ppo: {gamma: abc}", 'ppo.gamma in x.yaml, line 1: expected a number from 0 to 1, got "abc" (text)'),
+        ("ppo: {value_clip: 0}", "expected a number above 0, or null, got 0"),
+        ("ppo: {gamma: {a: 1}}", 'got {"a": 1}'),
+        ("ppo: {objective: clp}", "expected one of clip, unclipped, kl_penalty, got"),
+        ("reward: {whiten: 1}", "expected true or false, got 1"),
         ("optimizer: {betas: [0.9]}", "optimizer.betas in x.yaml, line 1: expected a list of 2 numbers"),
         ("optimizer: {betas: [0.9, x]}", "optimizer.betas in x.yaml, line 1: expected a list of 2 numbers"),
-        ("run: {name: 5}", "expected text, or null, was given 5 (a whole number): put it in quotes"),
-        ("model: {path: null}", "model.path in x.yaml, line 1: expected text, was given null"),
-        ("kl: {coef: .nan}", "kl.coef in x.yaml, line 1: expected a number of at least 0, was given NaN"),
-        ("kl: {coef: .inf}", "kl.coef in x.yaml, line 1: expected a number of at least 0, was given Infinity"),
-        ("ppo: 5", "ppo in x.yaml, line 1: expected a section with keys under it, was given a single value"),
-        ("ppo: [1]", "ppo in x.yaml, line 1: expected a section with keys under it, was given a list"),
-        ("run: {name: !!binary aGk=}", "run.name in x.yaml, line 1: expected text, or null, was given a tag"),
+        ("run: {name: 5}", "expected text, or null, got 5 (a whole number): put it in quotes"),
+        ("model: {path: null}", "model.path in x.yaml, line 1: expected text, got null"),
+        ("kl: {coef: .nan}", "kl.coef in x.yaml, line 1: expected a number of at least 0, got NaN"),
+        ("kl: {coef: .inf}", "kl.coef in x.yaml, line 1: expected a number of at least 0, got Infinity"),
+        ("ppo: 5", "ppo in x.yaml, line 1: expected a section with keys under it, got a single value"),
+        ("ppo: [1]", "ppo in x.yaml, line 1: expected a section with keys under it, got a list"),
+        ("run: {name: !!binary aGk=}", "run.name in x.yaml, line 1: expected text, or null, got a tag"),
     ],
 )
 def test_a_wrong_type_says_what_was_expected_and_given(write, text: str, said: str):
@@ -234,8 +234,8 @@ def test_the_method_in_the_file_must_match(write):
 
 def test_files_that_cannot_be_read(write, tmp_path: Path):
     write("")
-    assert message("ppo", "y.yaml") == "recipe y.yaml is not there: did you mean x.yaml?"
-    assert message("ppo", "nowhere/a.yaml") == "recipe nowhere/a.yaml is not there"
+    assert message("ppo", "y.yaml") == "recipe y.yaml does not exist: did you mean x.yaml?"
+    assert message("ppo", "nowhere/a.yaml") == "recipe nowhere/a.yaml does not exist"
     assert "cannot be read: Is a directory" in message("ppo", str(tmp_path))
     Path("x.yaml").write_bytes(b"run: {name: \xff}")
     assert "recipe x.yaml cannot be read" in message("ppo", "x.yaml")
@@ -263,9 +263,9 @@ def test_a_missing_required_key_with_a_file(write):
         ("--ppo 1", "flag --ppo is a section: set one of its keys, such as --ppo.epochs"),
         ("--ppo.epochs", "flag --ppo.epochs needs a value: whole number of at least 1"),
         ("--ppo.epochs --reward.whiten", "flag --ppo.epochs needs a value: whole number of at least 1"),
-        ("--ppo.epochs [", "flag --ppo.epochs: expected a whole number of at least 1, was given ["),
-        ("--ppo.epochs 0", "ppo.epochs in the flags: expected a whole number of at least 1, was given 0"),
-        ("--reward.whiten maybe", 'reward.whiten in the flags: expected true or false, was given "maybe" (text)'),
+        ("--ppo.epochs [", "flag --ppo.epochs: expected a whole number of at least 1, got ["),
+        ("--ppo.epochs 0", "ppo.epochs in the flags: expected a whole number of at least 1, got 0"),
+        ("--reward.whiten maybe", 'reward.whiten in the flags: expected true or false, got "maybe" (text)'),
         ("stray", "unexpected word stray: the recipe comes right after the method, and flags are --key value"),
         ("-x 1", "unexpected word -x"),
     ],
@@ -278,7 +278,7 @@ def test_rules_over_several_keys_keep_their_own_words_and_name_the_place(write):
     said = message("grpo", write("rollout:\n  samples_per_prompt: 1"))
     assert "set it to 2 or more (rollout.samples_per_prompt is set in x.yaml, line 2)" in said
     said = message("ppo", None, "--ppo.aggregation.over", "fixed")
-    assert said.startswith("ppo.aggregation: fixed_length is needed")
+    assert said.startswith("ppo.aggregation: fixed_length must be set")
     assert said.endswith("(ppo.aggregation.over is set in the flags)")
 
 

@@ -110,7 +110,7 @@ def test_broken_syntax_on_line_3(tmp_path: Path, ending: str):
     ("bad", "said"),
     [
         ({"prompt": "say a", "completion": ""}, "field 'completion'"),
-        ({"prompt": "say a", "completion": " "}, "field 'completion' must be a text that is not empty, not ' '"),
+        ({"prompt": "say a", "completion": " "}, "field 'completion' must be a non-empty text, not ' '"),
         ({"prompt": "", "completion": "a"}, "field 'prompt'"),
         ({"prompt": "say a", "completion": None}, "field 'completion'"),
     ],
@@ -135,7 +135,7 @@ def test_a_missing_field_on_line_3(tmp_path: Path, ending: str):
 @pytest.mark.parametrize("ending", ["jsonl", "json"])
 def test_a_wrong_type_on_line_3(tmp_path: Path, ending: str):
     path = write(tmp_path, ending, third(ending, {"prompt": "say a", "completion": 7}))
-    assert refusal(path).startswith(f"{path}, line 3: field 'completion' must be a text that is not empty, not 7")
+    assert refusal(path).startswith(f"{path}, line 3: field 'completion' must be a non-empty text, not 7")
 
 
 def test_a_wrong_type_on_line_3_of_csv(tmp_path: Path):
@@ -153,7 +153,7 @@ def test_a_wrong_type_on_row_3_of_parquet(tmp_path: Path):
     assert refusal(path).startswith(f"{path}, row 3: field 'messages[0]' must be")
     numbers = tmp_path / "numbers.parquet"
     parquet.write_table(arrow.table({"prompt": ["q"] * 3, "completion": [1, 2, 3]}), numbers)
-    assert "row 1: field 'completion' must be a text" in refusal(str(numbers))
+    assert "row 1: field 'completion' must be a non-empty text" in refusal(str(numbers))
 
 
 def test_broken_text_on_row_3_of_parquet(tmp_path: Path):
@@ -203,7 +203,7 @@ def test_a_long_cell_and_a_prompt_of_messages_in_csv(tmp_path: Path):
         ('{"prompt": "a"}', "line 1: a .json file holds one list"),
         ("[]", "no records"),
         ('[\n{"prompt": "a"}\n{"prompt": "a"}]', "line 3: expected a comma"),
-        ('[\n{"prompt": "a"},\n]', "line 3: a comma and then no further record"),
+        ('[\n{"prompt": "a"},\n]', "line 3: a comma that no record follows"),
         ('[{"prompt": "a"}\n] x', "line 2: something follows"),
         ('[\n\n{"prompt": "a",\n\n"completion": }]', "line 5: not valid JSON"),
         ('[\n{"prompt": "a"},\n5]', "line 3: a record must be an object"),

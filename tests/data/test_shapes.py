@@ -166,9 +166,9 @@ def test_a_template_that_leaves_tools_out_is_refused(folder: Path):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     with pytest.raises(DataError, match="which the model's chat template leaves out"):
         read_demonstrations(str(folder / "tools.jsonl"), encoder(tokenizer))
-    with pytest.raises(DataError, match="has tools, which need a model with a chat template"):
+    with pytest.raises(DataError, match="has tools: use a model whose chat template supports tools"):
         read_demonstrations(str(folder / "tools.jsonl"), encoder(tiny_tokenizer()))
-    with pytest.raises(DataError, match="need a model with a chat template"):
+    with pytest.raises(DataError, match="use a model whose chat template supports tools"):
         read_rankings(str(folder / "tool-pairs.parquet"), encoder(tiny_tokenizer()))
 
 
@@ -201,7 +201,7 @@ def test_labels(tmp_path: Path):
     assert len(read_demonstrations(path, encoder())) == 2
     parsed = parse_rankings(path)
     assert [each.ranks for each in parsed.examples] == [(0, 1)] and sum(parsed.dropped.values()) == 1
-    with pytest.raises(DataError, match="none of the 1 records can be learned from"):
+    with pytest.raises(DataError, match="none of the 1 records can be trained on"):
         parse_rankings(written(tmp_path / "one.jsonl", records[0]))
 
 
@@ -256,7 +256,7 @@ def test_rows_that_are_too_long_can_be_dropped(tmp_path: Path):
     ("words", "said"),
     [
         (["--columns", "prompt"], "--columns: expected FIELD=COLUMN"),
-        (["--columns", "promt=question"], "--columns names promt, which is no field that Tether reads"),
+        (["--columns", "promt=question"], "--columns names promt, which is not a field that Tether reads"),
         ([], "set data.columns, such as {prompt: question}"),
     ],
 )

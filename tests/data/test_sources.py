@@ -41,11 +41,11 @@ def test_several_files_and_globs(tmp_path: Path):
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("*.jsonl", "no file has a name like this"),
+        ("*.jsonl", "no file matches this pattern"),
         ("folder", "name its files, such as"),
         ("none.jsonl", "there is no such file"),
         ("none.tsv", "unknown file ending '.tsv'"),
-        ("cut.jsonl.gz", "not a whole gzip file"),
+        ("cut.jsonl.gz", "not a complete gzip file"),
         ("half", "the saved dataset is damaged"),
     ],
 )

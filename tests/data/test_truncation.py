@@ -115,7 +115,7 @@ def test_answers_of_one_prompt_keep_one_prompt():
 
 
 @pytest.mark.parametrize(
-    ("truncate", "repair"), [(True, "no end of a paragraph fits"), (False, "shorten it, set data.truncate")]
+    ("truncate", "repair"), [(True, "no paragraph end fits"), (False, "shorten it, set data.truncate")]
 )
 def test_what_cannot_be_cut_is_refused(truncate: bool, repair: str):
     text = "word " * 10 if truncate else "word\n" * 10
@@ -130,7 +130,7 @@ def test_what_was_cut_is_told_once_for_each_file(tmp_path: Path):
     records = [{"prompt": "ask", "completion": text} for text in ("fits", "first\nsecond part", "first\nthird part")]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     assert len(read_demonstrations(str(path), encode)) == 3
-    assert told == [f"{path}: 2 answers cut at the end of a paragraph, to fit data.max_length = 12"]
+    assert told == [f"{path}: 2 answers cut at a paragraph end, to fit data.max_length = 12"]
     path.write_text(json.dumps({"prompt": "ask", "chosen": "yes", "rejected": "no"}) + "\n")
     assert len(read_rankings(str(path), encode)) == 1 and len(told) == 1
 
@@ -144,7 +144,7 @@ def test_truncation_is_a_setting_of_the_recipe(tmp_path: Path, capsys):
     flags = ["--data.train", str(path), "--data.max_length", "20"]
     recipe = load_recipe("sft", None, flags)
     build_supervised(recipe, load_policy(recipe))
-    assert "1 answer cut at the end of a paragraph" in capsys.readouterr().err
+    assert "1 answer cut at a paragraph end" in capsys.readouterr().err
     recipe = load_recipe("sft", None, [*flags, "--data.truncate", "false"])
     with pytest.raises(DataError, match=r"set data\.truncate"):
         build_supervised(recipe, load_policy(recipe))

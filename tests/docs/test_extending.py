@@ -140,13 +140,17 @@ class NoPrompts:
     ("task", "kind", "pattern"),
     [
         (NoPrompts(), tether.DataError, r"NoPrompts raised AttributeError: .*prompts"),
-        (Colours(["red:"]), tether.DataError, r"^task.name: prompts\(\) of .*Colours gave a str: it must give Prompts"),
+        (
+            Colours(["red:"]),
+            tether.DataError,
+            r"^task.name: prompts\(\) of .*Colours returned a str: it must return Prompts",
+        ),
         (
             Colours(reward=lambda completion, colour: 1.0),
             tether.ConfigError,
             r"^task.name: reward\(\): task_reward takes 'colour', and no record has such a column",
         ),
-        (Colours(reward=3), tether.DataError, r"reward\(\) of .*Colours gave a int: it must give a function"),
+        (Colours(reward=3), tether.DataError, r"reward\(\) of .*Colours returned a int: it must return a function"),
     ],
 )
 def test_a_wrong_task_is_refused(folder, task, kind, pattern):
@@ -240,12 +244,15 @@ def _rewards(rewards, mask, **_):
     [
         (
             _algorithm(lambda rewards, mask, **_: (rewards.sum(dim=1), None)),
-            r"^algorithm mine: function gave advantages of shape \(4,\): it must give one for each token, \(4, \d+\)",
+            r"^algorithm mine: .* returned advantages of shape \(4,\): it must return one for each token, \(4, \d+\)",
         ),
-        (_algorithm(lambda rewards, mask, **_: (rewards, rewards[:, 0])), r"gave returns of shape \(4,\)"),
-        (_algorithm(lambda rewards, mask, **_: rewards), r"gave a Tensor: it must give \(advantages, returns\)"),
-        (_algorithm(_rewards, needs_critic=True), r"gave no returns, and needs_critic is True"),
-        (_algorithm(_rewards, MeanLoss(0.2, 0.2)), r"^surrogate MeanLoss gave a loss of shape \(\): it must give one"),
+        (_algorithm(lambda rewards, mask, **_: (rewards, rewards[:, 0])), r"returned returns of shape \(4,\)"),
+        (_algorithm(lambda rewards, mask, **_: rewards), r"returned a Tensor: it must return \(advantages, returns\)"),
+        (_algorithm(_rewards, needs_critic=True), r"returned no returns, and needs_critic is True"),
+        (
+            _algorithm(_rewards, MeanLoss(0.2, 0.2)),
+            r"^surrogate MeanLoss returned a loss of shape \(\): it must return one",
+        ),
     ],
     ids=["advantages", "returns", "tuple", "critic", "surrogate"],
 )

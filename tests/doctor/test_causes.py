@@ -74,7 +74,7 @@ def test_a_kl_that_grows_from_zero_is_healthy():
     [
         ({"truncation_gap": 0.2}, "truncated sampling", "warning"),
         ({"logprob_diff": 0.1}, "sampler and trainer disagree", "warning"),
-        ({"logprob_diff": 1e-6, "truncation_gap": 0.0}, "log-probs are not of the tokens", "alarm"),
+        ({"logprob_diff": 1e-6, "truncation_gap": 0.0}, "log-probs are not those of the sampled tokens", "alarm"),
     ],
 )
 def test_the_cause_of_a_negative_kl_is_named(more: dict[str, Any], cause: str, severity: str):
@@ -108,7 +108,7 @@ def test_a_policy_that_does_not_move_says_nothing_of_its_reference():
 
 def test_a_reference_that_is_another_model_from_the_start_is_found():
     finding = found(negative_kl(synthetic(kl_ref_k1=wave(4.0, 6.0), kl_ref_k3=wave(4.0, 6.0), response_length=10)))
-    assert "0.40 a token" in finding.saw
+    assert "0.40 per token" in finding.saw
 
 
 # -- drift --------------------------------------------------------------------------------------------------------
@@ -298,7 +298,7 @@ def test_updates_that_all_end_early_are_found_with_the_steps_they_took():
     for row in run.metrics:
         row["steps"] = 3.0  # pyright: ignore[reportIndexIssue] (a dict underneath)
     finding = found(early_stop(run))
-    assert "3 of 16 optimiser steps" in finding.saw
+    assert "3 of 16 optimizer steps" in finding.saw
     assert silent(early_stop(synthetic(early_stop=[0.0, 1.0] * 12)))
 
 

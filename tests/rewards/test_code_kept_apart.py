@@ -47,7 +47,7 @@ def test_whatever_is_raised_is_the_rewards_fault(error: BaseException) -> None:
 
 @pytest.mark.parametrize("given", [{"a": 1.0, "b": 2.0, "c": 3.0}, {1.0, 2.0, 3.0}, "123", 1.0, None])
 def test_what_is_no_list_is_refused(given: object) -> None:
-    with pytest.raises(DataError, match="it must give a list with one number for each answer"):
+    with pytest.raises(DataError, match="it must return a list with one number for each answer"):
         score_rollouts(lambda rollouts: given, ROWS, max_failure_rate=0.0)  # type: ignore[arg-type, return-value]
 
 
@@ -56,7 +56,7 @@ def test_a_generator_without_an_end_is_refused() -> None:
         while True:
             yield 1.0
 
-    with pytest.raises(DataError, match="gave more than 3 scores for 3 rollouts"):
+    with pytest.raises(DataError, match="returned more than 3 scores for 3 rollouts"):
         score_rollouts(reward, ROWS, max_failure_rate=0.0)  # type: ignore[arg-type]
 
 

@@ -81,7 +81,7 @@ def test_a_function_of_rollouts_may_give_numbers_or_scores():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("too_few", "part 'function': .*:too_few gave 1 scores for 4 rollouts"),
+        ("too_few", "part 'function': .*:too_few returned 1 scores for 4 rollouts"),
         ("broken", r"part 'function': .*:broken raised RuntimeError: oh \(.*, line \d+, in broken: raise RuntimeError"),
     ],
 )

@@ -89,7 +89,7 @@ def test_what_the_template_refuses_fails_alone(policy, llama):
     prompt = Prompt("p7", (Message(role="system", content="be kind"), Message(role="user", content="question")))
     first, second = load(llama[0], policy)([dataclasses.replace(rollout_of("yes"), prompt=prompt), rollout_of("yes")])
     assert first.parts == {"failed/not_rendered": 1.0} and second.valid
-    assert first.error == "the reward model's chat template refuses prompt 'p7': no system turns"
+    assert first.error == "the reward model's chat template rejects prompt 'p7': no system turns"
     assert load(llama[0], policy)([rollout_of("x" * 96)])[0].parts == {"failed/too_long": 1.0}
 
 

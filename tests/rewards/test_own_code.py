@@ -150,6 +150,6 @@ def test_a_run_gone_on_with_from_another_folder_says_where_it_was_begun(mark: Pa
     folder = RunFolder.begin(recipe).path.absolute()
     other = tmp_path / "other"
     other.mkdir()
-    told = rf"no file evil\.py in {other}; the run was begun in {tmp_path}: run the command from there"
+    told = rf"no file evil\.py in {other}; the run was started in {tmp_path}: run the command from there"
     with consent.consenting(folder=other), pytest.raises(ConfigError, match=told):
         agree.agree_to_run(recipe, folder)

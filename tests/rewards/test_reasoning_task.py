@@ -122,7 +122,7 @@ def test_partial_credit_is_a_choice(gym):
         ("sey", {}, "no data set 'sey': did you mean say"),
         ("countdown", {}, "runs the model's answer as Python code"),
         ("say", {"larges": 1}, "say has no 'larges': did you mean largest"),
-        ("say", {"largest": 0}, "say refuses them: largest must be positive"),
+        ("say", {"largest": 0}, "say rejects them: largest must be positive"),
         ("say", {"size": 0}, "task.options.size"),
         ("say", {"size": True}, "task.options.size"),
         ("say", {"extract": "first"}, "task.options.extract"),

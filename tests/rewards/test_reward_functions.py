@@ -79,9 +79,9 @@ def test_what_a_function_logs_is_a_metric_of_its_part():
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("unclear", r"user_functions:unclear\(\*\*kwargs\) do not tell what it takes: set takes to text for f\("),
-        ("both", "do not tell what it takes"),
-        ("other_names", "do not tell what it takes"),
+        ("unclear", r"user_functions:unclear\(\*\*kwargs\) do not say what it takes: set takes to text for f\("),
+        ("both", "do not say what it takes"),
+        ("other_names", "do not say what it takes"),
         ("AClass", "is a class: name a function"),
         ("not_callable", "is of type int: name a function"),
         ("absent", "user_functions has no 'absent'"),
@@ -117,8 +117,11 @@ def test_what_a_function_may_give():
     texts = ["numpy", "array", "torch", "bool", "nan", "text", "dict", "list", "none", "score", "large"]
     numbers = [1.5, 2.0, 2.5, 1.0, "not_finite", "not_a_number", "not_a_number", "not_a_number", "none", 4.0]
     assert given("values", *texts) == [*numbers, "not_a_number"]
-    assert "gave dict {'score': 1.0}, which is no number" in reward("values")(answers("dict"))[0].error
-    for name, said in (("gives_a_dict", "gave dict"), ("gives_a_number", "gave float 1.0: it must give a list")):
+    assert "returned dict {'score': 1.0}, which is not a number" in reward("values")(answers("dict"))[0].error
+    for name, said in (
+        ("gives_a_dict", "returned dict"),
+        ("gives_a_number", "returned float 1.0: it must return a list"),
+    ):
         with pytest.raises(DataError, match=f"user_functions:{name} {said}"):
             given(name, "a", "b")
 
@@ -136,7 +139,7 @@ def test_an_error_is_shown_with_its_text_and_line():
 
 
 def test_the_limit_ends_the_run_with_the_errors_own_text():
-    with pytest.raises(DataError, match=r"What went wrong: KeyError: 'a' \(.*user_functions.py, line \d+, in raises"):
+    with pytest.raises(DataError, match=r"Errors: KeyError: 'a' \(.*user_functions.py, line \d+, in raises"):
         score_rollouts(reward("raises"), answers("a", "b"), max_failure_rate=0.4)
     assert len(score_rollouts(reward("raises"), answers("a", "b"), max_failure_rate=0.5)) == 2
 
@@ -239,7 +242,7 @@ def test_a_run_with_a_function_that_fails_now_and_then_keeps_its_words(capsys, t
 def test_a_run_that_ends_by_its_reward_says_why_everywhere(capsys, tmp_path: Path):
     code, lines, err = train(capsys, tmp_path, "r", "--run.steps", "1", "--task.reward", "user_functions:fails_for_x")
     assert code == 5 and lines[-1]["exit_code"] == 5
-    assert "What went wrong: KeyError: 'x' (" in lines[-1]["error"] and "in fails_for_x" in err
+    assert "Errors: KeyError: 'x' (" in lines[-1]["error"] and "in fails_for_x" in err
     assert cli.main(["report", str(tmp_path / "r")]) == 0
     assert "The run ended with an error" in (tmp_path / "r" / "report.html").read_text()
 

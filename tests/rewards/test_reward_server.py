@@ -110,7 +110,7 @@ def test_it_asks_for_the_token():
         ({"version": 2, "items": []}, 400, '"version": 1'),
         ({"version": 1, "items": []}, 400, "1 to 4096"),
         ({"version": 1, "items": [{"id": 1}]}, 400, '"id" that is text'),
-        ({"version": 1, "items": [{"id": "a"}, {"id": "a"}]}, 400, "one id"),
+        ({"version": 1, "items": [{"id": "a"}, {"id": "a"}]}, 400, "same id"),
         (b" " * 200_001, 413, "at most 200000 bytes"),
     ],
 )
@@ -135,7 +135,7 @@ def test_a_bad_item_fails_alone():
     assert all(score["value"] is None for score in answer["scores"][1:])
     assert errors[:3] == [
         "completion must be text",
-        "messages must be a list that is not empty",
+        "messages must be a non-empty list",
         "content must be text",
     ]
 

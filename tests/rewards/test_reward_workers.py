@@ -71,7 +71,7 @@ def test_settings_that_cannot_work_together_are_told():
         reward("trl", workers=2)
     with pytest.raises(ConfigError, match="batch_size is for trl and rollouts"):
         reward("raises", batch_size=2)
-    with pytest.raises(ConfigError, match="do not tell what it takes"):
+    with pytest.raises(ConfigError, match="do not say what it takes"):
         reward("unclear", workers=1)
     rows = answers("a")
     rows[0].prompt.meta["difficulty"] = {1, 2}  # pyright: ignore[reportIndexIssue]

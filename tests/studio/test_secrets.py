@@ -79,9 +79,9 @@ def test_what_is_called_a_secret_is_hidden_in_any_text(said: str):
 @pytest.mark.parametrize(
     "said",
     [
-        "url must hold no user or password, for recipes are saved: use token_env",
+        "url must contain no user or password, because recipes are saved: use token_env",
         "the bearer token (api_key) is missing or wrong",
-        "rollout.stop: expected a list of texts, was given token: 3",
+        "rollout.stop: expected a list of texts, got token: 3",
         "--token: needs 16 characters or more, such as $(openssl rand -hex 16)",
     ],
 )

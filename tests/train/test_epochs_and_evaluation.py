@@ -77,7 +77,7 @@ def test_epochs_may_be_a_part_and_the_rate_ends_where_the_run_does(tmp_path, epo
 
 def test_steps_and_epochs_in_one_place_are_refused_and_a_flag_wins_over_the_file(tmp_path):
     data = records(tmp_path, "sft")
-    with pytest.raises(ConfigError, match=r"run.steps \(the flags\) and run.epochs .* give one of them"):
+    with pytest.raises(ConfigError, match=r"run.steps \(the flags\) and run.epochs .* set one of them"):
         recipe_of("sft", data, "--run.steps", "3", "--run.epochs", "2")
     file = tmp_path / "x.yaml"
     file.write_text(f"data: {{train: {data}}}\nrun: {{epochs: 2}}\n")
@@ -128,7 +128,7 @@ def test_one_prompt_cannot_be_split_and_both_ways_are_refused(tmp_path):
     path.write_text('{"prompt": "one", "completion": "a"}\n{"prompt": "one", "completion": "b"}\n')
     with pytest.raises(DataError, match=r"held_out_fraction.*data.held_out"):
         parts_of("sft", str(path), *HELD_OUT)
-    with pytest.raises(ConfigError, match="give one of them"):
+    with pytest.raises(ConfigError, match="set one of them"):
         parts_of("sft", str(path), *HELD_OUT, "--data.held_out", str(path))
     with pytest.raises(ConfigError, match=r"no records are held out: name a file with data.held_out"):
         recipe_of("sft", str(path), "--evaluation.every", "2")

@@ -44,7 +44,7 @@ def test_without_a_reward_it_is_said_before_a_model_is_loaded(tmp_path, capsys, 
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        (["--task.name", "match-case"], "prompts of your own are a task of their own"),
+        (["--task.name", "match-case"], "but a recipe takes one of them"),
         (["--reward.parts", "[{kind: task}]"], "part of kind task, and task.prompts has no reward"),
         (["--evaluation.every", "2"], "there are no held-out prompts: set task.held_out"),
         (["--task.held_out", "h.jsonl", "--task.held_out_fraction", "0.5"], "are both set"),

@@ -1,1 +1,1 @@
-"""An algorithm is a value, not a trainer: an estimator, an objective, an update rule and where the KL goes."""
+"""Algorithms as values: an advantage estimator, an objective, an update rule and where the KL is applied."""

@@ -1,14 +1,8 @@
-"""What an algorithm is: an advantage estimator, an objective, an update rule and where the KL goes.
+"""`Algorithm`: an advantage estimator, an objective, an update rule and where the KL is applied.
 
-What an algorithm is: an estimator, an objective, an update rule and where the KL goes.
-
-What an algorithm is, and how it gives credit.
-
-Update rules: how a batch of experience becomes optimiser steps.
-
-What several algorithms share: reading the recipe's choices of mean, KL and credit.
-
-Advantage estimators: from rewards (B, T) to `(advantages, returns)`.
+The module also has the advantage estimators, which map rewards (B, T) to `(advantages, returns)`, and the update rule
+`MinibatchEpochs`, which turns a batch of experience into optimizer steps. Helpers at the end read a recipe's choice of
+loss aggregation, KL and advantages.
 """
 
 from __future__ import annotations
@@ -44,15 +38,15 @@ from tether.types import EvaluatedBatch, Experience, Metrics, TokenOutputs, exte
 TokenObjective = Objective[Experience, TokenOutputs]
 
 ExtraGradient = Callable[[Learner], Metrics]
-"""Adds the gradient of something else (pretraining data, in PPO-ptx) to the one that was gathered."""
+"""Adds another gradient (of pretraining data, in PPO-ptx) to the accumulated one."""
 
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The weights that controllers move from step to step."""
+    """The KL weights that controllers change from step to step."""
 
-    reference: float  # of the KL to the reference
-    old: float  # of the KL(old || new) penalty
+    reference: float  # weight of the KL to the reference
+    old: float  # weight of the KL(old || new) penalty
 
 
 @dataclass(frozen=True)
@@ -63,11 +57,11 @@ class Controllers:
     old: KLController
 
     def coefficients(self) -> Coefficients:
-        """The weights now."""
+        """The current weights."""
         return Coefficients(self.reference.coef, self.old.coef)
 
     def after(self, *, kl_reference: float | None, approx_kl: float | None, samples: int) -> Controllers:
-        """The controllers once a step's KLs were measured; one that was not measured stays."""
+        """The controllers after a step; a KL of None leaves its controller unchanged."""
         return Controllers(
             self.reference if kl_reference is None else self.reference.after(kl_reference, samples),
             self.old if approx_kl is None else self.old.after(approx_kl, samples),
@@ -75,7 +69,7 @@ class Controllers:
 
 
 class UpdateRule(Protocol):
-    """How a batch of experience becomes optimiser steps."""
+    """How a batch of experience becomes optimizer steps."""
 
     def __call__(
         self,
@@ -85,13 +79,13 @@ class UpdateRule(Protocol):
         generator: torch.Generator,
         extra: ExtraGradient | None = None,
     ) -> Metrics:
-        """Update, and report. `extra` adds its gradient to every step."""
+        """Update the learner and return metrics. `extra` adds its gradient to every step."""
         ...
 
 
 @dataclass(frozen=True)
 class AdvantageSettings:
-    """How scores and KL become rewards, and what is done to rewards and advantages."""
+    """How scores and KL become rewards, and how rewards and advantages are normalized."""
 
     kl_apply_to: Literal["reward", "loss", "none"] = "reward"
     kl_estimator: Estimator = "k1"
@@ -101,13 +95,13 @@ class AdvantageSettings:
     whiten_advantages: bool = False
     bootstrap_truncated: bool = False
     importance_sampling_cap: float | None = (
-        None  # of the weight old / behavior on each token's policy loss; None: no weight
+        None  # maximum of the weight old / behavior on each token's policy loss; None: no weights
     )
 
 
 @dataclass(frozen=True)
 class CriticWarmup:
-    """The first iterations, in which the critic learns alone: the policy and the KL controllers stay as they are."""
+    """The first iterations, which train only the critic: the policy and the KL controllers do not change."""
 
     steps: int
     objective: TokenObjective
@@ -116,7 +110,7 @@ class CriticWarmup:
 
 @dataclass(frozen=True)
 class Algorithm:
-    """Everything the loop needs to know of an algorithm."""
+    """Everything the training loop needs to know about an algorithm."""
 
     name: str
     estimator: AdvantageEstimator
@@ -130,44 +124,44 @@ class Algorithm:
     needs_groups: bool = False
 
     def warmup_at(self, step: int) -> CriticWarmup | None:
-        """The critic's warm-up, where iteration `step` belongs to it."""
+        """The critic warm-up if iteration `step` is part of it, else None."""
         return self.critic_warmup if self.critic_warmup is not None and step < self.critic_warmup.steps else None
 
     def objective_at(self, step: int, coefficients: Coefficients) -> TokenObjective:
-        """What iteration `step` minimises: at first perhaps the critic's loss alone."""
+        """The objective that iteration `step` minimizes: during warm-up, the critic's loss alone."""
         warmup = self.warmup_at(step)
         return self.objective(coefficients) if warmup is None else warmup.objective
 
     def update_at(self, step: int) -> UpdateRule:
-        """How iteration `step` learns."""
+        """The update rule of iteration `step`."""
         warmup = self.warmup_at(step)
         return self.update if warmup is None else warmup.update
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the KL to the reference acts anywhere."""
+        """Whether the KL to the reference is used."""
         return self.advantage_settings.kl_apply_to != "none"
 
     def _checked(self, estimated: object, mask: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the estimator gave, or an error that names it: a wrong shape would broadcast and train on nonsense."""
+        """The estimator's result, checked: a wrong shape would broadcast and train on wrong advantages."""
         name = f"algorithm {self.name}: {type(self.estimator).__name__}"
         kind = type(estimated).__name__
         given: tuple[Any, ...] = cast("tuple[Any, ...]", estimated) if isinstance(estimated, tuple) else ()
         if len(given) != 2:
-            raise ConfigError(f"{name} gave a {kind}: it must give (advantages, returns)")
+            raise ConfigError(f"{name} returned a {kind}: it must return (advantages, returns)")
         advantages, returns = given
         for what, column in (("advantages", advantages), ("returns", returns)):
             shape = tuple(column.shape) if isinstance(column, Tensor) else type(column).__name__
             if shape != tuple(mask.shape) and not (what == "returns" and column is None):
                 raise ConfigError(
-                    f"{name} gave {what} of shape {shape}: it must give one for each token, {tuple(mask.shape)}"
+                    f"{name} returned {what} of shape {shape}: it must return one for each token, {tuple(mask.shape)}"
                 )
         if self.needs_critic and returns is None:
-            raise ConfigError(f"{name} gave no returns, and needs_critic is True: the critic has nothing to learn from")
+            raise ConfigError(f"{name} returned no returns, and needs_critic is True: the critic has no target")
         return advantages, returns
 
     def advantages(self, batch: EvaluatedBatch, kl_coef: float) -> tuple[Experience, Metrics]:
-        """Rewards, advantages and returns of a batch, over the whole of it: minibatches never change a baseline."""
+        """Rewards, advantages and returns of a batch. Baselines use the whole batch, never a minibatch."""
         rules, mask = self.advantage_settings, batch.response_mask
         scores = clip_scores(batch.scores, rules.score_clip)
         scores = missing_eos_penalty(scores, batch.truncated, rules.missing_eos_penalty)
@@ -185,7 +179,7 @@ class Algorithm:
             rewards, mask, values=batch.values, final_values=final_values, group_ids=batch.group_ids
         )
         advantages, returns = self._checked(estimated, mask)
-        metrics = credit_measures(batch, scores, advantages, returns)
+        metrics = advantage_metrics(batch, scores, advantages, returns)
         if rules.whiten_advantages:
             advantages = whiten(advantages, mask)
         if rules.importance_sampling_cap is not None:
@@ -195,10 +189,10 @@ class Algorithm:
 
 
 def importance_weights(advantages: Tensor, batch: EvaluatedBatch, cap: float, metrics: Metrics) -> Tensor:
-    """(B, T) the advantages times min(old / behavior, cap); the weights' mean and how many the cap cut are reported.
+    """(B, T) advantages times w = min(old / behavior, cap); reports the mean weight and the fraction capped.
 
-    Every surrogate's term in A is w * f(A) = f(w A) for w > 0, so to weigh the advantage is to weigh the token's policy
-    loss, also where a trust region searches along a line. The critic's targets are not weighed.
+    Every surrogate's term in A satisfies w * f(A) = f(w A) for w > 0, so weighting the advantage weights the token's
+    policy loss, also in the line search of a trust region. The critic's targets are not weighted.
     """
     mask, tokens = batch.response_mask, batch.response_mask.sum()
     weights = truncated_importance(batch.old_logprobs, batch.behavior_logprobs, cap=cap)
@@ -208,12 +202,12 @@ def importance_weights(advantages: Tensor, batch: EvaluatedBatch, cap: float, me
     return advantages * weights.masked_fill(~mask, 1.0)
 
 
-def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, returns: Tensor | None) -> Metrics:
-    """What can be said of a batch before it is learned from."""
+def advantage_metrics(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, returns: Tensor | None) -> Metrics:
+    """Metrics of a batch before the update."""
     mask, metrics = batch.response_mask, Metrics()
     tokens, rows = mask.sum(), len(batch)
     metrics.add("score", batch.scores.sum(), rows)
-    metrics.add("score_used", scores.sum(), rows)  # once clipped, and with the penalty for answers that never ended
+    metrics.add("score_used", scores.sum(), rows)  # after clipping and the missing-EOS penalty
     metrics.add("score_std", scores.std(correction=0))
     metrics.add("response_length", tokens, rows)
     metrics.add("truncated", batch.truncated.sum(), rows)
@@ -222,16 +216,16 @@ def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, r
     metrics.add("logprob_diff", gap.sum(), tokens)
     metrics.add("logprob_diff_max", gap.max())
     kl = kl_estimate(batch.untruncated_logprobs, batch.old_logprobs, "k3").masked_fill(~mask, 0.0)
-    metrics.add("sampler_kl", kl.sum(), tokens)  # KL(sampler || trainer) a token
+    metrics.add("sampler_kl", kl.sum(), tokens)  # KL(sampler || trainer) per token
     cut = (batch.behavior_logprobs - batch.untruncated_logprobs).masked_fill(~mask, 0.0)
-    metrics.add("truncation_gap", cut.sum(), tokens)  # above 0 where top-p or top-k kept sampling off the policy
+    metrics.add("truncation_gap", cut.sum(), tokens)  # above 0 where top-p or top-k changed the distribution
     if batch.ref_logprobs is not None:
         for estimator in ("k1", "k3"):
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, estimator).masked_fill(~mask, 0.0)
             metrics.add(f"kl_ref_{estimator}", kl.sum(), rows)
     if returns is not None and batch.values is not None:
         unexplained, variance = masked_variance(returns - batch.values, mask), masked_variance(returns, mask)
-        if float(variance) > 1e-8:  # where all returns are equal there is nothing to explain
+        if float(variance) > 1e-8:  # undefined where all returns are equal
             metrics.add("explained_variance", 1.0 - unexplained / variance)
         metrics.add("value", masked_mean(batch.values, mask))
     return metrics
@@ -241,12 +235,12 @@ def credit_measures(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, r
 class MinibatchEpochs:
     """K epochs of minibatches (PPO paper, algorithm 1).
 
-    Before each step the forward pass that makes its gradient also metrics KL(old || new), by the estimator k3 that is
-    never negative. Above `max_kl` the step is not taken and the update ends. `measure_after` adds one pass without
-    gradients at the end, for a controller that adapts to the KL the update arrived at.
+    The forward pass of each step also measures KL(old || new), with the estimator k3, which is never negative. Above
+    `max_kl` the step is not taken and the update ends. `measure_after` adds one pass without gradients at the end, for
+    a controller that adapts to the KL after the update.
 
-    A batch with anything in it that is not finite is left out as a whole: one skipped step. A minibatch whose own pass
-    is not finite is skipped, and what it measured is kept out of the means.
+    A batch that contains a value that is not finite is skipped as a whole and counts as one skipped step. A minibatch
+    whose forward pass is not finite is skipped, and its metrics are excluded from the means.
     """
 
     epochs: int
@@ -262,7 +256,7 @@ class MinibatchEpochs:
         generator: torch.Generator,
         extra: ExtraGradient | None = None,
     ) -> Metrics:
-        """Take the steps; the first epoch in the batch's own order, the others shuffled."""
+        """Take the steps; the first epoch is in the batch's own order, later ones are shuffled."""
         refused = learner.skip_if_nonfinite(experience)
         if refused is not None:
             return refused
@@ -274,12 +268,10 @@ class MinibatchEpochs:
             seen = learner.backward(batch, objective)
             batch = next(steps, None)
             if batch is not None:
-                learner.begin(batch)  # while the device is at work on the one before
+                learner.begin(batch)  # prepare it while the device computes the previous one
             if learner.finite:
                 if not metrics.weighted and "approx_kl" in seen.weighted:
-                    metrics.add(
-                        "first_approx_kl", seen.mean("approx_kl")
-                    )  # of the very policy that sampled: 0, or a fault
+                    metrics.add("first_approx_kl", seen.mean("approx_kl"))  # against the policy that sampled: must be 0
                 metrics.merge(seen)
                 if self.max_kl is not None and "approx_kl" in seen.weighted and seen.mean("approx_kl") > self.max_kl:
                     learner.discard()
@@ -300,19 +292,19 @@ class MinibatchEpochs:
 
 
 def aggregation(settings: AggregationSettings) -> Aggregation:
-    """The recipe's choice of mean."""
+    """The loss aggregation that the recipe selects."""
     return Aggregation(settings.over, settings.fixed_length)
 
 
 def kl_in_loss(kl: KLSettings, coefficients: Coefficients) -> float:
-    """The weight of the KL to the reference in the loss: 0 where it acts elsewhere."""
+    """The weight of the KL to the reference in the loss; 0 where it is applied elsewhere."""
     return coefficients.reference if kl.apply_to == "loss" else 0.0
 
 
 def advantage_settings(
     kl: KLSettings, reward: RewardSettings, *, whiten_advantages: bool = False, bootstrap_truncated: bool = False
 ) -> AdvantageSettings:
-    """How this recipe turns scores into credit."""
+    """How this recipe turns scores into advantages."""
     return AdvantageSettings(
         kl_apply_to=kl.apply_to,
         kl_estimator=kl.estimator,
@@ -340,7 +332,7 @@ def penalty_controller(penalty: PenaltySettings) -> KLController:
 
 @dataclass(frozen=True)
 class GAE:
-    """Generalised advantage estimation; the returns teach the critic."""
+    """Generalized advantage estimation; the returns are the critic's targets."""
 
     gamma: float
     lam: float
@@ -359,7 +351,7 @@ Weighting = Literal["total", "to_go", "baselined", "advantage"]
 
 @dataclass(frozen=True)
 class PolicyGradientWeights:
-    """The weight on grad log pi, four ways: total return, reward to go, reward to go minus V, or GAE."""
+    """The weight of grad log pi, in four variants: total return, reward to go, reward to go minus V, or GAE."""
 
     weighting: Weighting
     gamma: float
@@ -368,7 +360,7 @@ class PolicyGradientWeights:
     def __call__(
         self, rewards: Tensor, mask: Tensor, *, values: Tensor | None, final_values: Tensor | None, group_ids: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """The weights, and the critic's target where the weighting has a critic."""
+        """The weights, and the critic's targets where the variant has a critic."""
         if self.weighting == "total":
             return total_return(rewards, mask, gamma=self.gamma), None
         if self.weighting == "advantage":
@@ -391,19 +383,19 @@ def _on_every_token(advantages: Tensor, mask: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class LeaveOneOut:
-    """RLOO: a sequence's whole reward minus the mean of its siblings', on each of its tokens."""
+    """RLOO: a sequence's total reward minus the mean of its siblings', on each of its tokens."""
 
     def __call__(
         self, rewards: Tensor, mask: Tensor, *, values: Tensor | None, final_values: Tensor | None, group_ids: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """No critic, no returns."""
+        """(advantages, None): there is no critic."""
         del values, final_values
         return _on_every_token(leave_one_out(_sequence_rewards(rewards, mask), group_ids), mask), None
 
 
 @dataclass(frozen=True)
 class GroupRelative:
-    """GRPO: a sequence's whole reward relative to its group's mean, and deviation if wanted, on each of its tokens."""
+    """GRPO: a sequence's total reward minus its group's mean, optionally divided by the group's std, per token."""
 
     scale_by_std: bool
     epsilon: float
@@ -411,7 +403,7 @@ class GroupRelative:
     def __call__(
         self, rewards: Tensor, mask: Tensor, *, values: Tensor | None, final_values: Tensor | None, group_ids: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        """No critic, no returns."""
+        """(advantages, None): there is no critic."""
         del values, final_values
         advantages = group_advantages(
             _sequence_rewards(rewards, mask), group_ids, scale_by_std=self.scale_by_std, epsilon=self.epsilon

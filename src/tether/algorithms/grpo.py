@@ -1,4 +1,4 @@
-"""GRPO (Shao et al. 2024) and the normalisation choices people make of it."""
+"""GRPO (Shao et al. 2024) and its common variants of normalization."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tether.ops.kl import FixedKL
 
 
 def grpo(settings: GRPOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
-    """GRPO: each sample against its group's mean and deviation."""
+    """GRPO: each sample relative to its group's mean and standard deviation."""
     clip = Clip(settings.clip_range, settings.clip_range_high or settings.clip_range, settings.dual_clip)
     return Algorithm(
         name="grpo",

@@ -1,4 +1,4 @@
-"""Objectives: what the learner minimises, as a sum and a size."""
+"""Objectives: the losses that the learner minimizes, each as a sum and a size."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class Surrogate(Protocol):
     """A per-token policy loss."""
 
     def __call__(self, logprobs: Tensor, batch: Experience) -> Tensor:
-        """(B, T), to be minimised."""
+        """(B, T) loss to minimize."""
         ...
 
     def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
-        """Add what is worth reporting of this surrogate alone."""
+        """Add the metrics that only this surrogate has."""
         ...
 
 
@@ -50,7 +50,7 @@ class Reinforce:
         return reinforce_loss(logprobs, batch.advantages)
 
     def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
-        """Nothing of its own."""
+        """It has no metrics of its own."""
 
 
 @dataclass(frozen=True)
@@ -62,12 +62,12 @@ class Unclipped:
         return unclipped_loss(logprobs, batch.old_logprobs, batch.advantages)
 
     def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
-        """Nothing of its own."""
+        """It has no metrics of its own."""
 
 
 @dataclass(frozen=True)
 class Clip:
-    """-min(r A, clip(r) A), with the four cases of sign and side counted."""
+    """-min(r A, clip(r) A); counts the four cases of sign and side."""
 
     low: float
     high: float
@@ -80,7 +80,7 @@ class Clip:
         )
 
     def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
-        """The fraction of tokens in each case, and of those whose gradient the clip removed."""
+        """The fraction of tokens in each case, and of tokens whose gradient the clip removed."""
         cases = clip_cases(
             logprobs, batch.old_logprobs, batch.advantages, clip_low=self.low, clip_high=self.high, dual_clip=self.dual
         )
@@ -102,14 +102,14 @@ class KLPenalty:
         return kl_penalty_loss(logprobs, batch.old_logprobs, batch.advantages, beta=self.beta, estimator=self.estimator)
 
     def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
-        """Nothing of its own."""
+        """It has no metrics of its own."""
 
 
 @dataclass(frozen=True)
 class PolicyObjective:
-    """surrogate + value_coef * value loss - entropy_coef * entropy + kl_coef * KL(new || ref), aggregated as told.
+    """surrogate + value_coef * value loss - entropy_coef * entropy + kl_coef * KL(new || ref), aggregated.
 
-    Every term is per token and shares one aggregation, so that the whole is one sum with one size.
+    Every term is per token and uses the same aggregation, so the whole loss is one sum with one size.
     """
 
     surrogate: Surrogate
@@ -121,7 +121,7 @@ class PolicyObjective:
     kl_estimator: Estimator = "k3"
 
     def size(self, batch: Experience) -> float:
-        """Tokens, sequences, or rows of a fixed length."""
+        """The divisor: tokens, sequences, or sequences times a fixed length."""
         return loss_size(self.aggregation, batch.response_mask)
 
     def __call__(self, outputs: TokenOutputs, batch: Experience) -> Loss:
@@ -130,8 +130,8 @@ class PolicyObjective:
         loss = policy = self.surrogate(outputs.logprobs, batch)
         if policy.shape != mask.shape:
             raise ConfigError(
-                f"surrogate {type(self.surrogate).__name__} gave a loss of shape {tuple(policy.shape)}: it must give "
-                f"one for each token, {tuple(mask.shape)}"
+                f"surrogate {type(self.surrogate).__name__} returned a loss of shape {tuple(policy.shape)}: it must "
+                f"return one for each token, {tuple(mask.shape)}"
             )
         if self.entropy_coef != 0.0:
             loss = loss - self.entropy_coef * outputs.entropy
@@ -158,7 +158,7 @@ class PolicyObjective:
         return metrics
 
     def _clamped(self, outputs: TokenOutputs, batch: Experience) -> Tensor:
-        """(B, T) tokens where a ratio in the loss was clamped: new / old, or ref / new in the estimator k3."""
+        """(B, T) tokens whose ratio in the loss was clamped: new / old, or ref / new in the estimator k3."""
         clamped = ratio_clamped(outputs.logprobs, batch.old_logprobs)
         if self.kl_coef != 0.0 and self.kl_estimator == "k3" and batch.ref_logprobs is not None:
             clamped = clamped | ratio_clamped(batch.ref_logprobs, outputs.logprobs)
@@ -212,7 +212,7 @@ class DPOObjective:
         return float(batch.chosen.sum())
 
     def __call__(self, outputs: TokenOutputs, batch: PairBatch) -> Loss:
-        """The sum over a micro-batch, in which the two rows of a pair stand in the same order as in `pair_ids`."""
+        """The sum over a micro-batch; the two rows of a pair come in the order of `pair_ids`."""
         order = torch.argsort(batch.pair_ids, stable=True)
         chosen, rejected = order[batch.chosen[order]], order[~batch.chosen[order]]
         policy = outputs.logprobs.masked_fill(~batch.response_mask, 0.0).sum(dim=1)
@@ -226,10 +226,10 @@ class DPOObjective:
 
 @dataclass(frozen=True)
 class RewardModelObjective:
-    """The K-wise ranking loss: all pairs of a prompt are one example."""
+    """The K-wise ranking loss: all pairs of a prompt form one example."""
 
     def size(self, batch: RankedBatch) -> float:
-        """Prompts that have at least one pair."""
+        """The number of prompts with at least one pair."""
         return count_ranked_prompts(batch.ranks, batch.group_ids)
 
     def __call__(self, outputs: ScoreOutputs, batch: RankedBatch) -> Loss:

@@ -22,7 +22,7 @@ from tether.ops.kl import FixedKL
 
 
 def ppo(settings: PPOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
-    """PPO: GAE, a surrogate tethered to the old policy, a clipped value loss, epochs of minibatches."""
+    """PPO: GAE, a surrogate that stays close to the old policy, a clipped value loss, epochs of minibatches."""
     penalised = settings.objective == "kl_penalty"
 
     def surrogate(coefficients: Coefficients) -> Surrogate:
@@ -63,7 +63,7 @@ def ppo(settings: PPOSettings, kl: KLSettings, reward: RewardSettings) -> Algori
         critic_warmup=CriticWarmup(
             settings.critic_warmup,
             ValueObjective(settings.value_coef, settings.value_clip),
-            MinibatchEpochs(settings.epochs, settings.minibatch_size),  # no KL(old || new): the policy stands still
+            MinibatchEpochs(settings.epochs, settings.minibatch_size),  # no KL(old || new): the policy does not change
         ),
         needs_critic=True,
     )

@@ -1,4 +1,4 @@
-"""REINFORCE (Williams 1992), with every choice of the weight on grad log pi."""
+"""REINFORCE (Williams 1992), with four choices of the weight on grad log pi."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tether.ops.kl import FixedKL
 
 
 def reinforce(settings: ReinforceSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
-    """REINFORCE: -A log pi with one of four weights, one pass."""
+    """REINFORCE: -A log pi with one of four weights, one pass over each batch."""
     return Algorithm(
         name="reinforce",
         estimator=PolicyGradientWeights(settings.weighting, settings.gamma, settings.lam),

@@ -1,4 +1,4 @@
-"""RLOO (Kool et al. 2019; Ahmadian et al. 2024): each sample against its siblings."""
+"""RLOO (Kool et al. 2019; Ahmadian et al. 2024): each sample against the mean of its siblings."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tether.ops.kl import FixedKL
 
 
 def rloo(settings: RLOOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
-    """RLOO: each sample against the mean of its siblings."""
+    """RLOO: each sample's reward minus the mean of its siblings'."""
     clip = Clip(settings.clip_range, settings.clip_range)
     return Algorithm(
         name="rloo",

@@ -1,4 +1,4 @@
-"""From a recipe to the algorithm it asks for: the only place that maps a method's name to its value."""
+"""Build the algorithm that a recipe selects: the only place that maps a method's name to its algorithm."""
 
 from __future__ import annotations
 

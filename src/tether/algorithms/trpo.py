@@ -1,4 +1,4 @@
-"""TRPO: the longest natural-gradient step that raises the surrogate within a hard bound on KL(old || new)."""
+"""TRPO: the longest natural-gradient step that improves the surrogate within a hard bound on KL(old || new)."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tether.types import Experience, Metrics
 
 
 def trpo(settings: TRPOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
-    """TRPO: GAE, the unclipped surrogate, a trust-region step; then the critic learns by itself."""
+    """TRPO: GAE, the unclipped surrogate, a trust-region step; then the critic is trained separately."""
     return Algorithm(
         name="trpo",
         estimator=GAE(settings.gamma, settings.lam),
@@ -53,8 +53,8 @@ def trpo(settings: TRPOSettings, kl: KLSettings, reward: RewardSettings) -> Algo
 class TrustRegionStep:
     """One step of the policy, then epochs of the critic.
 
-    The exact KL needs the old policy's whole distribution at every sampled token: (tokens, vocabulary) numbers are
-    held for the length of the update.
+    The exact KL needs the old policy's full distribution at every sampled token, so (tokens, vocabulary) numbers stay
+    in memory during the update.
     """
 
     settings: TRPOSettings
@@ -68,7 +68,7 @@ class TrustRegionStep:
         extra: ExtraGradient | None = None,
     ) -> Metrics:
         """s solves (F + damping I) s = g; step back from s * sqrt(2 max_kl / s^T (F + damping I) s) until it holds."""
-        assert extra is None, "a trust region is over the surrogate alone"
+        assert extra is None, "a trust region covers the surrogate alone"
         refused = learner.skip_if_nonfinite(experience)
         if refused is not None:
             return refused
@@ -88,7 +88,7 @@ class TrustRegionStep:
         critic = MinibatchEpochs(self.settings.critic_epochs, self.settings.minibatch_size)
         with learner.training_only("critic"):
             taught = critic(learner, experience, ValueObjective(), generator)
-        # The critic's good steps do not excuse the policy's bad ones.
+        # Successful critic steps must not reset the policy's count of skipped steps.
         learner.skipped_in_a_row = max(skipped, learner.skipped_in_a_row)
         for name in {"skipped_steps", "out_of_memory"} & taught.counts.keys():
             metrics.count(name, taught.counts[name])
@@ -97,7 +97,7 @@ class TrustRegionStep:
         return metrics
 
     def move_within_memory(self, learner: Learner, experience: Experience, gradient: Tensor) -> LineSearch | None:
-        """`move`, begun again from where the policy stood, in smaller micro-batches, as often as memory runs out."""
+        """`move`, repeated from the initial policy with smaller micro-batches whenever memory runs out."""
         start = learner.flat_parameters("policy")
 
         def make_room() -> None:
@@ -107,9 +107,9 @@ class TrustRegionStep:
         return within_memory(lambda: self.move(learner, experience, gradient), make_room)
 
     def move(self, learner: Learner, experience: Experience, gradient: Tensor) -> LineSearch | None:
-        """Set the policy's parameters to the best step along the natural gradient, or leave them.
+        """Set the policy's parameters to the accepted step along the natural gradient, or leave them unchanged.
 
-        None where that step is not finite: some number on the way overflowed.
+        Returns None where the step is not finite because a number overflowed.
         """
         settings, region = self.settings, TrustRegion(learner, experience)
 
@@ -145,7 +145,7 @@ def surrogate_at_old(experience: Experience) -> float:
 
 
 class TrustRegion:
-    """The old policy's distributions, and the surrogate and exact KL of the present one against them."""
+    """The old policy's distributions, and the surrogate and exact KL of the current policy against them."""
 
     def __init__(self, learner: Learner, experience: Experience) -> None:
         self.model: PolicyModel = learner.model  # pyright: ignore[reportAttributeAccessIssue]
@@ -156,7 +156,7 @@ class TrustRegion:
             self.old = [self.model.distributions(micro) for micro in self.micro_batches]
 
     def curvature(self, vector: Tensor, *, damping: float) -> Tensor:
-        """(P,) (F + damping I) v, by differentiating the exact KL twice; of attention kernels only the plain can be."""
+        """(P,) (F + damping I) v, by differentiating the exact KL twice; only plain attention kernels support that."""
 
         def share(micro: Experience) -> Callable[[], Tensor]:
             def mean_kl() -> Tensor:
@@ -171,7 +171,7 @@ class TrustRegion:
 
     @torch.no_grad()
     def measure(self) -> tuple[float, float]:
-        """`(surrogate, kl)` of the present parameters, means over sampled tokens."""
+        """`(surrogate, kl)` of the current parameters, means over sampled tokens."""
         surrogate = kl = 0.0
         for micro, old in zip(self.micro_batches, self.old, strict=True):
             new = self.model.distributions(micro)

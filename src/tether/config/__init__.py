@@ -1,4 +1,4 @@
-"""What a run is told to do: frozen pydantic models, free of torch, so that `--help` is instant."""
+"""The settings of a run: frozen pydantic models, free of torch, so that `--help` is instant."""
 
 from tether.config.recipes import RECIPES, Recipe, RLRecipe
 

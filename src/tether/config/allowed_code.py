@@ -1,13 +1,10 @@
 """Code and addresses that a recipe names, and the user's own list of what may run.
 
-The user's own folder: which packages they allow recipes to run, which code they have run before, and a key.
+The user's folder has the packages that they allow, the code that ran before, and a key. The user writes its
+`config.yaml`; Tether writes the rest. No recipe, run folder or model can change it.
 
-`config.yaml` in it is written by the user; the rest is written by Tether. No recipe, run folder or model can change it.
-
-What a recipe names that lies outside it: code that would be run, and addresses that answers would be sent to.
-
-A run's folder keeps a seal over these, made with the user's key. A folder whose seal is missing or wrong came from
-somebody else, or was changed.
+A recipe can name code to run, and addresses to send answers to. A run's folder keeps a seal over these names, made with
+the user's key. If the seal is missing or wrong, the folder came from another user or was changed.
 """
 
 from __future__ import annotations
@@ -33,8 +30,8 @@ from tether.errors import ConfigError
 
 VARIABLE = "TETHER_CONFIG"
 FILE = "config.yaml"
-KNOWN = "known-code.txt"  # one line for each piece of code that was run: its digest, a space, and what it was
-KEY = "key"  # 32 random bytes, readable by the user alone, by which runs are recognised as the user's own
+KNOWN = "known-code.txt"  # one line per piece of code that ran: its digest, a space, and its description
+KEY = "key"  # 32 random bytes, readable by the user alone; its seals identify the user's own runs
 MAX_CONFIG_BYTES = 100_000  # of config.yaml
 
 
@@ -45,7 +42,7 @@ def user_folder() -> Path:
     shared = Path(os.environ.get("XDG_CONFIG_HOME", ""))
     try:
         return (shared if shared.is_absolute() else Path.home() / ".config") / "tether"
-    except RuntimeError as error:  # of Path.home()
+    except RuntimeError as error:  # from Path.home()
         raise ConfigError(f"there is no home folder to keep settings in: set HOME or {VARIABLE} ({error})") from error
 
 
@@ -61,24 +58,24 @@ def allowed_by_user() -> tuple[str, ...]:
         raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
     if len(text) > MAX_CONFIG_BYTES:
         raise ConfigError(
-            f"{file} is longer than {MAX_CONFIG_BYTES} bytes: it holds no more than `allow: [PACKAGE, ...]`"
+            f"{file} is longer than {MAX_CONFIG_BYTES} bytes: it may contain only `allow: [PACKAGE, ...]`"
         )
     try:
         found = yaml.safe_load(text.decode("utf-8"))
     except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
-        raise ConfigError(f"{file} is no YAML file: write `allow: [PACKAGE, ...]` in it") from error
+        raise ConfigError(f"{file} is not a YAML file: write `allow: [PACKAGE, ...]` in it") from error
     if found is None:
         return ()
     allow = found.get("allow", []) if isinstance(found, dict) else None
     if not isinstance(found, dict) or set(found) - {"allow"} or not isinstance(allow, list):
-        raise ConfigError(f"{file} holds one key, `allow`, which is a list of packages: allow: [my_package]")
+        raise ConfigError(f"{file} must contain one key, `allow`, a list of packages: allow: [my_package]")
     if wrong := [word for word in allow if not isinstance(word, str)]:
-        raise ConfigError(f"allow in {file}: {wrong[0]!r} is no name of a package")
+        raise ConfigError(f"allow in {file}: {wrong[0]!r} is not the name of a package")
     return tuple(allow)
 
 
 def is_known(digest: str) -> bool:
-    """Whether this was run or agreed to before."""
+    """Whether this code ran before, or was agreed to."""
     try:
         lines = (user_folder() / KNOWN).read_text(encoding="utf-8", errors="replace").splitlines()
     except (OSError, ConfigError):
@@ -87,20 +84,20 @@ def is_known(digest: str) -> bool:
 
 
 def remember(digest: str, what: str) -> None:
-    """Add a line to the list of known code; where the folder cannot be written, it is asked or told again next time."""
+    """Add a line to the list of known code; if the folder is not writable, the user is asked again next time."""
     line = f"{digest} {' '.join(what.split())}\n".encode()
     with suppress(OSError, ConfigError):
         folder = user_folder()
         folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         descriptor = os.open(folder / KNOWN, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
         try:
-            os.write(descriptor, line)  # one write: lines of two processes do not mix
+            os.write(descriptor, line)  # one write, so that the lines of two processes do not mix
         finally:
             os.close(descriptor)
 
 
 def seal_of(message: bytes) -> str | None:
-    """An HMAC-SHA256 by the user's key, which nobody else can make; None where no key can be kept."""
+    """An HMAC-SHA256 with the user's key; None where no key can be stored."""
     key = _key()
     return hmac.new(key, message, hashlib.sha256).hexdigest() if key is not None else None
 
@@ -118,10 +115,10 @@ def _key() -> bytes | None:
         finally:
             os.close(descriptor)
         try:
-            os.link(unfinished, file)  # of two processes that make a key, the first one's counts
+            os.link(unfinished, file)  # if two processes make a key, the first one's is used
         except FileExistsError:
             pass
-        except OSError:  # a disk without links
+        except OSError:  # a file system without hard links
             unfinished.replace(file)
         unfinished.unlink(missing_ok=True)
         return _whole(file.read_bytes())
@@ -135,17 +132,17 @@ def _whole(key: bytes) -> bytes | None:
 
 SEAL = "begun-by.json"  # in a run's folder
 REASONING = "reasoning-gym:"
-OBJECT = "object:"  # before the name of a task that a Python program passed
+OBJECT = "object:"  # prefix of the name of a task that a Python program passed
 MAX_SEAL_BYTES = 1_000_000  # of a seal
-PLACE_KEYS = ("host", "hostaddr", "port", "dbname", "service", "servicefile", "passfile")  # in a database's query
+PLACE_KEYS = ("host", "hostaddr", "port", "dbname", "service", "servicefile", "passfile")  # in a database URL's query
 
 BUILT_IN = frozenset(("tether.demo.rule:DemoTask", "tether.rewards.math_answer:compare_by_math_verify"))
-"""The names of Tether's own code that recipes use."""
+"""Names of Tether's own code that recipes may use."""
 
 
 @dataclass(frozen=True)
 class CodeName:
-    """One name: `field` is the recipe's key, `detail` what it is called or sent with."""
+    """One name: `field` is the recipe key, `detail` is what it is called or sent with."""
 
     field: str
     reference: str
@@ -154,7 +151,7 @@ class CodeName:
 
 
 def names_in(task: TaskSettings | None, parts: Sequence[Any]) -> tuple[CodeName, ...]:
-    """The names in a task and in the parts of a reward; Tether's own are left out."""
+    """The names in a task and in the parts of a reward, without Tether's own."""
     found: list[CodeName] = []
     if task is not None:
         name = task.name or ""
@@ -171,7 +168,7 @@ def names_in(task: TaskSettings | None, parts: Sequence[Any]) -> tuple[CodeName,
 
 
 def not_typed(names: Iterable[CodeName], flags: Sequence[str]) -> tuple[CodeName, ...]:
-    """The names that stand in a file: those whose key is no flag of the command line."""
+    """The names that come from a file: those whose key is not a flag on the command line."""
     keys = {flag.partition("=")[0].removeprefix("--").replace("-", "_") for flag in flags if flag.startswith("--")}
     return tuple(name for name in names if name.field.partition("[")[0] not in keys)
 
@@ -185,7 +182,7 @@ def code_names(recipe: Recipe) -> tuple[CodeName, ...]:
 
 
 def names_of_record(record: Mapping[str, Any]) -> tuple[CodeName, ...]:
-    """The same for a recipe as a run keeps it; nothing where it is none of this version."""
+    """The same for the recipe that a run stored; empty where this version cannot read it."""
     from tether.config.load import recipe_from_record
 
     try:
@@ -195,7 +192,7 @@ def names_of_record(record: Mapping[str, Any]) -> tuple[CodeName, ...]:
 
 
 def without_secrets(url: str) -> str:
-    """A database's address: scheme, host and path, and what of the query says where it is."""
+    """A database URL without secrets: scheme, host, path, and the query keys that locate the database."""
     scheme, _, rest = url.partition("://")
     place, _, query = rest.partition("?")
     host, slash, path = place.partition("/")
@@ -204,17 +201,17 @@ def without_secrets(url: str) -> str:
 
 
 def seal_record(names: Iterable[CodeName], root: Path) -> dict[str, Any]:
-    """What a run's folder keeps; empty where the recipe names nothing, or no key can be kept."""
+    """The seal for a run's folder; empty where the recipe names nothing or no key can be stored."""
     names = tuple(names)
     seal = seal_of(_message(names, str(root))) if names else None
     return {"folder": str(root), "seal": seal} if seal is not None else {}
 
 
 def begun_in(folder: Path, names: Iterable[CodeName]) -> str | None:
-    """The folder from which this user began the run with these names; None where the seal does not say so."""
+    """The folder from which this user started the run with these names; None where the seal does not confirm it."""
     file = folder / SEAL
     try:
-        if not file.is_file():  # a named pipe would be waited for
+        if not file.is_file():  # reading a named pipe would block
             return None
         with file.open("rb") as opened:
             record = json.loads(opened.read(MAX_SEAL_BYTES))

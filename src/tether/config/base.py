@@ -1,11 +1,4 @@
-"""The base of every settings class, and settings that all sections of data and all runs share.
-
-The base of every settings class.
-
-What a run's note, tags and group may be: for recipes, the command line and Studio alike.
-
-How records become conversations: settings that every section of data shares.
-"""
+"""The base class of all settings, and settings that every run and every data section share."""
 
 from __future__ import annotations
 
@@ -19,7 +12,7 @@ from tether.errors import UsageError
 
 
 class Settings(BaseModel):
-    """Frozen, and an unknown key is an error."""
+    """Frozen; an unknown key is an error."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -39,20 +32,20 @@ TAG = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.:+-]{0,39}")
 Tag = Annotated[str, Field(pattern=f"^{TAG.pattern}$")]
 
 Paths = str | tuple[str, ...]
-"""A file, a glob, a folder, a dataset's id; or several of them."""
+"""A file, a glob, a folder, a dataset id, or several of them."""
 
 CONVERSATION = ("messages", "conversations", "prompt", "completion", "system", "tools", "text")
 PREFERENCE = ("chosen", "rejected", "chosen_ended", "rejected_ended", "answers", "ranks", "ended", "label")
 INSTRUCTION = ("instruction", "input", "output")
 FIELDS = (*CONVERSATION, *PREFERENCE, *INSTRUCTION, "answer", "id", "reference")
-"""The fields that Tether reads, by the names of docs/data.md."""
+"""The fields that Tether reads, as named in docs/data.md."""
 
 
 def read_columns(words: Sequence[str]) -> dict[str, str]:
-    """`prompt=question` words, also several with commas between, as a mapping."""
+    """Parse `prompt=question` words, one or several with commas between, into a mapping."""
     pairs = [pair.partition("=") for word in words for pair in word.split(",")]
     if wrong := [field for field, equals, column in pairs if not (field and equals and column)]:
-        raise UsageError(f"--columns: expected FIELD=COLUMN, such as prompt=question, was given {wrong[0]}")
+        raise UsageError(f"--columns: expected FIELD=COLUMN, such as prompt=question, got {wrong[0]}")
     columns = {field.strip(): column.strip() for field, _, column in pairs}
     if unknown := unknown_fields(columns):
         raise UsageError(f"--{unknown}")
@@ -60,31 +53,29 @@ def read_columns(words: Sequence[str]) -> dict[str, str]:
 
 
 def unknown_fields(columns: Iterable[str]) -> str | None:
-    """What to say of a mapping that names a field which is not read."""
+    """The error message for a mapping with an unknown field; None where all fields are known."""
     if unknown := sorted(set(columns) - set(FIELDS)):
         return (
-            f"columns names {', '.join(unknown)}, which is no field that Tether reads: write {{field: your column}} "
+            f"columns names {', '.join(unknown)}, which is not a field that Tether reads: write {{field: your column}} "
             f"with one of {', '.join(FIELDS)}"
         )
     return None
 
 
 class ReadSettings(Settings):
-    """How records are read, whatever is done with them."""
+    """How to read records."""
 
     columns: dict[str, str] = Field(
         default_factory=dict,
-        description="Which column of your records is which field, such as {prompt: question, answer: solution}.",
+        description="Maps fields to columns of your records, such as {prompt: question, answer: solution}.",
     )
-    config: str | None = Field(default=None, description="Configuration of a dataset that is named by its id.")
+    config: str | None = Field(default=None, description="Configuration of a dataset that is given by its id.")
     split: str = Field(default="train", description="Split of a dataset (a saved folder, or an id).")
     held_out_split: str | None = Field(
         default=None,
-        description="Split that is held out; where no held-out source is named, a split of the same dataset.",
+        description="Split to hold out. Without a held-out source, it is a split of the same dataset.",
     )
-    system_prompt: str | None = Field(
-        default=None, description="System message of every conversation that has none of its own."
-    )
+    system_prompt: str | None = Field(default=None, description="System message for every conversation that has none.")
     chat_template_kwargs: dict[str, Option] = Field(
         default_factory=dict, description="Passed to the chat template, such as {enable_thinking: false}."
     )

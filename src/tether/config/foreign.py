@@ -1,7 +1,7 @@
-"""Names that other trainers use (TRL, transformers, peft), each answered with Tether's own in one sentence.
+"""Setting names of other trainers (TRL, transformers, peft), each with Tether's name for it.
 
-A name is never accepted in place of ours: a setting has one name here, and what a batch or an epoch means differs. The
-answer is the flag to type, with the value that was given where it carries over.
+Such a name is never accepted, because the meaning often differs (a batch, an epoch). The error names the flag to type,
+with the given value where it carries over.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from pathlib import PurePath
 
 @dataclass(frozen=True)
 class Foreign:
-    """Where a foreign name leads: keys of ours, the first that the method has counts.
+    """Tether's keys for a foreign name; the first one that the method has is used.
 
-    `{method}` in a key is the method's own section. `value` stands in place of the one given; None keeps that one.
-    `note` is a further clause. A name without keys is answered by its note alone.
+    `{method}` in a key is the method's own section. `value` replaces the given value; None keeps it. `note` is an
+    additional clause. A name without keys is answered with its note alone.
     """
 
     keys: tuple[str, ...] = ()
@@ -32,11 +32,11 @@ def _say(note: str) -> Foreign:
     return Foreign(note=note)
 
 
-_RATE = _to("optimizer.policy_lr", note="the critic's and the reward model's is --optimizer.critic_lr")
+_RATE = _to("optimizer.policy_lr", note="the rate of the critic and the reward model is --optimizer.critic_lr")
 _BATCH = _to(
     "{method}.batch_size",
     "{method}.minibatch_size",
-    note="it counts a whole optimiser step, and optimizer.micro_batch_tokens says how much of it is run at once",
+    note="it counts a whole optimizer step; optimizer.micro_batch_tokens limits the tokens of one forward pass",
 )
 _EPOCHS = _to("run.epochs", "run.steps")
 _FOLDER = _to("run.directory")
@@ -46,7 +46,7 @@ _TRACKER = _to("store.trackers")
 _REWARD = "name it in the recipe, as reward: {parts: [...]}, or as --task.reward package.module:function"
 
 FOREIGN: dict[str, Foreign] = {
-    # rates and schedules
+    # learning rates and schedules
     **dict.fromkeys(("lr", "learning_rate"), _RATE),
     "warmup_ratio": _to("optimizer.warmup"),
     "warmup_steps": _to("optimizer.warmup", value="FRACTION", note="a fraction of the run, not a number of steps"),
@@ -55,8 +55,8 @@ FOREIGN: dict[str, Foreign] = {
         ("adam_beta1", "adam_beta2"), _to("optimizer.betas", value="0.9,0.999", note="both, with a comma between")
     ),
     "adam_epsilon": _to("optimizer.epsilon"),
-    "optim": _to("optimizer.name", value="8bit", note="the optimiser is AdamW, its state full or in 8 bits"),
-    # how long, how much
+    "optim": _to("optimizer.name", value="adamw_8bit", note="the optimizer is AdamW, with 32-bit or 8-bit state"),
+    # length and sizes
     **dict.fromkeys(("num_train_epochs", "num_epochs", "epochs"), _EPOCHS),
     **dict.fromkeys(("max_steps", "steps", "total_steps", "num_total_batches", "iterations"), _to("run.steps")),
     "total_episodes": _to(
@@ -67,11 +67,11 @@ FOREIGN: dict[str, Foreign] = {
     "gradient_accumulation_steps": _to(
         "optimizer.micro_batch_tokens",
         value="8192",
-        note="a step's batch is split by itself into passes of that many tokens, and the gradient is the same",
+        note="a step's batch is split automatically into passes of that many tokens, with the same gradient",
     ),
     **dict.fromkeys(
         ("per_device_eval_batch_size", "eval_batch_size"),
-        _to("optimizer.micro_batch_tokens", value="8192", note="evaluation is split by it as well"),
+        _to("optimizer.micro_batch_tokens", value="8192", note="it also splits evaluation batches"),
     ),
     **dict.fromkeys(("num_ppo_epochs", "ppo_epochs", "num_iterations", "mu"), _to("{method}.epochs")),
     **dict.fromkeys(("rollout_batch_size", "local_rollout_forward_batch_size"), _to("rollout.prompts_per_step")),
@@ -80,7 +80,7 @@ FOREIGN: dict[str, Foreign] = {
         ("model_name_or_path", "model_name", "model_id", "pretrained", "sft_model_path", "base_model"),
         _to("model.path"),
     ),
-    **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), _say("the model's own tokenizer is read")),
+    **dict.fromkeys(("tokenizer_name", "tokenizer_name_or_path"), _say("Tether uses the model's own tokenizer")),
     **dict.fromkeys(("dataset_name", "dataset", "train_file", "train_data", "data_path", "dataset_path"), _DATA),
     **dict.fromkeys(("eval_dataset", "eval_file", "validation_file", "test_file"), _to("data.held_out")),
     **dict.fromkeys(("max_length", "max_seq_length", "max_seq_len", "cutoff_len"), _to("data.max_length")),
@@ -91,17 +91,17 @@ FOREIGN: dict[str, Foreign] = {
     **dict.fromkeys(("attn_implementation", "use_flash_attention_2"), _to("model.attention", value="sdpa")),
     **dict.fromkeys(("torch_dtype", "mixed_precision"), _to("model.dtype", value="bfloat16")),
     "bf16": _to("model.dtype", value="bfloat16"),
-    "fp16": _to("model.dtype", value="bfloat16", note="there is no float16"),
+    "fp16": _to("model.dtype", value="bfloat16", note="float16 is not supported"),
     "fp32": _to("model.dtype", value="float32"),
     "load_in_4bit": _to("model.quantize", value="4bit", note=_RANK),
     "load_in_8bit": _to("model.quantize", value="8bit", note=_RANK),
-    "trust_remote_code": _say("code that comes with a model is never run"),
+    "trust_remote_code": _say("Tether never runs code that comes with a model"),
     "device_map": _to("model.device", value="auto"),
     # adapters
     **dict.fromkeys(("use_peft", "use_lora", "lora", "peft"), _to("roles.mode", value="lora")),
     **dict.fromkeys(("lora_r", "lora_rank", "r"), _to("roles.lora_rank", note=_RANK)),
     "lora_alpha": _to("roles.lora_alpha", note=_RANK),
-    "lora_dropout": _say("dropout is off in every role, for with it ratios and KL would be noise"),
+    "lora_dropout": _say("dropout is off in every role, because it would add noise to ratios and KL"),
     **dict.fromkeys(("lora_target_modules", "target_modules"), _to("roles.lora_targets", note=_RANK)),
     # reinforcement learning
     "beta": _to("dpo.beta", "kl.coef"),
@@ -109,7 +109,7 @@ FOREIGN: dict[str, Foreign] = {
     "adap_kl_ctrl": _to("kl.controller", value="proportional"),
     **dict.fromkeys(("kl_estimator", "kl_penalty"), _to("kl.estimator")),
     "target_kl": _to(
-        "{method}.target_kl", "trpo.max_kl", note="the KL to the reference that a controller aims at is --kl.target"
+        "{method}.target_kl", "trpo.max_kl", note="the target of the KL controller for the reference is --kl.target"
     ),
     **dict.fromkeys(("cliprange", "clip_eps", "eps_clip"), _to("{method}.clip_range")),
     "epsilon": _to("{method}.clip_range", "optimizer.epsilon"),
@@ -127,7 +127,7 @@ FOREIGN: dict[str, Foreign] = {
     **dict.fromkeys(("num_generations", "rloo_k", "num_return_sequences"), _to("rollout.samples_per_prompt")),
     **dict.fromkeys(("reward_model_path", "reward_model", "reward_pretrain", "reward_funcs"), _say(_REWARD)),
     **dict.fromkeys(("value_model_path", "critic_pretrain"), _to("roles.critic_init")),
-    **dict.fromkeys(("use_vllm", "vllm_mode"), _say("answers are sampled by Tether's own engine, in this process")),
+    **dict.fromkeys(("use_vllm", "vllm_mode"), _say("Tether's own engine samples the answers, in this process")),
     # the run
     **dict.fromkeys(("output_dir", "save_path", "ckpt_path"), _FOLDER),
     **dict.fromkeys(("run_name", "exp_name", "experiment_name"), _to("run.name")),
@@ -136,7 +136,7 @@ FOREIGN: dict[str, Foreign] = {
     "save_total_limit": _to("checkpoint.keep"),
     "eval_steps": _to("evaluation.every"),
     **dict.fromkeys(("eval_strategy", "evaluation_strategy", "do_eval"), _to("evaluation.every", value="10")),
-    "load_best_model_at_end": _to("evaluation.keep_best", note="the best is in best/ of the run's folder"),
+    "load_best_model_at_end": _to("evaluation.keep_best", note="the best model is in best/ of the run's folder"),
     "metric_for_best_model": _to("evaluation.metric"),
     "early_stopping_patience": _to("evaluation.patience"),
     **dict.fromkeys(("report_to", "log_with", "logger"), _TRACKER),
@@ -145,26 +145,26 @@ FOREIGN: dict[str, Foreign] = {
     "wandb_project": _say("set the environment variable WANDB_PROJECT, and --store.trackers wandb"),
     "logging_steps": _say("every step is recorded; `tether show RUN` and --json print them"),
     "logging_dir": _to("run.directory"),
-    "resume_from_checkpoint": _say("say --resume auto, or `tether resume RUN`"),
-    **dict.fromkeys(("push_to_hub", "hub_model_id"), _say("train first; `tether export RUN` takes the model out")),
+    "resume_from_checkpoint": _say("use --resume auto, or `tether resume RUN`"),
+    **dict.fromkeys(("push_to_hub", "hub_model_id"), _say("train first; `tether export RUN` exports the model")),
     **dict.fromkeys(("deepspeed", "fsdp", "ddp_backend", "num_processes"), _say("a run is one process on one device")),
-    **dict.fromkeys(("packing", "group_by_length"), _say("rows are packed without padding by themselves")),
-    **dict.fromkeys(("overwrite_output_dir",), _say("a run is never written over: give it another --run.name")),
+    **dict.fromkeys(("packing", "group_by_length"), _say("rows are packed without padding automatically")),
+    **dict.fromkeys(("overwrite_output_dir",), _say("a run is never overwritten: choose another --run.name")),
 }
 
 
 def leads_to(name: str, method: str, known: Collection[str]) -> str | None:
-    """The key of ours that a foreign name stands for; "" where there is none to set; None where it is not known."""
+    """Tether's key for a foreign name; "" where there is no key to set; None where the name is not known."""
     found = FOREIGN.get(name)
     if found is None:
         return None
     key = next((each for each in (key.format(method=method) for key in found.keys) if each in known), "")
-    # A reward model learns at the critic's rate.
+    # The reward model uses the critic's learning rate.
     return "optimizer.critic_lr" if method == "reward" and key == "optimizer.policy_lr" else key
 
 
 def answer(name: str, method: str, known: Collection[str], given: str | None, dashes: str) -> str:
-    """What to say, in one sentence, of a name that `leads_to` knows.
+    """One sentence about a foreign name.
 
     `known` are the keys that the method has, `given` is the value that was typed, `dashes` is empty for a file.
     """
@@ -177,14 +177,16 @@ def answer(name: str, method: str, known: Collection[str], given: str | None, da
         return f"{method} counts iterations, here it is {_written(key, 'N', dashes)}; {_passes(method, known, dashes)}"
     if found is _FOLDER:
         return _output_folder(given, dashes)
-    note = "a reward model learns at the critic's rate" if key not in found.keys and found is _RATE else found.note
+    note = (
+        "the reward model uses the critic's learning rate" if key not in found.keys and found is _RATE else found.note
+    )
     note = note if dashes else note.replace("--", "")
     value = found.value if found.value is not None else given
     return f"here it is {_written(key, value, dashes)}" + (f"; {note}" if note else "")
 
 
 def _written(key: str, value: str | None, dashes: str) -> str:
-    """`--optimizer.policy_lr 1e-5` on a command line, `optimizer: {policy_lr: 1e-5}` in a file."""
+    """`--optimizer.policy_lr 1e-5` for a command line, `optimizer: {policy_lr: 1e-5}` for a file."""
     if dashes:
         return f"{dashes}{key}" + (f" {value}" if value not in (None, "") else "")
     *parents, name = key.split(".")

@@ -1,7 +1,7 @@
-"""From a YAML file and dotted flags to a recipe: defaults < YAML < flags.
+"""Build a recipe from a YAML file and dotted flags: defaults < YAML < flags.
 
-Everything that is given is first flattened to `dotted key -> (value, where it was given)`. Merging is then a dict
-update, a section given in part keeps the rest of this recipe's own defaults, and every error can name its place.
+Everything given is first flattened to `dotted key -> (value, where it was given)`. Merging is then a dict update, a
+partly given section keeps the recipe's defaults for the rest, and every error can name its place.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Settings)
 
 
 FLAGS = "the flags"
-SETTINGS = "the settings"  # that a Python program gives
-MAX_PROBLEMS, MAX_LINE = 8, 600  # what is told of a recipe that is wrong all over
+SETTINGS = "the settings"  # from a Python program
+MAX_PROBLEMS, MAX_LINE = 8, 600  # limits on the length of an error message
 
 
 class Given(NamedTuple):
-    """A value and where it stands: "recipes/x.yaml, line 3", or "the flags"."""
+    """A value and where it was given: "recipes/x.yaml, line 3", or "the flags"."""
 
     value: Any
     where: str
 
 
 class Keys:
-    """The names that one recipe class knows."""
+    """The keys of one recipe class."""
 
     def __init__(self, recipe_class: type[Settings]) -> None:
         self.recipe_class = recipe_class
@@ -49,7 +49,7 @@ class Keys:
         self.sections = sections(recipe_class)
 
     def nearest(self, key: str) -> str | None:
-        """The known key that was most likely meant: by spelling, by last name, or by what its description says."""
+        """The known key that was most likely meant: by spelling, by last name, or by its description."""
         parent, _, name = key.rpartition(".")
         known = [known for known in (*self.leaves, *self.sections) if known != parent]
         begun = [known for known in self.leaves if known.startswith(f"{key}_")]
@@ -60,7 +60,7 @@ class Keys:
         return next(iter((*begun, *close, *namesakes, *distant, *described)), None)
 
     def unknown(self, key: str, where: str, given: str | None, dashes: str = "") -> str:
-        """What to say of a key that is not known: that it has another name here, or which was most likely meant."""
+        """The message for an unknown key: Tether's name for it, or the key that was most likely meant."""
         section, _, name = key.rpartition(".")
         place = f"{dashes}{key}{f' in {where}' if where else ''}"
         ours = leads_to(name, self.method, self.leaves) if self.method in RECIPES else None
@@ -80,10 +80,10 @@ class Keys:
 def load_recipe(
     method: str, path: str | None = None, flags: Sequence[str] = (), settings: Mapping[str, Any] | None = None
 ) -> Recipe:
-    """The recipe for `method`: its defaults, under the YAML file's keys, under the flags (`--ppo.clip_range 0.1`).
+    """The recipe for `method`: its defaults, overridden by the YAML file, overridden by flags (`--ppo.clip_range 0.1`).
 
-    A Python program gives `settings` by dotted key, as values, in place of flags.
-    Raises ConfigError, with one line for each problem, that names the place, the dotted key and the repair.
+    A Python program passes `settings` by dotted key, as values, in place of flags.
+    Raises ConfigError with one line per problem, which names the place, the dotted key and the repair.
     """
     if method not in RECIPES:
         close = get_close_matches(method, RECIPES, n=1)
@@ -98,25 +98,25 @@ def load_settings(
     flags: Sequence[str] = (),
     settings: Mapping[str, Any] | None = None,
 ) -> AnyRecipe:
-    """The same for any class of recipe."""
+    """`load_recipe` for any recipe class."""
     keys = Keys(recipe_class)
     given = {**read_recipe(keys, path), **read_flags(keys, flags), **read_settings(keys, settings or {})}
     return _with(recipe_class, defaults(recipe_class), given, keys, path)
 
 
 def recipe_from_record(record: Mapping[str, Any]) -> Recipe:
-    """The recipe that a run kept: every key, and its method. Raises ValueError where it is not one."""
+    """The recipe that a run stored: every key, and its method. Raises ValueError where it is invalid."""
     if not isinstance(record, dict):
         raise ValueError("it is not a mapping of keys")
     method = record.get("method")
     if method not in RECIPES:
-        raise ValueError(f"it names no method of this version ({method})")
+        raise ValueError(f"it names a method that this version does not have ({method})")
     rest = {name: value for name, value in record.items() if name != "method"}
     return RECIPES[method].model_validate_json(json.dumps(rest), strict=True)
 
 
 def change_settings(recipe: AnyRecipe, flags: Sequence[str], settings: Mapping[str, Any] | None = None) -> AnyRecipe:
-    """A recipe with what the flags, or a program's settings, give in place of its own."""
+    """The recipe with changes from flags or from a program's settings."""
     keys = Keys(type(recipe))
     given = {**read_flags(keys, flags), **read_settings(keys, settings or {})}
     return _with(type(recipe), recipe.model_dump(mode="json"), given, keys, None)
@@ -125,7 +125,7 @@ def change_settings(recipe: AnyRecipe, flags: Sequence[str], settings: Mapping[s
 def _with(
     recipe_class: type[AnyRecipe], plain: dict[str, Any], given: dict[str, Given], keys: Keys, path: str | None
 ) -> AnyRecipe:
-    """The recipe of these plain values under the given ones."""
+    """The recipe from plain values, overridden by the given ones."""
     _one_length(given, keys)
     for key, (value, _) in given.items():
         *parents, name = key.split(".")
@@ -135,7 +135,7 @@ def _with(
         section[name] = value
     _no_half_characters(given)
     try:
-        # Strict, so that `epochs: true` is not 1; through JSON, where strict still lets a list be a tuple.
+        # Strict, so that `epochs: true` is not 1; as JSON, where strict mode still accepts a list for a tuple.
         return recipe_class.model_validate_json(json.dumps(plain), strict=True)
     except ValidationError as error:
         problems = [explain(problem, keys, given, path) for problem in error.errors(include_url=False)]
@@ -143,7 +143,7 @@ def _with(
 
 
 def _no_half_characters(given: dict[str, Given]) -> None:
-    """Refuse text that no file or terminal can hold: a lone half of a character."""
+    """Reject text with a lone surrogate, which no file or terminal can represent."""
     for key, (value, where) in given.items():
         try:
             json.dumps(value, ensure_ascii=False).encode("utf-8")
@@ -152,7 +152,7 @@ def _no_half_characters(given: dict[str, Given]) -> None:
 
 
 def _one_length(given: dict[str, Given], keys: Keys) -> None:
-    """A run's length is given as steps or as epochs: a flag wins over the file, and both in one place are refused."""
+    """The length is given as steps or as epochs: a flag overrides the file, and both in one place are an error."""
     for epochs in (key for key in keys.leaves if key == "run.epochs" or key.endswith(".run.epochs")):
         steps = f"{epochs.removesuffix('epochs')}steps"
         if steps not in given:
@@ -161,8 +161,8 @@ def _one_length(given: dict[str, Given], keys: Keys) -> None:
             by_flag = {key: given[key].where in (FLAGS, SETTINGS) for key in (steps, epochs)}
             if by_flag[steps] == by_flag[epochs]:
                 raise ConfigError(
-                    f"{steps} ({given[steps].where}) and {epochs} ({given[epochs].where}) both say how long the run "
-                    "is: give one of them"
+                    f"{steps} ({given[steps].where}) and {epochs} ({given[epochs].where}) both set the length of the "
+                    "run: set one of them"
                 )
             if by_flag[epochs]:
                 del given[steps]
@@ -174,7 +174,7 @@ def _one_length(given: dict[str, Given], keys: Keys) -> None:
 
 
 def read_recipe(keys: Keys, path: str | None) -> dict[str, Given]:
-    """What the file gives, by dotted key."""
+    """The file's settings, by dotted key."""
     if path is None:
         return {}
     loader, top = read_mapping(path)
@@ -190,7 +190,7 @@ def read_recipe(keys: Keys, path: str | None) -> dict[str, Given]:
 
 
 class _Reader:
-    """Walks the file's nodes beside the recipe's keys, and collects what is given and what is wrong."""
+    """Walks the file's nodes along the recipe's keys, and collects settings and problems."""
 
     def __init__(self, keys: Keys, loader: RecipeLoader, path: str) -> None:
         self.keys, self.loader, self.path = keys, loader, path
@@ -198,7 +198,7 @@ class _Reader:
         self.problems: list[str] = []
 
     def read(self, section: yaml.MappingNode | None, prefix: str = "") -> None:
-        """Take in one section; a key that comes twice, or holds a dot, is a problem."""
+        """Read one section; a duplicate key, or a key with a dot, is a problem."""
         first_line: dict[str, int] = {}
         for key_node, value_node in section.value if section is not None else ():
             name, line = str(self.loader.construct_plain(key_node)), line_of(key_node)
@@ -215,20 +215,20 @@ class _Reader:
             first_line.setdefault(name, line)
 
     def read_entry(self, key: str, node: yaml.Node, where: str) -> None:
-        """Take in one key, be it a section or a value."""
+        """Read one key, a section or a value."""
         if key in self.keys.sections:
             if isinstance(node, yaml.MappingNode):
                 self.read(node, f"{key}.")
-            elif node.tag != "tag:yaml.org,2002:null":  # `kl:` with every line under it commented out says nothing
+            elif node.tag != "tag:yaml.org,2002:null":  # `kl:` with every line under it commented out is allowed
                 given = kind_of(node)
-                self.problems.append(f"{key} in {where}: expected a section with keys under it, was given {given}")
+                self.problems.append(f"{key} in {where}: expected a section with keys under it, got {given}")
         elif key in self.keys.leaves:
             value = self.loader.construct_plain(node)
             try:
                 json.dumps(value)
-            except (TypeError, ValueError):  # only an explicit tag, such as !!set, makes one
+            except (TypeError, ValueError):  # only an explicit tag, such as !!set, gets here
                 expected = _a(self.keys.leaves[key].type)
-                self.problems.append(f"{key} in {where}: expected {expected}, was given a {node.tag}")
+                self.problems.append(f"{key} in {where}: expected {expected}, got a {node.tag}")
             else:
                 leaf = self.keys.leaves[key]
                 alone = leaf.is_list and value is not None and not isinstance(value, list)
@@ -249,10 +249,10 @@ def _same_method(given: Any, method: str, where: str) -> None:
 
 
 def read_flags(keys: Keys, flags: Sequence[str]) -> dict[str, Given]:
-    """What the flags give, by dotted key. Of a flag given twice the last counts, so that a script may append.
+    """The settings in flags, by dotted key. The last of repeated flags wins, so that a script may append flags.
 
-    A key that holds a list takes its items as words: one, several with commas between, or the flag once for each. A
-    list in brackets is a whole list, and replaces what was given before it.
+    A key that holds a list takes its items as words: one, several with commas between, or one flag per item. A list in
+    brackets is a whole list and replaces what was given before it.
     """
     given: dict[str, Given] = {}
     problems: list[str] = []
@@ -276,7 +276,7 @@ def read_flags(keys: Keys, flags: Sequence[str]) -> dict[str, Given]:
 
 
 def read_settings(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Given]:
-    """What a Python program gives, by dotted key; a mapping under a section's name is taken apart."""
+    """The settings of a Python program, by dotted key; a mapping under a section's name is flattened."""
     given: dict[str, Given] = {}
     problems: list[str] = []
     for key, value in settings.items():
@@ -286,13 +286,13 @@ def read_settings(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Given]:
             try:
                 plain = json.loads(json.dumps([value] if alone else value, default=_plain_value))
             except (TypeError, ValueError):
-                problems.append(f"{key} in {SETTINGS}: expected {_a(leaf.type)}, was given a {type(value).__name__}")
+                problems.append(f"{key} in {SETTINGS}: expected {_a(leaf.type)}, got a {type(value).__name__}")
                 continue
             given[key] = Given(plain, SETTINGS)
         elif key in keys.sections and isinstance(value, Mapping):
             given |= read_settings(keys, {f"{key}.{name}": inner for name, inner in value.items()})
         elif key in keys.sections:
-            problems.append(f"{key} in {SETTINGS}: expected a mapping of its keys, was given a {type(value).__name__}")
+            problems.append(f"{key} in {SETTINGS}: expected a mapping of its keys, got a {type(value).__name__}")
         else:
             problems.append(keys.unknown(str(key), SETTINGS, str(value)))
     _raise_if_any(problems)
@@ -300,7 +300,7 @@ def read_settings(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Given]:
 
 
 def _plain_value(value: Any) -> Any:
-    """A path as text; a number of NumPy's or torch's as Python's."""
+    """Convert a path to text, and a NumPy or torch number to a Python number."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if callable(item := getattr(value, "item", None)):
@@ -309,10 +309,10 @@ def _plain_value(value: Any) -> Any:
 
 
 def as_flags(settings: Mapping[str, Any]) -> list[str]:
-    """Settings by dotted key as words of the command line, `--key=value` in one word each.
+    """Settings by dotted key as command-line words, each `--key=value` in one word.
 
-    A value is never a word of its own, so that none can pass for another flag. A text stands as it is, anything else as
-    YAML, of which JSON is a part.
+    A value is never a separate word, so none can be mistaken for a flag. A text is used as it is, anything else as YAML
+    (JSON is a subset).
     """
     flags: list[str] = []
     for key, value in settings.items():
@@ -320,7 +320,7 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
             raise ConfigError(f"{key[:80]!r} is not a setting: use a dotted key, such as run.steps")
         text = value if isinstance(value, str) else json.dumps(value)
         if "\0" in text or any("\ud800" <= letter <= "\udfff" for letter in text):
-            raise ConfigError(f"{key}: the text holds a character that no command line takes")
+            raise ConfigError(f"{key}: the text has a character that a command line cannot contain")
         flags.append(f"--{key}={text}")
     return flags
 
@@ -329,7 +329,7 @@ _KEY = re.compile(r"[A-Za-z0-9_]+([.-][A-Za-z0-9_]+)*")
 
 
 def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """(flag, value) pairs; None where the flag stands alone. A value may start with one dash (-0.5), not with two."""
+    """(flag, value) pairs; None for a flag without a value. A value may start with one dash (-0.5), not with two."""
     words = list(flags)
     while words:
         word = words.pop(0)
@@ -372,7 +372,7 @@ def _list_value(leaf: Leaf, text: str | None) -> list[Any]:
 
 
 def _flag_value(leaf: Leaf, text: str | None) -> Any:
-    """The value in a flag. Where text is wanted, a word is taken as it stands: a run may be called 7."""
+    """The value of a flag. Where text is expected, the word is used as it is: a run may be called 7."""
     if text is None:
         if leaf.is_switch:
             return True
@@ -385,23 +385,23 @@ def _flag_value(leaf: Leaf, text: str | None) -> Any:
         value = read_value(text)
         json.dumps(value)
     except (yaml.YAMLError, TypeError, ValueError):
-        raise ConfigError(f"flag --{leaf.key}: expected {_a(leaf.type)}, was given {text}") from None
+        raise ConfigError(f"flag --{leaf.key}: expected {_a(leaf.type)}, got {text}") from None
     return value
 
 
-# -- what went wrong ----------------------------------------------------------------------------------------------
+# -- error messages -----------------------------------------------------------------------------------------------
 
 
 def explain(problem: ErrorDetails, keys: Keys, given: dict[str, Given], path: str | None) -> str:
-    """One validation error as one line: where, which key, and the repair."""
+    """One validation error as one line: the place, the key, and the repair."""
     parts = [str(part) for part in problem["loc"]]
     while parts and ".".join(parts) not in (*keys.leaves, *keys.sections):
-        parts.pop()  # the index of a list's item
+        parts.pop()  # the index of a list item
     key = ".".join(parts)
     if key in keys.leaves and (kinds := kinds_of(keys.leaves[key].annotation)):
         where = given[key].where if key in given else "the defaults"
         return explain_item(problem, key, problem["loc"][len(parts) :], kinds, where)
-    if problem["type"] == "value_error":  # a rule over several keys; its own words name them and the repair
+    if problem["type"] == "value_error":  # a rule over several keys; its message names them and the repair
         return _rule(str(problem.get("ctx", {}).get("error", problem["msg"])), key, given, path)
     leaf = keys.leaves.get(key)
     if leaf is None:
@@ -410,11 +410,11 @@ def explain(problem: ErrorDetails, keys: Keys, given: dict[str, Given], path: st
         place = f"set it in {path}, or with --{key}" if path else f"set it with --{key}, or in a recipe file"
         return f"{key} is missing: {place} ({leaf.type}: {leaf.description})"
     value, where = given.get(key, Given(leaf.default, "the defaults"))
-    return f"{key} in {where}: expected {_a(leaf.type)}, was given {_value_in_words(value, leaf)}"
+    return f"{key} in {where}: expected {_a(leaf.type)}, got {_value_in_words(value, leaf)}"
 
 
 def _rule(message: str, key: str, given: dict[str, Given], path: str | None) -> str:
-    """A broken rule, with the places of the keys that it speaks of where they were given."""
+    """A broken rule, with the places of the keys that it names."""
     section = f"{key}: " if key else ""
     places = {name: where for name, (_, where) in given.items() if name.startswith(key) and _mentions(message, name)}
     named = "; ".join(f"{name} is set in {where}" for name, where in places.items())
@@ -442,7 +442,7 @@ def _raise_if_any(problems: Iterable[str]) -> None:
 
 
 def _shown(problems: Sequence[str]) -> str:
-    """The problems, one a line; of many the first, and of a long one its beginning."""
+    """The problems, one per line, limited in number and length."""
     lines = [line if len(line) <= MAX_LINE else f"{line[:MAX_LINE]}..." for line in problems[:MAX_PROBLEMS]]
     more = [f"and {len(problems) - MAX_PROBLEMS} more problems"] if len(problems) > MAX_PROBLEMS else []
     return "\n".join([*lines, *more])

@@ -1,7 +1,7 @@
-"""YAML for recipes: safe, with line numbers, without the surprises of YAML 1.1.
+"""YAML for recipes: safe, with line numbers, and with YAML 1.2's scalars.
 
-`1e-5` is a number (PyYAML reads text), `no` and `on` are text (PyYAML reads booleans), `2026-01-01` is text, a key
-given twice is an error (PyYAML keeps the last), and there are no aliases, so a file means what it shows.
+`1e-5` is a number (text in PyYAML), `no` and `on` are text (booleans in PyYAML), and `2026-01-01` is text. A duplicate
+key is an error (PyYAML keeps the last), and aliases are rejected.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from yaml.constructor import ConstructorError
 from tether.errors import ConfigError
 from tether.files import read_plain_text
 
-MAX_BYTES = 1 << 18  # of a recipe: PyYAML reads some 100 kB a second
+MAX_BYTES = 1 << 18  # of a recipe: PyYAML reads about 100 kB per second
 
 
 MAX_DIGITS = 300
 
 
 class RecipeLoader(yaml.SafeLoader):
-    """Scalars as in YAML 1.2's core schema, and no aliases."""
+    """Scalars as in YAML 1.2's core schema; aliases are rejected."""
 
-    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's own way; filled below, for this class alone)
+    yaml_implicit_resolvers: dict[str, Any] = {}  # noqa: RUF012 (PyYAML's convention; filled below, for this class)
 
     def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        """One node; an alias is refused."""
+        """One node; raises on an alias."""
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
             raise ComposerError(None, None, "recipes have no aliases: write the value out", mark)
         return super().compose_node(parent, index)
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        """A mapping inside a value; a key that comes twice is refused here as well."""
+        """A mapping inside a value; raises on a duplicate key."""
         seen: set[str] = set()
         for key, _ in node.value:
             if key.value in seen:
@@ -47,7 +47,7 @@ class RecipeLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep=deep)
 
     def construct_plain(self, node: yaml.Node) -> Any:
-        """The node's value; raises YAMLError at the node's line whatever is wrong with it."""
+        """The node's value; every problem raises YAMLError at the node's line."""
         try:
             return self.construct_object(node, deep=True)
         except (ValueError, TypeError) as error:  # such as `!!int x`
@@ -81,7 +81,7 @@ RecipeLoader.add_constructor("tag:yaml.org,2002:int", _decimal)
 def read_value(text: str) -> Any:
     """One value from a flag: `1e-5`, `true`, `null`, `[0.9, 0.95]`."""
     if len(text) > MAX_BYTES:
-        raise ConfigError(f"a value has {len(text):,} characters, and may have {MAX_BYTES:,}")
+        raise ConfigError(f"a value has {len(text):,} characters; the maximum is {MAX_BYTES:,}")
     loader = RecipeLoader(text)
     try:
         node = loader.get_single_node()
@@ -93,7 +93,7 @@ def read_value(text: str) -> Any:
 
 
 def read_mapping(path: str) -> tuple[RecipeLoader, yaml.MappingNode | None]:
-    """The file's top-level mapping as nodes, which know their lines; None where the file is empty."""
+    """The file's top-level mapping as nodes with line numbers; None where the file is empty."""
     loader = None
     try:
         loader = RecipeLoader(read_plain_text(path, MAX_BYTES))
@@ -101,7 +101,7 @@ def read_mapping(path: str) -> tuple[RecipeLoader, yaml.MappingNode | None]:
     except RecursionError:
         raise ConfigError(f"recipe {path} is nested too deeply to be read") from None
     except FileNotFoundError:
-        raise ConfigError(f"recipe {path} is not there{_neighbour(path)}") from None
+        raise ConfigError(f"recipe {path} does not exist{_neighbour(path)}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"recipe {path} cannot be read: {getattr(error, 'strerror', None) or error}") from error
     except yaml.YAMLError as error:
@@ -117,21 +117,21 @@ def read_mapping(path: str) -> tuple[RecipeLoader, yaml.MappingNode | None]:
 
 
 def line_of(node: yaml.Node) -> int:
-    """Counted from 1."""
+    """The line of a node, counted from 1."""
     return node.start_mark.line + 1
 
 
 def kind_of(node: yaml.Node) -> str:
-    """What a node is, for a message."""
+    """The kind of a node, for a message."""
     return {yaml.SequenceNode: "a list", yaml.MappingNode: "a mapping"}.get(type(node), "a single value")
 
 
 def in_one_line(error: yaml.YAMLError, path: str) -> str:
-    """PyYAML's several lines as one that starts with the file and the line."""
+    """PyYAML's multi-line error as one line that starts with the file and the line number."""
     mark = getattr(error, "problem_mark", None)
     where = f"{path}, line {mark.line + 1}" if mark is not None else path
     problem = getattr(error, "problem", None) or " ".join(str(error).split())
-    if problem.startswith("but "):  # PyYAML's sentence begins in the context
+    if problem.startswith("but "):  # the first half of PyYAML's sentence is in the context
         problem = f"{getattr(error, 'context', '')}, {problem}"
     return f"{where}: {problem}"
 

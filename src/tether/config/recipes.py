@@ -1,10 +1,7 @@
-"""A recipe holds every setting of a run; one class for each method.
+"""Recipes: a recipe holds every setting of a run, with one class per method.
 
-The settings of each method, named as the papers name them.
-
-A recipe is everything a run needs to know; one class for each method.
-
-The settings of `tether demo`: the whole of RLHF, stage by stage. Each stage is a recipe of its own.
+Method settings use the names of the papers. `DemoRecipe` holds the settings of `tether demo`, whose stages are recipes
+of their own.
 """
 
 from __future__ import annotations
@@ -40,63 +37,65 @@ class UpdateSettings(Settings):
     """How often a batch of rollouts is reused."""
 
     epochs: Positive = Field(default=4, description="Passes over each batch of rollouts.")
-    minibatch_size: Positive = Field(default=64, description="Sequences in one optimiser step.")
+    minibatch_size: Positive = Field(default=64, description="Sequences per optimizer step.")
     target_kl: PositiveFloat | None = Field(
-        default=None, description="End the update before a step once KL(old || new) per token is above this."
+        default=None, description="Stop the update before a step whose KL(old || new) per token exceeds this."
     )
 
 
 class PPOSettings(UpdateSettings):
     """Proximal Policy Optimization (Schulman et al. 2017)."""
 
-    objective: Literal["clip", "unclipped", "kl_penalty"] = Field(default="clip", description="The surrogate.")
-    clip_range: PositiveFloat = Field(default=0.2, description="The ratio may fall to 1 - this before the clip binds.")
-    clip_range_high: PositiveFloat | None = Field(
-        default=None, description="The ratio may rise to 1 + this; by default as clip_range."
+    objective: Literal["clip", "unclipped", "kl_penalty"] = Field(
+        default="clip", description="The surrogate objective."
     )
-    dual_clip: float | None = Field(default=None, gt=1, description="Bound the loss of bad tokens at this times |A|.")
+    clip_range: PositiveFloat = Field(default=0.2, description="Lower clip bound of the ratio: 1 - clip_range.")
+    clip_range_high: PositiveFloat | None = Field(
+        default=None, description="Upper clip bound of the ratio: 1 + this; defaults to clip_range."
+    )
+    dual_clip: float | None = Field(default=None, gt=1, description="Where A < 0, limit the loss to this times |A|.")
     penalty: PenaltySettings = Field(default_factory=PenaltySettings, description="For objective: kl_penalty.")
     gamma: Fraction = Field(default=1.0, description="Discount per sampled token.")
-    lam: Fraction = Field(default=0.95, description="GAE's lambda: 0 is the TD residual, 1 is Monte Carlo.")
-    bootstrap_truncated: bool = Field(default=False, description="Add the value of what would follow a cut-off answer.")
-    whiten_advantages: bool = Field(default=True, description="Mean 0, deviation 1 over the sampled tokens.")
+    lam: Fraction = Field(default=0.95, description="GAE lambda: 0 is the TD residual, 1 is Monte Carlo.")
+    bootstrap_truncated: bool = Field(default=False, description="Bootstrap truncated answers with the critic's value.")
+    whiten_advantages: bool = Field(default=True, description="Scale to mean 0, deviation 1 over the sampled tokens.")
     value_coef: NonNegative = Field(default=0.5, description="Weight of the value loss.")
-    value_clip: PositiveFloat | None = Field(default=0.2, description="Clip range of the value loss; null for none.")
-    critic_warmup: Count = Field(default=0, description="Iterations at the start in which only the critic learns.")
+    value_clip: PositiveFloat | None = Field(default=0.2, description="Clip range of the value loss; null disables it.")
+    critic_warmup: Count = Field(default=0, description="Iterations at the start that train only the critic.")
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
     aggregation: AggregationSettings = Field(
-        default_factory=AggregationSettings, description="What losses average over."
+        default_factory=AggregationSettings, description="What the loss is averaged over."
     )
 
 
 class PtxSettings(Settings):
-    """Pretraining or SFT gradients mixed into every step (PPO-ptx, Ouyang et al. 2022)."""
+    """Pretraining or SFT gradients added to every step (PPO-ptx, Ouyang et al. 2022)."""
 
     data: Paths | None = Field(default=None, description="Records with text, messages, or prompt and completion.")
     coef: NonNegative = Field(default=1.0, description="Weight of their log-likelihood loss.")
-    batch_size: Positive = Field(default=16, description="Records mixed into one optimiser step.")
-    max_length: Positive = Field(default=512, description="Longest row in tokens.")
+    batch_size: Positive = Field(default=16, description="Records added to one optimizer step.")
+    max_length: Positive = Field(default=512, description="Maximum row length in tokens.")
 
 
 class ReinforceSettings(Settings):
     """REINFORCE / vanilla policy gradient (Williams 1992): one pass over each batch of rollouts."""
 
     weighting: Literal["total", "to_go", "baselined", "advantage"] = Field(
-        default="to_go", description="What multiplies grad log pi; the last two train a critic."
+        default="to_go", description="The weight of grad log pi; the last two train a critic."
     )
-    minibatch_size: Positive = Field(default=64, description="Sequences in one optimiser step.")
+    minibatch_size: Positive = Field(default=64, description="Sequences per optimizer step.")
     gamma: Fraction = Field(default=1.0, description="Discount per sampled token.")
-    lam: Fraction = Field(default=0.95, description="GAE's lambda, for weighting: advantage.")
-    whiten_advantages: bool = Field(default=False, description="Mean 0, deviation 1 over the sampled tokens.")
-    value_coef: NonNegative = Field(default=0.5, description="Weight of the value loss, where there is a critic.")
+    lam: Fraction = Field(default=0.95, description="GAE lambda, for weighting: advantage.")
+    whiten_advantages: bool = Field(default=False, description="Scale to mean 0, deviation 1 over the sampled tokens.")
+    value_coef: NonNegative = Field(default=0.5, description="Weight of the value loss, if there is a critic.")
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
     aggregation: AggregationSettings = Field(
-        default_factory=AggregationSettings, description="What losses average over."
+        default_factory=AggregationSettings, description="What the loss is averaged over."
     )
 
     @property
     def needs_critic(self) -> bool:
-        """Whether the weighting reads values."""
+        """Whether the weighting uses values."""
         return self.weighting in ("baselined", "advantage")
 
 
@@ -106,10 +105,10 @@ class RLOOSettings(UpdateSettings):
     epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
     objective: Literal["reinforce", "clip"] = Field(default="reinforce", description="-A log pi, or the clipped ratio.")
     clip_range: PositiveFloat = Field(default=0.2, description="For objective: clip.")
-    whiten_advantages: bool = Field(default=False, description="Mean 0, deviation 1 over the sampled tokens.")
+    whiten_advantages: bool = Field(default=False, description="Scale to mean 0, deviation 1 over the sampled tokens.")
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
     aggregation: AggregationSettings = Field(
-        default_factory=AggregationSettings, description="What losses average over."
+        default_factory=AggregationSettings, description="What the loss is averaged over."
     )
 
 
@@ -117,16 +116,16 @@ class GRPOSettings(UpdateSettings):
     """Group Relative Policy Optimization (Shao et al. 2024) and its variants."""
 
     epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
-    scale_by_std: bool = Field(default=True, description="Divide by the deviation of the group.")
-    std_epsilon: PositiveFloat = Field(default=1e-4, description="Added to the deviation.")
-    clip_range: PositiveFloat = Field(default=0.2, description="The ratio may fall to 1 - this before the clip binds.")
+    scale_by_std: bool = Field(default=True, description="Divide by the standard deviation of the group.")
+    std_epsilon: PositiveFloat = Field(default=1e-4, description="Added to the standard deviation.")
+    clip_range: PositiveFloat = Field(default=0.2, description="Lower clip bound of the ratio: 1 - clip_range.")
     clip_range_high: PositiveFloat | None = Field(
-        default=None, description="The ratio may rise to 1 + this; by default as clip_range."
+        default=None, description="Upper clip bound of the ratio: 1 + this; defaults to clip_range."
     )
-    dual_clip: float | None = Field(default=None, gt=1, description="Bound the loss of bad tokens at this times |A|.")
+    dual_clip: float | None = Field(default=None, gt=1, description="Where A < 0, limit the loss to this times |A|.")
     entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
     aggregation: AggregationSettings = Field(
-        default_factory=lambda: AggregationSettings(over="sequence"), description="What losses average over."
+        default_factory=lambda: AggregationSettings(over="sequence"), description="What the loss is averaged over."
     )
 
 
@@ -134,43 +133,43 @@ class TRPOSettings(Settings):
     """Trust Region Policy Optimization (Schulman et al. 2015): a hard bound on KL(old || new)."""
 
     max_kl: PositiveFloat = Field(default=0.01, description="The bound on the mean exact KL(old || new).")
-    damping: NonNegative = Field(default=0.1, description="Added to the Fisher matrix's diagonal.")
+    damping: NonNegative = Field(default=0.1, description="Added to the diagonal of the Fisher matrix.")
     cg_iterations: Positive = Field(default=10, description="Conjugate-gradient iterations.")
-    backtrack: float = Field(default=0.8, gt=0, lt=1, description="Each line-search trial is this much shorter.")
-    max_backtracks: Count = Field(default=15, description="Trials before the step is given up.")
+    backtrack: float = Field(default=0.8, gt=0, lt=1, description="Factor on the step length per line-search trial.")
+    max_backtracks: Count = Field(default=15, description="Maximum number of line-search trials.")
     gamma: Fraction = Field(default=1.0, description="Discount per sampled token.")
-    lam: Fraction = Field(default=0.95, description="GAE's lambda.")
-    bootstrap_truncated: bool = Field(default=False, description="Add the value of what would follow a cut-off answer.")
-    whiten_advantages: bool = Field(default=True, description="Mean 0, deviation 1 over the sampled tokens.")
-    critic_epochs: Positive = Field(default=4, description="Passes of the critic over each batch.")
-    minibatch_size: Positive = Field(default=64, description="Sequences in one step of the critic.")
+    lam: Fraction = Field(default=0.95, description="GAE lambda.")
+    bootstrap_truncated: bool = Field(default=False, description="Bootstrap truncated answers with the critic's value.")
+    whiten_advantages: bool = Field(default=True, description="Scale to mean 0, deviation 1 over the sampled tokens.")
+    critic_epochs: Positive = Field(default=4, description="Critic passes over each batch.")
+    minibatch_size: Positive = Field(default=64, description="Sequences per critic step.")
 
 
 class DPOSettings(Settings):
     """Direct Preference Optimization (Rafailov et al. 2023)."""
 
-    beta: PositiveFloat = Field(default=0.1, description="How strongly the policy is tied to the reference.")
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="The assumed chance that a label is flipped.")
-    batch_size: Positive = Field(default=32, description="Records in one optimiser step, with all their pairs.")
+    beta: PositiveFloat = Field(default=0.1, description="Strength of the tie to the reference.")
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="Assumed probability of a flipped label.")
+    batch_size: Positive = Field(default=32, description="Records per optimizer step, with all their pairs.")
 
 
 class SFTSettings(Settings):
     """Supervised fine-tuning: the answer's tokens, the end token included."""
 
-    batch_size: Positive = Field(default=32, description="Records in one optimiser step.")
+    batch_size: Positive = Field(default=32, description="Records per optimizer step.")
 
 
 class RewardModelSettings(Settings):
     """A reward model from pairs or rankings; all pairs of one prompt are one example."""
 
-    batch_size: Positive = Field(default=32, description="Prompts in one optimiser step.")
+    batch_size: Positive = Field(default=32, description="Prompts per optimizer step.")
     center_on: Paths | None = Field(
-        default=None, description="Demonstrations whose mean score becomes 0 once the model is trained."
+        default=None, description="Demonstrations whose mean score is shifted to 0 after training."
     )
 
 
 def need_group(samples_per_prompt: int, method: str) -> None:
-    """Refuse a group of one: it has no baseline."""
+    """Reject a group of one, which has no baseline."""
     if samples_per_prompt < 2:
         raise ValueError(
             f"rollout.samples_per_prompt is {samples_per_prompt}, but {method} compares the samples of a prompt: "
@@ -179,7 +178,7 @@ def need_group(samples_per_prompt: int, method: str) -> None:
 
 
 class Recipe(Settings):
-    """What every method needs."""
+    """Settings that every method has."""
 
     method: ClassVar[str]
 
@@ -198,14 +197,12 @@ class Recipe(Settings):
     @model_validator(mode="after")
     def _critic_from_has_a_critic(self) -> Recipe:
         if self.roles.critic_init is not None and not self.needs_critic:
-            raise ValueError(
-                f"roles.critic_init is set, but this recipe ({self.method}) trains no critic: leave it out"
-            )
+            raise ValueError(f"roles.critic_init is set, but this recipe ({self.method}) trains no critic: remove it")
         return self
 
 
 class RLRecipe(Recipe):
-    """What every method that learns from rollouts needs."""
+    """Settings of every method that learns from rollouts."""
 
     task: TaskSettings = Field(default_factory=TaskSettings)
     data: PromptSettings = Field(default_factory=PromptSettings)
@@ -233,7 +230,7 @@ class RLRecipe(Recipe):
         held_out = self.task.held_out is not None or self.task.held_out_fraction or self.data.held_out_split is not None
         if self.evaluation.every and not held_out:
             raise ValueError(
-                f"evaluation.every is {self.evaluation.every}, and there are no held-out prompts: set task.held_out to "
+                f"evaluation.every is {self.evaluation.every}, but there are no held-out prompts: set task.held_out to "
                 "a file of them, or task.held_out_fraction to hold out some of task.prompts, or evaluation.every to 0"
             )
         return self
@@ -247,9 +244,7 @@ class RLRecipe(Recipe):
                 "overshoot; raise it"
             )
         if self.kl.apply_to == "loss" and self.kl.estimator == "k1":
-            raise ValueError(
-                "kl.estimator k1 in the loss has a gradient whose mean is zero, whatever the KL: use k2 or k3 there"
-            )
+            raise ValueError("kl.estimator k1 in the loss has a gradient of mean zero for any KL: use k2 or k3 there")
         return self
 
 
@@ -308,10 +303,10 @@ class GRPORecipe(RLRecipe):
 
 
 class TRPORecipe(RLRecipe):
-    """A hard trust region. The critic is a model of its own: the trust region is over the policy's parameters alone."""
+    """A hard trust region. The critic is a separate model: the trust region covers only the policy's parameters."""
 
     method: ClassVar[str] = "trpo"
-    # Its step is written into the weights themselves: no float32 copy catches what bfloat16 would round away.
+    # TRPO writes its step into the weights directly, without float32 copies, and bfloat16 would round it away.
     model: ModelSettings = Field(default_factory=lambda: ModelSettings(dtype="float32"))
     trpo: TRPOSettings = Field(default_factory=TRPOSettings)
 
@@ -330,7 +325,7 @@ class TRPORecipe(RLRecipe):
 
 
 class RecordsRecipe(Recipe):
-    """What every method that learns from records needs."""
+    """Settings of every method that learns from records."""
 
     data: DataSettings
     run: RecordsRunSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride] (frozen, so covariant)
@@ -342,7 +337,7 @@ class RecordsRecipe(Recipe):
     def _held_out_to_look_at(self) -> RecordsRecipe:
         if self.evaluation.every and not self.data.holds_out:
             raise ValueError(
-                f"evaluation.every is {self.evaluation.every}, and no records are held out: name a file with "
+                f"evaluation.every is {self.evaluation.every}, but no records are held out: name a file with "
                 "data.held_out, or a part of data.train with data.held_out_fraction"
             )
         return self
@@ -369,7 +364,7 @@ class RewardRecipe(RecordsRecipe):
     """A reward model."""
 
     method: ClassVar[str] = "reward"
-    # Preferences are few and its rate is small: the figures in docs/results.md are float32's.
+    # Preference sets are small and so is the learning rate: docs/results.md reports float32 runs.
     model: ModelSettings = Field(default_factory=lambda: ModelSettings(dtype="float32"))
     reward: RewardModelSettings = Field(default_factory=RewardModelSettings)
     evaluation: PreferenceEvaluationSettings = Field(  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -392,42 +387,41 @@ RECIPES: dict[str, type[Recipe]] = {
 }
 
 FILLED_IN = DataSettings(train="(the demo's own)")
-TUNED_IN = ModelSettings(dtype="float32")  # on every device: its rates and steps were found so
+TUNED_IN = ModelSettings(dtype="float32")  # on every device: the demo's rates and steps were tuned in float32
 
 
 class RaterSettings(Settings):
-    """The stand-in for a person who says which of two answers is better."""
+    """The simulated rater, who says which of two answers is better."""
 
-    prompts: Positive = Field(default=120, description="Prompts whose answers are compared.")
-    answers: int = Field(default=4, ge=2, le=9, description="Answers to each prompt, which are ranked.")
-    max_new_tokens: Positive = Field(default=40, description="Longest answer that is compared.")
-    temperature: PositiveFloat = Field(default=1.0, description="Of sampling the answers.")
+    prompts: Positive = Field(default=120, description="Number of prompts whose answers are compared.")
+    answers: int = Field(default=4, ge=2, le=9, description="Number of answers to each prompt; they are ranked.")
+    max_new_tokens: Positive = Field(default=40, description="Maximum length of a compared answer.")
+    temperature: PositiveFloat = Field(default=1.0, description="Sampling temperature of the answers.")
     noise: PositiveFloat = Field(
-        default=0.1, description="P(prefer A) = sigmoid((rule(A) - rule(B)) / noise): small is sure, large is careless."
+        default=0.1,
+        description="P(prefer A) = sigmoid((rule(A) - rule(B)) / noise): a larger noise makes more mistakes.",
     )
-    tie: Fraction = Field(
-        default=0.05, description="Answers whose rule scores differ by less count as equal; 0: none do."
-    )
-    held_out: Fraction = Field(default=0.25, description="Fraction of the prompts that the reward model never sees.")
+    tie: Fraction = Field(default=0.05, description="Rule scores that differ by less count as a tie; 0 disables ties.")
+    held_out: Fraction = Field(default=0.25, description="Fraction of the prompts held out from the reward model.")
 
 
 class JudgingSettings(Settings):
-    """The comparison at the end, on prompts that no stage has seen."""
+    """The final comparison, on prompts that no stage has seen."""
 
-    prompts: Positive = Field(default=96, description="Held-out prompts.")
-    temperature: PositiveFloat = Field(default=0.7, description="Of sampling the answers that are compared.")
-    max_new_tokens: Positive = Field(default=40, description="Longest answer.")
-    samples_shown: Count = Field(default=8, description="Answers shown before and after in the report.")
+    prompts: Positive = Field(default=96, description="Number of held-out prompts.")
+    temperature: PositiveFloat = Field(default=0.7, description="Sampling temperature of the compared answers.")
+    max_new_tokens: Positive = Field(default=40, description="Maximum length of an answer.")
+    samples_shown: Count = Field(default=8, description="Number of prompts whose answers the report shows.")
 
 
 class DemoRecipe(Settings):
-    """SFT, preferences, reward model, PPO, evaluation. `model.path` of later stages is filled in by the pipeline."""
+    """SFT, preferences, reward model, PPO, evaluation. The pipeline sets `model.path` of the later stages."""
 
     method: ClassVar[str] = "demo"
 
-    name: str = Field(default="demo", description="The demo's folder.")
-    directory: str = Field(default="runs", description="Where runs are kept.")
-    seed: int = Field(default=0, ge=0, description="Everything random follows from it.")
+    name: str = Field(default="demo", description="Name of the demo's folder.")
+    directory: str = Field(default="runs", description="Parent folder of all runs.")
+    seed: int = Field(default=0, ge=0, description="Seed of everything random.")
     sft: SFTRecipe = Field(default_factory=lambda: SFTRecipe(data=FILLED_IN, model=TUNED_IN))
     rater: RaterSettings = Field(default_factory=RaterSettings)
     reward: RewardRecipe = Field(default_factory=lambda: RewardRecipe(data=FILLED_IN, model=TUNED_IN))

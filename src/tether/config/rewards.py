@@ -1,4 +1,4 @@
-"""The parts of a reward: each a small settings class, told apart by `kind`. docs/rewards.md shows each at work."""
+"""The parts of a reward: one small settings class per `kind`. docs/rewards.md has an example of each."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ Extract = Literal["auto", "whole", "last_line", "marker", "last_number", "boxed"
 
 
 class Part(Settings):
-    """What every part has."""
+    """Settings that every part has."""
 
     name: str | None = Field(
-        default=None, pattern=r"^[A-Za-z0-9_.-]+$", description="What metrics call it; by default its kind."
+        default=None, pattern=r"^[A-Za-z0-9_.-]+$", description="Name of the part in metrics; defaults to its kind."
     )
-    weight: float = Field(default=1.0, description="What its value is multiplied by in the sum; may be negative.")
+    weight: float = Field(default=1.0, description="Weight of the part in the sum; may be negative.")
 
     @property
     def label(self) -> str:
@@ -29,13 +29,13 @@ class Part(Settings):
 
 
 class TaskPart(Part):
-    """The task's own reward, to be combined with others."""
+    """The task's own reward, to combine with others."""
 
     kind: Literal["task"]
 
 
 class ModelPart(Part):
-    """The score of a reward model, whose tokenizer may be another than the policy's."""
+    """The score of a reward model; its tokenizer may differ from the policy's."""
 
     kind: Literal["model"]
     path: str = Field(
@@ -45,12 +45,12 @@ class ModelPart(Part):
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto", description="Precision of its weights; auto as for model.dtype, on its own device."
     )
-    device: str = Field(default="auto", description="auto is where the policy is; or name one, such as cuda:1.")
+    device: str = Field(default="auto", description="auto uses the policy's device; or name one, such as cuda:1.")
     micro_batch_tokens: Positive = Field(default=8192, description="Padded tokens in one forward pass.")
     shared: bool = Field(
         default=False,
-        description="With roles.mode lora or shared_backbone: run on the backbone that the roles share. dtype and "
-        "device are then the policy's.",
+        description="With roles.mode lora or shared_backbone: run on the backbone that the roles share, with the "
+        "policy's dtype and device.",
     )
 
 
@@ -63,20 +63,20 @@ class FunctionPart(Part):
     )
     takes: Literal["auto", "text", "trl", "rollouts"] = Field(
         default="auto",
-        description="text: f(prompt, completion, **columns) gives one number; trl: f(completions, **columns) gives a "
-        "list of numbers, as in TRL; rollouts: f(rollouts) gives a number or Score for each; auto: told by the names "
-        "of its parameters.",
+        description="text: f(prompt, completion, **columns) returns one number; trl: f(completions, **columns) returns "
+        "a list of numbers, as in TRL; rollouts: f(rollouts) returns a number or Score for each; auto: chosen by the "
+        "parameter names.",
     )
     timeout_seconds: PositiveFloat | None = Field(
         default=None,
-        description="Time limit for one call. The function then runs in a process of its own, which is killed at the "
-        "limit. None: it runs in the training process, under reward.timeout_seconds.",
+        description="Time limit for one call. The function then runs in its own process, which is killed at the limit. "
+        "null: it runs in the training process, under reward.timeout_seconds.",
     )
     workers: Count = Field(
-        default=0, description="Processes that run the function. 0: it runs in the training process."
+        default=0, description="Number of processes that run the function; 0 runs it in the training process."
     )
     batch_size: Positive | None = Field(
-        default=None, description="trl and rollouts: answers in one call. None: all answers of a step."
+        default=None, description="For trl and rollouts: answers per call; null passes all answers of a step."
     )
 
 
@@ -91,10 +91,10 @@ class LengthPart(Part):
 
     kind: Literal["length"]
     unit: Literal["words", "characters"] = Field(default="words", description="Words are split at white space.")
-    target: Count | None = Field(default=None, description="The one best length; in place of min and max.")
-    min: Count | None = Field(default=None, description="1 from here on; by default 0.")
-    max: Count | None = Field(default=None, description="1 up to and with this; by default no limit.")
-    falloff: Positive = Field(default=10, description="So many units outside the limits the value is 0.")
+    target: Count | None = Field(default=None, description="The best length, in place of min and max.")
+    min: Count | None = Field(default=None, description="Smallest length with value 1; defaults to 0.")
+    max: Count | None = Field(default=None, description="Largest length with value 1; by default there is no limit.")
+    falloff: Positive = Field(default=10, description="Distance from the limits, in units, at which the value is 0.")
 
     @model_validator(mode="after")
     def _limits(self) -> LengthPart:
@@ -113,7 +113,7 @@ class RegexPart(Part):
     match: Literal["partial", "full"] = Field(
         default="partial", description="partial: anywhere in the completion; full: all of it, white space stripped."
     )
-    ignore_case: bool = Field(default=False, description="Letters match in either case.")
+    ignore_case: bool = Field(default=False, description="Ignore case.")
 
     @field_validator("pattern")
     @classmethod
@@ -126,19 +126,19 @@ class RegexPart(Part):
 
 
 class JSONPart(Part):
-    """1 where the completion is valid JSON with the keys asked for, else 0."""
+    """1 where the completion is valid JSON with the required keys, else 0."""
 
     kind: Literal["json"]
-    keys: tuple[str, ...] = Field(default=(), description="The JSON must be an object that has all of these.")
-    fenced: bool = Field(default=False, description="Let the JSON stand in a ``` fence.")
+    keys: tuple[str, ...] = Field(default=(), description="Keys that the JSON object must have.")
+    fenced: bool = Field(default=False, description="Also accept JSON inside a ``` fence.")
 
 
 class ExactPart(Part):
-    """1 where the answer equals the prompt's, both normalised, else 0."""
+    """1 where the answer equals the prompt's, both normalized, else 0."""
 
     kind: Literal["exact"]
-    extract: Extract = Field(default="whole", description="What of the completion is the answer.")
-    ignore_case: bool = Field(default=True, description="Letters are equal in either case.")
+    extract: Extract = Field(default="whole", description="Which part of the completion is the answer.")
+    ignore_case: bool = Field(default=True, description="Ignore case.")
 
 
 class NumericPart(Part):
@@ -147,17 +147,17 @@ class NumericPart(Part):
     kind: Literal["numeric"]
     tolerance: NonNegative = Field(
         default=1e-8,
-        description="Numbers are equal within this times |answer|; whole numbers only where they are equal.",
+        description="Relative tolerance: this times |answer|. Whole numbers must match exactly.",
     )
 
 
 class MathPart(Part):
-    """1 where the final answer is mathematically the prompt's, else 0."""
+    """1 where the final answer is mathematically equal to the prompt's, else 0."""
 
     kind: Literal["math"]
     tolerance: NonNegative = Field(
         default=1e-8,
-        description="Numbers are equal within this times |answer|; whole numbers only where they are equal.",
+        description="Relative tolerance: this times |answer|. Whole numbers must match exactly.",
     )
 
 
@@ -166,9 +166,9 @@ class MathVerifyPart(Part):
 
     kind: Literal["math_verify"]
     timeout_seconds: PositiveFloat = Field(
-        default=10.0, description="Time limit for one answer; beyond it the answer is not scored."
+        default=10.0, description="Time limit for one answer; an answer that exceeds it gets no score."
     )
-    workers: Positive = Field(default=1, description="Processes that compare answers.")
+    workers: Positive = Field(default=1, description="Number of processes that compare answers.")
 
 
 class EndedPart(Part):
@@ -181,14 +181,14 @@ class RemotePart(Part):
     """The score of a reward model behind HTTP."""
 
     kind: Literal["remote"]
-    url: str = Field(description="Where requests are posted, such as http://127.0.0.1:8421/score.")
-    timeout_seconds: PositiveFloat = Field(default=30.0, description="The most that one request may take in all.")
-    retries: Count = Field(default=2, description="Further tries after a timeout, a lost connection or a 5xx.")
-    backoff_seconds: NonNegative = Field(default=0.5, description="Wait before the first retry; doubled for each next.")
-    batch_size: Positive = Field(default=32, description="Answers in one request.")
-    concurrency: Positive = Field(default=4, description="Requests under way at the same time.")
-    token_env: str | None = Field(default=None, description="The environment variable that holds the bearer token.")
-    max_response_bytes: Positive = Field(default=1_000_000, description="A longer response is refused.")
+    url: str = Field(description="URL to post to, such as http://127.0.0.1:8421/score.")
+    timeout_seconds: PositiveFloat = Field(default=30.0, description="Total time limit for one request.")
+    retries: Count = Field(default=2, description="Retries after a timeout, a lost connection or a 5xx status.")
+    backoff_seconds: NonNegative = Field(default=0.5, description="Wait before the first retry; doubles each time.")
+    batch_size: Positive = Field(default=32, description="Answers per request.")
+    concurrency: Positive = Field(default=4, description="Maximum number of simultaneous requests.")
+    token_env: str | None = Field(default=None, description="Environment variable that holds the bearer token.")
+    max_response_bytes: Positive = Field(default=1_000_000, description="Maximum size of a response.")
 
     @field_validator("url")
     @classmethod
@@ -203,9 +203,9 @@ class RemotePart(Part):
         if port_is_wrong:
             raise ValueError(f"url {url!r} has a port that is not between 1 and 65535")
         if parts.username is not None or parts.password is not None:
-            raise ValueError("url must hold no user or password, for recipes are saved: use token_env")
+            raise ValueError("url must contain no user or password, because recipes are saved: use token_env")
         if redact_url(url) != url:
-            raise ValueError("url must hold no token or key among its parameters, for recipes are saved: use token_env")
+            raise ValueError("url must contain no token or key in its query, because recipes are saved: use token_env")
         return url
 
 
@@ -228,7 +228,7 @@ RewardPart = Annotated[
 
 
 def check_names(parts: tuple[Part, ...]) -> None:
-    """Raise where two parts have one name, for metrics could not tell them apart."""
+    """Raise where two parts have the same name, because metrics are keyed by it."""
     names = [part.label for part in parts]
     if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"parts has {', '.join(twice)} more than once: give each a name of its own")
+        raise ValueError(f"parts has {', '.join(twice)} more than once: give each its own name")

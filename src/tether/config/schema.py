@@ -1,12 +1,8 @@
-"""A recipe class as a flat list of dotted keys, for flags, errors, help pages and the table in docs/recipes.md.
+"""A recipe class as a flat list of dotted keys, each with its type in plain words.
 
-A recipe class as a flat list of dotted keys, each with its type in plain words: for flags, help and docs.
-
-A method's recipe keys as a page of help: `tether train METHOD --help`.
-
-Writes the table of every recipe key into docs/recipes.md: `python -m tether.config.schema docs/recipes.md`.
-
-What is wrong with an item of a list such as `reward.parts`, in one line that names the item and the repair.
+It serves flags, error messages, the help page of `tether train METHOD --help`, and the table in docs/recipes.md, which
+`python -m tether.config.schema docs/recipes.md` writes. It also explains errors inside lists such as `reward.parts`, in
+one line that names the item and the repair.
 """
 
 from __future__ import annotations
@@ -31,7 +27,7 @@ from rich.table import Table
 from tether.config.recipes import RECIPES
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda _: "required"})()
-"""The default of a key that has none."""
+"""The default of a required key."""
 
 
 @dataclass(frozen=True)
@@ -51,11 +47,11 @@ class Leaf:
 
     @property
     def takes_text(self) -> bool:
-        """Whether a word is a value as it stands."""
+        """Whether any word is a valid value."""
         return any(kind is str or get_origin(kind) is Literal for kind in union_members(self.annotation))
 
     def takes_as_it_stands(self, word: str) -> bool:
-        """Whether the word itself is a value; beside a choice of words a number is still a number."""
+        """Whether the word itself is a valid value; in a union with choices, a number stays a number."""
         kinds = [kind for kind in union_members(self.annotation) if kind is not type(None)]
         choices = [kind for kind in kinds if get_origin(kind) is Literal]
         chosen = any(word in get_args(choice) for choice in choices)
@@ -68,13 +64,13 @@ class Leaf:
 
     @property
     def is_list(self) -> bool:
-        """Whether it holds a list and nothing else, null aside."""
+        """Whether it holds only a list, apart from null."""
         kinds = [kind for kind in union_members(self.annotation) if kind is not type(None)]
         return bool(kinds) and all(get_origin(kind) is tuple for kind in kinds)
 
     @property
     def items_are_text(self) -> bool:
-        """Whether an item of its list is a word as it stands."""
+        """Whether an item of its list is plain text."""
         items = [
             item for kind in union_members(self.annotation) if get_origin(kind) is tuple for item in get_args(kind)
         ]
@@ -87,22 +83,22 @@ class Leaf:
 
     @property
     def is_switch(self) -> bool:
-        """Whether the flag may stand without a value."""
+        """Whether the flag works without a value."""
         return bool in union_members(self.annotation)
 
     @property
     def default_text(self) -> str:
-        """The default as it would be written in a recipe."""
+        """The default as written in a recipe."""
         return "required" if self.default is REQUIRED else as_yaml(self.default)
 
 
 def describe(recipe_class: type[BaseModel]) -> Iterator[Leaf]:
-    """Every setting of a recipe, in order; its default is this recipe's own (GRPO's `kl.apply_to` is not PPO's)."""
+    """Every setting of a recipe, in order, with this recipe's default (GRPO's `kl.apply_to` is not PPO's)."""
     yield from _leaves(recipe_class, defaults(recipe_class), "")
 
 
 def defaults(recipe_class: type[BaseModel]) -> dict[str, Any]:
-    """The recipe's defaults as nested plain data, without the keys that have none."""
+    """The recipe's defaults as nested plain data, without required keys."""
     plain: dict[str, Any] = {}
     for name, field in recipe_class.model_fields.items():
         if not field.is_required():
@@ -114,7 +110,7 @@ def defaults(recipe_class: type[BaseModel]) -> dict[str, Any]:
 
 
 def sections(recipe_class: type[BaseModel], prefix: str = "") -> dict[str, type[BaseModel]]:
-    """Dotted name and class of every section, nested ones after the section that holds them."""
+    """Dotted name and class of every section; nested sections follow their parent."""
     found: dict[str, type[BaseModel]] = {}
     for name, field in recipe_class.model_fields.items():
         if nested := section_class(field):
@@ -124,7 +120,7 @@ def sections(recipe_class: type[BaseModel], prefix: str = "") -> dict[str, type[
 
 
 def section_class(field: FieldInfo) -> type[BaseModel] | None:
-    """The settings class that the field holds, or None where it is a plain value."""
+    """The settings class of the field, or None where it is a plain value."""
     kind = field.annotation
     return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
 
@@ -153,7 +149,7 @@ def union_members(annotation: Any) -> list[Any]:
 
 
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
-    """Where a list holds settings told apart by `kind`, each kind's class by name; else nothing."""
+    """For a list of settings with a `kind`: each kind's class by name; else empty."""
     parts = get_args(annotation)
     members = union_members(parts[0]) if get_origin(annotation) is tuple and parts else []
     classes = [member for member in members if isinstance(member, type) and issubclass(member, BaseModel)]
@@ -161,7 +157,7 @@ def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
 
 
 def in_words(annotation: Any, bounds: list[Any] | tuple[Any, ...] = ()) -> str:
-    """A type as a newcomer would say it: `float | None` above 0 is "number above 0, or null"."""
+    """A type in plain words: `float | None` above 0 is "number above 0, or null"."""
     origin, parts = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         inner = [limit for extra in parts[1:] for limit in getattr(extra, "metadata", [extra])]
@@ -197,19 +193,19 @@ def _bounds_in_words(bounds: list[Any] | tuple[Any, ...]) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """A plain value on one line, as a recipe would have it."""
+    """A plain value on one line of YAML."""
     if isinstance(value, str):
         return value
     return json.dumps(value, default=str)
 
 
 def print_fields(method: str, summary: str) -> None:
-    """Every key of a method's recipe, by section."""
+    """Print every key of a method's recipe, by section."""
     recipe_class = RECIPES[method]
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120, highlight=False)
     leaves = list(describe(recipe_class))
     widths = [max(len(leaf.key) for leaf in leaves) + 2, max(len(leaf.default_text) for leaf in leaves)]
-    with console.capture() as captured:  # rich would exit by itself on a closed pipe
+    with console.capture() as captured:  # rich would exit on a closed pipe
         console.print(f"Usage: tether train {method} [RECIPE.yaml] [--section.key VALUE ...] [--json]", markup=False)
         console.print(f"\n{summary[0].upper()}{summary[1:]}.", markup=False)
         for section, settings in sections(recipe_class).items():
@@ -232,7 +228,7 @@ END = "<!-- end of fields -->"
 
 
 def fields_table() -> str:
-    """Markdown: one heading and one table for each section; a section that methods share is shown once."""
+    """Markdown: one heading and one table per section; a section that methods share appears once."""
     blocks: list[str] = []
     for section, methods in _shared_sections():
         settings = sections(RECIPES[methods[0]])[section]
@@ -245,7 +241,7 @@ def fields_table() -> str:
 
 
 def rewrite(document: str) -> str:
-    """The document with what stands between the two marks made anew."""
+    """The document with the text between the two marks regenerated."""
     before, begin, rest = document.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not begin or not end:
@@ -254,9 +250,9 @@ def rewrite(document: str) -> str:
 
 
 def _shared_sections() -> list[tuple[str, list[str]]]:
-    """(section, methods) for each top-level section, told apart by keys: `reward` has two meanings.
+    """(section, methods) for each top-level section; sections are equal if their keys are (`reward` has two meanings).
 
-    The sections of the most methods come first.
+    Sections of the most methods come first.
     """
     found: dict[tuple[str, tuple[str, ...]], list[str]] = {}
     for method, recipe_class in RECIPES.items():
@@ -269,7 +265,7 @@ def _shared_sections() -> list[tuple[str, list[str]]]:
 
 
 def _row(leaf: Leaf, methods: list[str]) -> str:
-    """One key. A method whose default is its own is named beside it."""
+    """One table row. Methods with another default are named beside it."""
     own = {method: _default(method, leaf.key) for method in methods}
     default = f"`{leaf.default_text}`" if leaf.default_text != "required" else "required"
     others = [f"{method}: `{text}`" for method, text in own.items() if text != leaf.default_text]
@@ -298,7 +294,7 @@ def explain_item(
     given = problem.get("input")
     match problem["type"]:
         case "union_tag_not_found":
-            return f"{named}: say its kind, one of {', '.join(kinds)}"
+            return f"{named}: set its kind to one of {', '.join(kinds)}"
         case "union_tag_invalid":
             tag = str(problem.get("ctx", {}).get("tag"))
             close = get_close_matches(tag, kinds, n=1)
@@ -317,9 +313,9 @@ def explain_item(
             about = settings.model_fields[str(field)]
             return f"{named}: {field} must be {in_words(about.annotation, about.metadata)}, not {given!r}"
         case _ if index is not None:
-            return f"{named}: expected a mapping such as {{kind: ended}}, was given {given!r}"
+            return f"{named}: expected a mapping such as {{kind: ended}}, got {given!r}"
         case _:
-            return f"{named}: expected a list of mappings such as [{{kind: ended}}], was given {given!r}"
+            return f"{named}: expected a list of mappings such as [{{kind: ended}}], got {given!r}"
 
 
 def _choose(known: list[str]) -> str:

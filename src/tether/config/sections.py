@@ -23,60 +23,60 @@ from tether.config.base import (
 )
 from tether.config.rewards import RewardPart, check_names
 
-TOY_TASK = "match-case"  # the task of a recipe that names neither a task nor prompts
+TOY_TASK = "match-case"  # used when a recipe names neither a task nor prompts
 
 
 class ModelSettings(Settings):
-    """Which model, and how it is held."""
+    """Which model to load, and how."""
 
     path: str = Field(
         default="tiny-bytes", description="A folder, a Hugging Face id, or tiny-bytes (random, byte-level)."
     )
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         default="auto",
-        description="Precision of the weights; auto is bfloat16 on a CUDA device that computes in it, else float32.",
+        description="Precision of the weights; auto is bfloat16 on a CUDA device that supports it, else float32.",
     )
     device: str = Field(default="auto", description="auto picks CUDA, then MPS, then CPU; or name one, such as cuda:1.")
     attention: Literal["auto", "sdpa", "eager"] = Field(
         default="auto",
-        description="Attention kernels; auto is sdpa where the model's attention can be computed by it, else eager.",
+        description="Attention implementation; auto is sdpa where the model supports it, else eager.",
     )
     gradient_checkpointing: bool = Field(
-        default=False, description="Run each layer again in the backward pass: less memory, a third more work."
+        default=False, description="Recompute each layer in the backward pass: less memory, a third more compute."
     )
     quantize: Literal["none", "8bit", "4bit"] = Field(
-        default="none", description="Hold the frozen base in fewer bits, through bitsandbytes; for roles.mode lora."
+        default="none", description="Quantize the frozen base with bitsandbytes; for roles.mode lora."
     )
 
 
 class TaskSettings(Settings):
-    """What the policy is asked and how its answers are scored."""
+    """The prompts and the reward."""
 
     name: str | None = Field(
         default=None,
-        description="A built-in task, reasoning-gym:DATASET, or package.module:factory of a task; where there are no "
-        "prompts either, match-case.",
+        description="A built-in task, reasoning-gym:DATASET, or package.module:factory of a task; without prompts it "
+        "defaults to match-case.",
     )
     options: dict[str, Option] = Field(
-        default_factory=dict, description="What the task is made with, such as {min_digits: 1, max_digits: 1}."
+        default_factory=dict, description="Arguments of the task, such as {min_digits: 1, max_digits: 1}."
     )
     prompts: Paths | None = Field(
         default=None,
-        description="Your own prompts, in place of name: a file, a glob, a saved dataset's folder, a dataset's id, or "
-        "a list of them; see docs/data.md.",
+        description="Your own prompts, in place of name: a file, a glob, a saved dataset folder, a dataset id, or a "
+        "list of them; see docs/data.md.",
     )
     held_out: Paths | None = Field(
-        default=None, description="Prompts for evaluation, never trained on; named as prompts are."
+        default=None, description="Prompts for evaluation, never trained on; same forms as prompts."
     )
     held_out_fraction: float = Field(
-        default=0.0, ge=0, lt=1, description="In place of held_out: this fraction of the prompts is held out."
+        default=0.0, ge=0, lt=1, description="Fraction of the prompts to hold out, in place of held_out."
     )
-    split_seed: Count = Field(default=0, description="Which prompts held_out_fraction holds out follows from it.")
+    split_seed: Count = Field(default=0, description="Seed that selects the prompts of held_out_fraction.")
     reward: str | None = Field(default=None, description="package.module:function, in place of the task's own reward.")
 
     @property
     def task_name(self) -> str | None:
-        """The named task, or the toy task where nothing is named; None where the prompts are the user's own."""
+        """The named task, or the toy task where nothing is named; None for the user's own prompts."""
         return self.name if self.name is not None or self.prompts is not None else TOY_TASK
 
     @model_validator(mode="after")
@@ -89,11 +89,11 @@ class TaskSettings(Settings):
             return self
         if self.name is not None:
             raise ValueError(
-                f"name is {self.name} and prompts is set too, but prompts of your own are a task of their own: remove "
-                "task.name (or set it to null), and name a reward in reward.parts or task.reward"
+                f"name is {self.name} and prompts is set too, but a recipe takes one of them: remove task.name (or set "
+                "it to null), and name a reward in reward.parts or task.reward"
             )
         if self.options:
-            raise ValueError("options are for a task that is named, and task.prompts has none: remove task.options")
+            raise ValueError("options are for a named task, and task.prompts has none: remove task.options")
         if self.held_out is not None and self.held_out_fraction:
             raise ValueError("held_out and held_out_fraction are both set: keep one")
         return self
@@ -102,40 +102,40 @@ class TaskSettings(Settings):
 class RolloutSettings(Settings):
     """How answers are sampled."""
 
-    prompts_per_step: Positive = Field(default=64, description="Prompts in one iteration.")
+    prompts_per_step: Positive = Field(default=64, description="Prompts per iteration.")
     samples_per_prompt: Positive = Field(default=1, description="Answers to each prompt; a group, for RLOO and GRPO.")
-    max_new_tokens: Positive = Field(default=64, description="An answer is cut off after this many tokens.")
+    max_new_tokens: Positive = Field(default=64, description="Maximum length of an answer; longer ones are truncated.")
     temperature: float = Field(
-        default=1.0, ge=0.01, le=100, description="Of sampling, and of every log-probability in training."
+        default=1.0, ge=0.01, le=100, description="Sampling temperature; training log-probs use it too."
     )
-    top_p: float = Field(default=1.0, gt=0, le=1, description="Keep the likeliest tokens up to this mass.")
-    top_k: Count = Field(default=0, description="Keep this many likeliest tokens; 0 keeps all.")
+    top_p: float = Field(default=1.0, gt=0, le=1, description="Sample from the most probable tokens up to this mass.")
+    top_k: Count = Field(default=0, description="Sample from this many most probable tokens; 0 keeps all.")
     stop_token_ids: tuple[int, ...] = Field(default=(), description="Tokens that end an answer, beside the end token.")
     max_num_seqs: Positive | Literal["auto"] = Field(
         default="auto",
-        description="Answers decoded at once; auto is 64, and on a GPU what its free memory holds, up to 1024.",
+        description="Answers decoded at once; auto is 64, or on a GPU what fits its free memory, up to 1024.",
     )
     engine: Literal["auto", "transformers"] = Field(
-        default="auto", description="auto takes the decoder written for the model where there is one; general never."
+        default="auto", description="auto: the model's fast decoder if there is one; transformers: never use it."
     )
     importance_sampling_cap: float | None = Field(
         default=None,
         ge=1,
-        description="Weigh each token's policy loss by min(old / behaviour probability, this); null: do not weigh.",
+        description="Weight each token's policy loss by min(old / behavior probability, cap); null: no weights.",
     )
 
 
 class RewardSettings(Settings):
-    """What makes up a score, and what happens to it before it becomes a reward."""
+    """The parts of a score, and its processing before it becomes a reward."""
 
     parts: tuple[RewardPart, ...] = Field(
-        default=(), description="A weighted sum of these, in place of the task's own reward; see docs/rewards.md."
+        default=(), description="Parts whose weighted sum replaces the task's own reward; see docs/rewards.md."
     )
     missing_eos_penalty: float | None = Field(
-        default=None, description="The score of an answer that never ended, in place of its own."
+        default=None, description="Score of an answer without an end token, in place of its own."
     )
     clip: PositiveFloat | None = Field(default=None, description="Scores are clamped to [-clip, clip].")
-    whiten: bool = Field(default=False, description="Divide per-token rewards by their deviation; the mean is kept.")
+    whiten: bool = Field(default=False, description="Divide per-token rewards by their deviation; keeps the mean.")
     max_failure_rate: Fraction = Field(
         default=0.1,
         description="Stop (exit 5) when more than this fraction of a step's scores is missing or not finite.",
@@ -143,7 +143,7 @@ class RewardSettings(Settings):
     timeout_seconds: NonNegative = Field(
         default=300.0,
         description="Time limit for one call of Python code in the training process: a reward function (one answer for "
-        "text, a whole step for trl and rollouts), a task's own reward, a rule. 0: no limit.",
+        "text, a whole step for trl and rollouts), a task's own reward, a rule. 0 disables the limit.",
     )
 
     @model_validator(mode="after")
@@ -153,61 +153,59 @@ class RewardSettings(Settings):
 
 
 class KLSettings(Settings):
-    """The tether to the reference: the policy before RL."""
+    """The KL to the reference, which is the policy before RL."""
 
     apply_to: Literal["reward", "loss", "none"] = Field(
-        default="reward", description="Where the KL to the reference acts."
+        default="reward", description="Where the KL to the reference is applied."
     )
-    coef: NonNegative = Field(default=0.05, description="Its weight at the start.")
-    estimator: Literal["k1", "k2", "k3"] = Field(default="k1", description="The per-token estimate.")
+    coef: NonNegative = Field(default=0.05, description="Initial weight of the KL.")
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k1", description="Per-token estimator of the KL.")
     controller: Literal["fixed", "adaptive", "proportional"] = Field(
         default="fixed", description="fixed; adaptive doubles and halves (PPO paper); proportional (RLHF papers)."
     )
-    target: PositiveFloat = Field(default=6.0, description="The KL a sequence should keep to; for the two that adapt.")
-    horizon: PositiveFloat = Field(
-        default=10_000, description="How many samples the proportional controller acts over."
-    )
+    target: PositiveFloat = Field(default=6.0, description="Target KL per sequence, for adaptive and proportional.")
+    horizon: PositiveFloat = Field(default=10_000, description="Horizon of the proportional controller, in samples.")
 
     @model_validator(mode="after")
     def _something_to_adapt(self) -> KLSettings:
         if self.controller != "fixed" and self.coef == 0.0:
-            raise ValueError("coef is 0, which no controller can move: start above 0, or use controller: fixed")
+            raise ValueError("coef is 0, and no controller can change 0: start above 0, or use controller: fixed")
         return self
 
 
 class RolesSettings(Settings):
-    """Who shares what."""
+    """Which models the roles use, and what they share."""
 
     mode: Literal["separate", "lora", "shared_backbone"] = Field(
         default="separate",
-        description="Four models; adapters on one frozen base; or top layers on one frozen backbone, run once a row.",
+        description="Separate models; LoRA adapters on one frozen base; or top layers on one frozen shared backbone.",
     )
     critic: Literal["head", "separate"] = Field(
         default="separate",
-        description="A value head on the policy's backbone, or a critic of its own (in the mode above).",
+        description="A value head on the policy's backbone, or a separate critic (in the mode above).",
     )
     critic_init: str | None = Field(
         default=None,
-        description="A reward model (a run, or a folder) that a separate critic starts as; by default, the policy.",
+        description="A reward model (a run, or a folder) to initialize a separate critic from; default: the policy.",
     )
     lora_rank: Positive = Field(default=16, description="Rank of the adapters.")
-    lora_alpha: PositiveFloat = Field(default=32.0, description="The adapters are scaled by this over their rank.")
-    lora_targets: str = Field(default="all-linear", description="all-linear, or layer names with commas between.")
-    trainable_layers: Positive = Field(default=4, description="How many layers each role owns in mode shared_backbone.")
+    lora_alpha: PositiveFloat = Field(default=32.0, description="The adapters are scaled by lora_alpha / lora_rank.")
+    lora_targets: str = Field(default="all-linear", description="all-linear, or comma-separated layer names.")
+    trainable_layers: Positive = Field(default=4, description="Layers that each role owns in mode shared_backbone.")
     backbone_cache: str | None = Field(
         default=None,
-        description="In mode shared_backbone, a folder that keeps the backbone's hidden states of each text for "
+        description="In mode shared_backbone: a folder that caches the backbone's hidden states of each text, for "
         "later runs on the same backbone.",
     )
     offload_reference: bool = Field(
-        default=False, description="In mode separate the reference waits in host memory and comes in for its pass."
+        default=False, description="In mode separate: keep the reference in CPU memory between its passes."
     )
 
     @model_validator(mode="after")
     def _a_backbone_to_keep(self) -> RolesSettings:
         if self.backbone_cache is not None and self.mode != "shared_backbone":
             raise ValueError(
-                f"backbone_cache is for mode shared_backbone, where a backbone is shared; mode is {self.mode}"
+                f"backbone_cache is for mode shared_backbone; mode is {self.mode}: set roles.mode, or remove it"
             )
         return self
 
@@ -215,59 +213,57 @@ class RolesSettings(Settings):
     def _a_critic_to_start(self) -> RolesSettings:
         if self.critic_init is not None and self.critic == "head":
             raise ValueError(
-                "critic_init is a whole reward model, but critic is head: a head that was trained on the reward "
-                "model's layers means nothing on the policy's; set critic to separate, or leave critic_init out"
+                "critic_init is a whole reward model, but critic is head: a head trained on the reward model's layers "
+                "does not fit the policy's; set critic to separate, or remove critic_init"
             )
         return self
 
 
 class OptimizerSettings(Settings):
-    """How gradients become steps."""
+    """The optimizer and its learning rates."""
 
     policy_lr: NonNegative = Field(default=1e-5, description="Learning rate of the policy (and of SFT, DPO).")
     critic_lr: NonNegative = Field(default=1e-5, description="Learning rate of the critic (and of the reward model).")
-    schedule: Literal["constant", "linear", "cosine"] = Field(
-        default="constant", description="Shape of the rates over the run."
-    )
+    schedule: Literal["constant", "linear", "cosine"] = Field(default="constant", description="Learning rate schedule.")
     warmup: Fraction = Field(default=0.0, description="Fraction of the run over which the rates rise from zero.")
-    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW's decay rates.")
-    epsilon: PositiveFloat = Field(default=1e-8, description="AdamW's epsilon.")
-    weight_decay: NonNegative = Field(default=0.0, description="AdamW's weight decay.")
+    betas: tuple[float, float] = Field(default=(0.9, 0.999), description="AdamW betas.")
+    epsilon: PositiveFloat = Field(default=1e-8, description="AdamW epsilon.")
+    weight_decay: NonNegative = Field(default=0.0, description="AdamW weight decay.")
     max_grad_norm: PositiveFloat | None = Field(default=1.0, description="Clip each group's gradient to this norm.")
     micro_batch_tokens: Positive = Field(
-        default=8192, description="Padded tokens in one forward and backward; changes memory, never the gradient."
+        default=8192, description="Padded tokens per forward and backward pass; affects memory, not the gradient."
     )
     master_weights: Literal["auto", "fp32", "none"] = Field(
         default="auto",
-        description="Step weights in half precision through fp32 copies; auto does, none loses the smallest steps.",
+        description="Float32 copies of half-precision weights; auto keeps them, none loses the smallest updates.",
     )
     name: Literal["adamw", "adamw_8bit"] = Field(
-        default="adamw", description="AdamW's running means as they are, or in 8 bits: a quarter of the memory."
+        default="adamw", description="AdamW with 32-bit moments, or with 8-bit moments (a quarter of the memory)."
     )
 
 
 class RunSettings(Settings):
-    """The run itself."""
+    """General settings of the run."""
 
-    name: str | None = Field(default=None, description="The run's folder; by default the method and the time.")
-    directory: str = Field(default="runs", description="Where runs are kept.")
-    seed: int = Field(default=0, ge=0, description="Everything random follows from it.")
-    steps: Positive = Field(default=100, description="Iterations (RL) or optimiser steps (SFT, reward, DPO).")
+    name: str | None = Field(default=None, description="Name of the run's folder; default: the method and the time.")
+    directory: str = Field(default="runs", description="Parent folder of all runs.")
+    seed: int = Field(default=0, ge=0, description="Seed of everything random.")
+    steps: Positive = Field(default=100, description="Iterations (RL) or optimizer steps (SFT, reward, DPO).")
     save: bool = Field(default=True, description="Save the model at the end.")
     max_skipped: Positive = Field(default=10, description="Stop (exit 4) after this many updates skipped in a row.")
     hang_timeout: NonNegative = Field(
-        default=0.0, description="Dump all stacks and end (exit 7) after this long without progress; 0: never."
+        default=0.0, description="Dump all stacks and stop (exit 7) after this long without progress; 0 disables it."
     )
     memory_check: Literal["error", "warn", "off"] = Field(
         default="error",
-        description="Where the plan says that the run does not fit into free memory: refuse, warn, or do not ask.",
+        description="If the planned memory exceeds the free memory: refuse, warn, or skip the check.",
     )
-    doctor_every: Count = Field(default=5, description="Look for what goes wrong every so many steps; 0: never.")
+    doctor_every: Count = Field(default=5, description="Run the doctor every this many steps; 0 disables it.")
     note: str | None = Field(
         default=None, max_length=MAX_NOTE, description="A note about the run; Studio can change it later."
     )
     tags: tuple[Tag, ...] = Field(default=(), max_length=MAX_TAGS, description="Tags to find the run by.")
-    group: str | None = Field(default=None, max_length=MAX_GROUP, description="The group that the run is listed under.")
+    group: str | None = Field(default=None, max_length=MAX_GROUP, description="Group under which the run is listed.")
     objects: tuple[str, ...] = Field(
         default=(),
         description="Written by the Python API: the objects that were passed to it, such as `reward my_reward`. Only a "
@@ -277,88 +273,88 @@ class RunSettings(Settings):
     @field_validator("name", "directory", "group")
     @classmethod
     def _shown_as_it_is(cls, text: str | None) -> str | None:
-        """Names stand in terminals, logs and pages: none may hold what moves a cursor or hides text."""
+        """Reject names with control characters: they appear in terminals, logs and pages."""
         if text is not None and not text.isprintable():
-            raise ValueError(f"{text!r:.80} holds characters that cannot be printed, such as control codes")
+            raise ValueError(f"{text!r:.80} contains characters that cannot be printed, such as control codes")
         return text
 
 
 class RecordsRunSettings(RunSettings):
-    """The run itself."""
+    """General settings of the run."""
 
-    steps: Positive = Field(default=100, description="Optimiser steps; with run.epochs what that comes to.")
+    steps: Positive = Field(default=100, description="Optimizer steps; computed if run.epochs is set.")
     epochs: PositiveFloat | None = Field(
         default=None,
-        description="Passes over the training records, in place of run.steps; each record is seen that often.",
+        description="Passes over the training records, in place of run.steps.",
     )
 
 
 class CheckpointSettings(Settings):
-    """What a run can be resumed and forked from."""
+    """Checkpoints to resume and fork from."""
 
-    every: Count = Field(default=10, description="Steps between two; 0: only when the run stops and at its end.")
-    keep: Positive = Field(default=2, description="How many of the newest are kept.")
-    keep_every: Count = Field(default=0, description="Those of steps that are multiples of this are kept as well.")
+    every: Count = Field(default=10, description="Steps between checkpoints; 0: only when the run stops or ends.")
+    keep: Positive = Field(default=2, description="Number of newest checkpoints to keep.")
+    keep_every: Count = Field(default=0, description="Also keep checkpoints at multiples of this step.")
 
 
 class StoreSettings(Settings):
     """The run store: metrics, events, and rollouts token by token."""
 
     url: str | None = Field(
-        default=None, description="Of a database, such as postgresql://...; by default tether.db in run.directory."
+        default=None, description="Database URL, such as postgresql://...; default: tether.db in run.directory."
     )
-    rollouts_every: Count = Field(default=1, description="Keep the tokens of every so many iterations; 0: of none.")
-    rollouts_keep: Count = Field(default=200, description="Of at most so many iterations, spread out; 0: of all.")
+    rollouts_every: Count = Field(default=1, description="Keep the tokens of every Nth iteration; 0 keeps none.")
+    rollouts_keep: Count = Field(default=200, description="Maximum number of iterations kept, evenly spaced; 0: all.")
     top_logprobs: Count = Field(
-        default=5, description="Tokens that the policy held likeliest, kept beside each sampled one; 0: none."
+        default=5, description="Number of most probable tokens to store beside each sampled one; 0 stores none."
     )
     trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        default=(), description="Where metrics go as well."
+        default=(), description="Trackers that also receive the metrics."
     )
 
 
 class EvaluationRules(Settings):
-    """When held-out data is looked at, and what follows from it."""
+    """When to evaluate on held-out data, and what to do with the result."""
 
     every: Count = Field(
-        default=0, description="Evaluate before the first and after every so many iterations; 0: never."
+        default=0, description="Evaluate before the first and after every Nth iteration; 0 disables it."
     )
     keep_best: bool = Field(default=True, description="Keep the model with the best held-out score as best/.")
     patience: Count = Field(
-        default=0, description="End the run after this many evaluations in a row without a better one; 0: never."
+        default=0, description="Stop after this many evaluations in a row without improvement; 0 disables it."
     )
 
     @model_validator(mode="after")
     def _something_to_wait_for(self) -> EvaluationRules:
         if self.patience and not self.every:
-            raise ValueError("patience counts evaluations, and every is 0: set evaluation.every as well")
+            raise ValueError("patience counts evaluations, but every is 0: set evaluation.every as well")
         return self
 
 
 class EvaluationSettings(EvaluationRules):
-    """Looking at held-out prompts while training."""
+    """Evaluation on held-out prompts during training."""
 
-    prompts: Positive = Field(default=64, description="Held-out prompts at the most.")
+    prompts: Positive = Field(default=64, description="Maximum number of held-out prompts.")
 
 
 class RecordsEvaluationSettings(EvaluationRules):
-    """Looking at held-out records while training."""
+    """Evaluation on held-out records during training."""
 
     every: Count = Field(
         default=0,
-        description="Evaluate before the first and after every so many steps; 0: after the last, if records are held "
+        description="Evaluate before the first and after every Nth step; 0: only after the last, if records are held "
         "out.",
     )
     keep_best: bool = Field(default=True, description="Keep the model with the lowest held-out loss as best/.")
-    records: Positive | None = Field(default=None, description="Held-out records at the most; null: all.")
+    records: Positive | None = Field(default=None, description="Maximum number of held-out records; null uses all.")
 
 
 class PreferenceEvaluationSettings(RecordsEvaluationSettings):
-    """Looking at held-out preferences while training."""
+    """Evaluation on held-out preferences during training."""
 
-    keep_best: bool = Field(default=True, description="Keep the model that is best by evaluation.metric as best/.")
+    keep_best: bool = Field(default=True, description="Keep the best model, by evaluation.metric, as best/.")
     metric: Literal["loss", "accuracy"] = Field(
-        default="loss", description="What says which model is best: the lowest loss, or the highest accuracy."
+        default="loss", description="Selects the best model: the lowest loss, or the highest accuracy."
     )
 
 
@@ -367,13 +363,13 @@ class PromptSettings(ReadSettings):
 
     max_prompt_length: Positive | None = Field(
         default=None,
-        description="Longest prompt in tokens; by default what the model's context leaves beside max_new_tokens.",
+        description="Maximum prompt length in tokens; default: the model's context minus max_new_tokens.",
     )
     truncate: bool = Field(
-        default=False, description="Cut a prompt that is too long at the ends of paragraphs, where that suffices."
+        default=False, description="Cut a prompt that is too long at paragraph ends, where that is enough."
     )
     overlong: Literal["drop", "error"] = Field(
-        default="drop", description="What happens to a prompt that is too long and is not cut."
+        default="drop", description="What to do with a prompt that is too long and not cut."
     )
 
 
@@ -381,32 +377,32 @@ class DataSettings(ReadSettings):
     """Training records."""
 
     train: Paths = Field(
-        description="Records: a file (.jsonl, .json, .csv, .parquet), a glob, a saved dataset's folder, a dataset's "
-        "id, or a list of them; see docs/data.md."
+        description="Records: a file (.jsonl, .json, .csv, .parquet), a glob, a saved dataset folder, a dataset id, or "
+        "a list of them; see docs/data.md."
     )
     held_out: Paths | None = Field(default=None, description="Records for evaluation, never trained on.")
     held_out_fraction: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Hold out this part of data.train, by prompt, in place of a file; run.seed says which.",
+        description="Fraction of data.train to hold out, by prompt, in place of held_out; run.seed selects it.",
     )
-    max_length: Positive = Field(default=1024, description="Longest row in tokens: prompt, answer and end token.")
+    max_length: Positive = Field(default=1024, description="Maximum row length in tokens: prompt, answer, end token.")
     truncate: bool = Field(
         default=True,
-        description="Cut a row that is too long at the end of a paragraph.",
+        description="Cut a row that is too long at a paragraph end.",
     )
     overlong: Literal["drop", "error"] = Field(
-        default="error", description="What happens to a row that is too long and is not cut."
+        default="error", description="What to do with a row that is too long and not cut."
     )
     assistant_turns: Literal["last", "all"] = Field(
-        default="last", description="In SFT, which of a conversation's assistant turns are trained on."
+        default="last", description="SFT: which assistant turns of a conversation are trained on."
     )
 
     @model_validator(mode="after")
     def _held_out_once(self) -> DataSettings:
         if (self.held_out or self.held_out_split) is not None and self.held_out_fraction is not None:
-            raise ValueError("held_out names a file and held_out_fraction splits data.train: give one of them")
+            raise ValueError("held_out names a file and held_out_fraction splits data.train: set one of them")
         return self
 
     @property
@@ -418,22 +414,22 @@ class DataSettings(ReadSettings):
 class PenaltySettings(Settings):
     """KL(old || new) as a penalty in the loss (PPO paper, section 4)."""
 
-    coef: NonNegative = Field(default=1.0, description="beta at the start.")
+    coef: NonNegative = Field(default=1.0, description="Initial beta.")
     adaptive: bool = Field(default=True, description="Halve and double beta to keep the KL near the target.")
-    target: PositiveFloat = Field(default=0.01, description="KL(old || new) per token that beta aims at.")
-    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="The per-token estimate.")
+    target: PositiveFloat = Field(default=0.01, description="Target KL(old || new) per token.")
+    estimator: Literal["k1", "k2", "k3"] = Field(default="k3", description="Per-token estimator of the KL.")
 
 
 class AggregationSettings(Settings):
     """What a loss is averaged over."""
 
     over: Literal["token", "sequence", "fixed"] = Field(
-        default="token", description="Tokens, sequences, or a fixed length."
+        default="token", description="Average over tokens, sequences, or a fixed length."
     )
-    fixed_length: Positive | None = Field(default=None, description="The length that 'fixed' divides each sequence by.")
+    fixed_length: Positive | None = Field(default=None, description="With over: fixed, the length to divide by.")
 
     @model_validator(mode="after")
     def _fixed_needs_length(self) -> AggregationSettings:
         if (self.over == "fixed") != (self.fixed_length is not None):
-            raise ValueError("fixed_length is needed with over: fixed, and only there")
+            raise ValueError("fixed_length must be set with over: fixed, and only there")
         return self

@@ -1,7 +1,7 @@
-"""The conformance suite: golden traces of PPO's mathematics, and a runner that holds any implementation to them.
+"""The conformance suite: golden traces of PPO's mathematics, and a runner that checks any implementation against them.
 
-`adapter` is the contract, `runner` the runner, `traces/` the numbers. The traces are written by `conformance/` at the
-top of the repository, from an oracle that shares no code with this package.
+`adapter` is the contract, `runner` runs the cases, `traces/` has the numbers. `conformance/` at the top of the
+repository writes the traces, from an oracle that shares no code with this package.
 """
 
 from tether.conformance.adapter import Adapter, Unsupported

@@ -1,15 +1,15 @@
 """The contract between the conformance suite and an implementation.
 
-An adapter is any object whose methods have the names and meanings below; what it lacks is skipped and listed as not
+An adapter is any object whose methods have the names and meanings below; missing methods are skipped and listed as not
 claimed. Every argument is plain Python: floats, bools, strings, None and nested lists, so that an adapter for any
-framework in any language's bindings is a few lines a method. Results are plain Python too (numbers or nested lists;
-anything with `.tolist()` is converted). Where a result has no defined value (a padded place), the trace holds `null`
-and the runner does not look.
+framework, or for any language with Python bindings, needs only a few lines per method. Results are plain Python too
+(numbers or nested lists; anything with `.tolist()` is converted). Where a result has no defined value (padding), the
+trace holds `null` and the runner skips it.
 
 `x[b][t]` is about token t of row b. `mask[b][t]` is True where the policy sampled the token and it is trained on. A
 method raises `Unsupported` for an argument that it does not offer (a mode, an option): the case then counts as not
-claimed, and is named in the report. A result that a method leaves out of its dict is not claimed either; the others
-are compared.
+claimed, and the report names it. A result that a method leaves out of its dict is not claimed either; the others are
+compared.
 
 Make an adapter with `factory(dtype)`, where `dtype` is "float32" or "float64": `--target package.module:factory`.
 """
@@ -23,12 +23,12 @@ Grid: TypeAlias = list[list[float]]
 Mask: TypeAlias = list[list[bool]]
 
 
-class Unsupported(Exception):  # noqa: N818 - it is an answer, not an error
-    """The implementation does not offer what this case asks for."""
+class Unsupported(Exception):  # noqa: N818 - a valid answer, not an error
+    """The implementation does not offer what this case needs."""
 
 
 class Adapter(Protocol):
-    """Every method an implementation may claim. Results are named in the docstrings; `(B,T)` is a grid."""
+    """Every method that an implementation may claim. The docstrings name the results; `(B,T)` is a grid."""
 
     # -- masks and statistics -------------------------------------------------------------------------------------
     def position_ids(self, attention_mask: Mask) -> dict[str, Any]:
@@ -57,8 +57,8 @@ class Adapter(Protocol):
     def token_logprobs(self, logits: list[Grid], tokens: list[list[int]], temperature: float) -> dict[str, Any]:
         """`logprobs` and `entropy` (B,T), natural log, of softmax(logits / temperature).
 
-        `logits[b][t]` is what the model put out *at* token t, that is, for token t + 1; the results are about token t,
-        so column 0 is undefined and column t reads logits[b][t-1].
+        `logits[b][t]` is the model's output *at* token t, that is, for token t + 1; the results are about token t,
+        so column 0 is undefined and column t uses logits[b][t-1].
         """
         ...
 
@@ -80,7 +80,7 @@ class Adapter(Protocol):
         ...
 
     def missing_eos_penalty(self, scores: Row, truncated: list[bool], penalty: float | None) -> dict[str, Any]:
-        """`scores` (B,): the score, or `penalty` itself in its place where the answer never ended; None: no change."""
+        """`scores` (B,): the score, or `penalty` in its place where the answer has no end token; None: no change."""
         ...
 
     # -- returns and advantages -----------------------------------------------------------------------------------
@@ -135,7 +135,7 @@ class Adapter(Protocol):
         """`advantages` (B,): s minus the mean of the *other* scores of its group."""
         ...
 
-    # -- objectives: per-token losses (to be minimised) and their gradient by the new log-probs, both (B,T) ---------
+    # -- objectives: per-token losses (to be minimized) and their gradient by the new log-probs, both (B,T) ---------
     # The exponent of r, and that of k3, is clamped at 20 from above; beyond it they are constants, with gradient 0.
     def reinforce_loss(self, logprobs: Grid, advantages: Grid) -> dict[str, Any]:
         """`loss`, `grad`: -A log pi."""
@@ -189,7 +189,7 @@ class Adapter(Protocol):
     def aggregate_micro_batches(
         self, losses: Grid, mask: Mask, mode: str, fixed_length: int | None, micro_batches: list[list[int]]
     ) -> dict[str, Any]:
-        """`loss`: of the whole batch, reached by gradient accumulation over the given row sets; equals `aggregate`."""
+        """`loss`: of the whole batch, by gradient accumulation over the given row sets; equals `aggregate`."""
         ...
 
     # -- updates --------------------------------------------------------------------------------------------------
@@ -197,7 +197,7 @@ class Adapter(Protocol):
         """`steps`, `stopped`, `kl`: minibatches (`logprobs`, `old_logprobs`, `mask`) are visited in order.
 
         Before each step the estimate of KL(old || new), the mean of k3 over True tokens, is measured; above `limit`
-        the step is not taken and the update ends. `kl` lists what was measured, the refused step's included.
+        the step is not taken and the update ends. `kl` lists the measured values, including the rejected step's.
         """
         ...
 

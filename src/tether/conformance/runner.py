@@ -1,10 +1,6 @@
-"""Run the golden traces against an implementation and report what passed, what failed and where.
+"""Run the golden traces against an implementation, and report what passed, what failed where, and what is not claimed.
 
-Holding a result against a trace, place by place.
-
-A report for people (tables) and for programs (JSON).
-
-Run the golden traces against an implementation and say what passed, what failed where, and what was not claimed.
+Results are compared value by value. The report is printed as tables, or as JSON for programs.
 """
 
 from __future__ import annotations
@@ -29,7 +25,7 @@ from tether.rewards.resolve import import_module_from
 
 @dataclass(frozen=True)
 class Mismatch:
-    """One place of a result that is not what the trace says."""
+    """One value of a result that differs from the trace."""
 
     path: str
     expected: Any
@@ -37,7 +33,7 @@ class Mismatch:
 
 
 def plain(result: Any) -> Any:
-    """The result in lists, dicts and numbers: tensors and arrays through `.tolist()`, tuples as lists."""
+    """The result as lists, dicts and numbers: tensors and arrays through `.tolist()`, tuples as lists."""
     if hasattr(result, "tolist"):
         return plain(result.tolist())
     if isinstance(result, dict):
@@ -48,10 +44,10 @@ def plain(result: Any) -> Any:
 
 
 def mismatches(expected: Any, actual: Any, tolerance: float, path: str) -> Iterator[Mismatch]:
-    """Every place where |actual - expected| <= tolerance * max(1, |expected|) does not hold.
+    """Every value that violates |actual - expected| <= tolerance * max(1, |expected|).
 
-    An expected None is an undefined place and is passed over. Booleans, integers and strings are compared exactly. A
-    list of another length, or a number where a list should be, is one mismatch at that path.
+    An expected None is undefined and is skipped. Booleans, integers and strings are compared exactly. A list of another
+    length, or a number in place of a list, is one mismatch at that path.
     """
     if expected is None:
         return
@@ -70,14 +66,14 @@ def _agrees(expected: Any, actual: Any, tolerance: float) -> bool:
         return not isinstance(actual, list) and bool(actual == expected)
     if not isinstance(actual, (int, float)):
         return False
-    return abs(actual - expected) <= tolerance * max(1.0, abs(expected))  # False for NaN, as it should be
+    return abs(actual - expected) <= tolerance * max(1.0, abs(expected))  # False for NaN, as intended
 
 
 SHOWN_FAILURES = 40
 
 
 def _json_safe(value: Any) -> Any:
-    """The value itself, or its text where JSON has no word for it (NaN, infinity, foreign objects)."""
+    """The value itself, or its text where JSON cannot represent it (NaN, infinity, foreign objects)."""
     if isinstance(value, list):
         return [_json_safe(item) for item in value]
     if isinstance(value, dict):
@@ -88,7 +84,7 @@ def _json_safe(value: Any) -> Any:
 
 
 def report_json(report: ConformanceReport) -> dict[str, Any]:
-    """The report as plain data. `failed` counts cases; `failures` has one entry for each case and dtype."""
+    """The report as plain data. `failed` counts cases; `failures` has one entry per case and dtype."""
     return {
         "target": report.target,
         "dtypes": list(report.dtypes),
@@ -120,14 +116,14 @@ def _family_table(report: ConformanceReport) -> Table:
 
 
 def _failure_table(report: ConformanceReport) -> Table:
-    table = Table(title="Failures: the first place of each result that differs")
+    table = Table(title="Failures: the first value of each result that differs")
     for heading in ("family", "case", "method", "dtype", "place", "expected", "actual", "tolerance"):
         table.add_column(heading)
     for failure in report.failed[:SHOWN_FAILURES]:
         place = failure.path if failure.places == 1 else f"{failure.path} and {failure.places - 1} more"
         numbers = (_short(failure.expected), _short(failure.actual), f"{failure.tolerance:g}")
         cells = (failure.family, failure.case, failure.method, failure.dtype, place, *numbers)
-        # Text, not markup: a path such as advantages[1][3] would be read as a style.
+        # Text, not markup: rich would read a path such as advantages[1][3] as a style.
         table.add_row(*(Text(cell) for cell in cells))
     return table
 
@@ -177,7 +173,7 @@ AdapterFactory: TypeAlias = Callable[[str], Any]
 
 @dataclass(frozen=True)
 class Failure:
-    """A case whose result is wrong in one dtype: the first place that differs, and how many do."""
+    """A case whose result is wrong in one dtype: the first value that differs, and the number that do."""
 
     family: str
     case: str
@@ -202,7 +198,7 @@ class NotClaimed:
 
 @dataclass
 class FamilyResult:
-    """How the cases of one family went. A case fails if it fails in any dtype."""
+    """The results of one family's cases. A case fails if it fails in any dtype."""
 
     about: str
     cases: int = 0
@@ -213,7 +209,7 @@ class FamilyResult:
 
 @dataclass
 class ConformanceReport:
-    """What a run found. `failed` has an entry for each case and dtype; `partly_claimed` cases passed in part."""
+    """The results of a run. `failed` has an entry per case and dtype; `partly_claimed` cases passed in part."""
 
     target: str
     dtypes: tuple[str, ...]
@@ -224,22 +220,22 @@ class ConformanceReport:
 
     @property
     def cases(self) -> int:
-        """How many cases were asked for."""
+        """The number of cases in the run."""
         return sum(family.cases for family in self.families.values())
 
     @property
     def passed(self) -> int:
-        """How many cases passed in every dtype."""
+        """The number of cases that passed in every dtype."""
         return sum(family.passed for family in self.families.values())
 
     @property
     def failed_cases(self) -> int:
-        """How many cases failed in at least one dtype."""
+        """The number of cases that failed in at least one dtype."""
         return sum(family.failed for family in self.families.values())
 
 
 def load_families(names: Sequence[str] | None = None) -> list[dict[str, Any]]:
-    """The traces, in alphabetical order, or only the families named."""
+    """The traces in alphabetical order, or only the named families."""
     folder = files("tether.conformance") / "traces"
     available = sorted(entry.name.removesuffix(".json") for entry in folder.iterdir() if entry.name.endswith(".json"))
     for name in names or ():
@@ -250,7 +246,7 @@ def load_families(names: Sequence[str] | None = None) -> list[dict[str, Any]]:
 
 
 def load_target(target: str) -> AdapterFactory:
-    """The factory that `package.module:attribute` names. The current directory counts as a place to import from."""
+    """The factory that `package.module:attribute` names. Imports also search the current directory."""
     module_name, colon, attribute = target.partition(":")
     if not (colon and module_name and attribute):
         raise ValueError(f"target: {target!r} names no attribute; write package.module:factory, like {DEFAULT_TARGET}")
@@ -273,7 +269,7 @@ def load_target(target: str) -> AdapterFactory:
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What one case came to in one dtype."""
+    """The outcome of one case in one dtype."""
 
     failures: tuple[Failure, ...] = ()
     refused: str | None = None  # why the whole case is not claimed
@@ -281,7 +277,7 @@ class _Verdict:
 
 
 def _checked(family: str, case: dict[str, Any], adapter: Any, dtype: str) -> _Verdict:
-    """Ask one question and hold the answer against the trace."""
+    """Run one case and compare its result with the trace."""
     method = getattr(adapter, case["method"], None)
     if method is None:
         return _Verdict(refused="no such method")
@@ -295,7 +291,7 @@ def _checked(family: str, case: dict[str, Any], adapter: Any, dtype: str) -> _Ve
         result = plain(method(**copy.deepcopy(case["inputs"])))
     except Unsupported as refusal:
         return _Verdict(refused=str(refusal) or "not offered")
-    except Exception as error:  # whatever an implementation throws is its answer, and is shown
+    except Exception as error:  # an implementation may raise anything; the report shows it
         return failure(Mismatch("(raised)", case["expected"], f"{type(error).__name__}: {error}"), 1)
     if not isinstance(result, dict):
         return failure(Mismatch("(result)", "a dict of results", result), 1)
@@ -310,7 +306,7 @@ def _checked(family: str, case: dict[str, Any], adapter: Any, dtype: str) -> _Ve
 
 
 def _made(factory: AdapterFactory, dtype: str) -> Any:
-    """The adapter, or one without methods where the implementation does not offer the dtype."""
+    """The adapter, or an object without methods where the implementation does not offer the dtype."""
     try:
         return factory(dtype)
     except Unsupported:
@@ -323,7 +319,7 @@ def run(
     families: Sequence[str] | None = None,
     target: str = "",
 ) -> ConformanceReport:
-    """Every case of the chosen families, in each dtype."""
+    """Run every case of the chosen families in each dtype."""
     report = ConformanceReport(target, tuple(dtypes))
     adapters = {dtype: _made(adapter_factory, dtype) for dtype in dtypes}
     for trace in load_families(families):
@@ -335,7 +331,7 @@ def run(
 
 
 def _file(report: ConformanceReport, counts: FamilyResult, about: NotClaimed, verdicts: list[_Verdict]) -> None:
-    """Enter one case: failed if any dtype failed, else not claimed if any was refused, else passed."""
+    """Record one case: failed if any dtype failed, else not claimed if any was refused, else passed."""
     counts.cases += 1
     failures = [failure for verdict in verdicts for failure in verdict.failures]
     refused = next((verdict.refused for verdict in verdicts if verdict.refused), None)

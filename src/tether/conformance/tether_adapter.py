@@ -1,4 +1,4 @@
-"""Tether against the conformance suite: the functions, objectives and update rules that training is made of."""
+"""The adapter for Tether itself: runs the functions, objectives and update rules that training uses."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def adapter(dtype: str) -> TetherAdapter:
 
 
 class TetherAdapter:
-    """See `tether.conformance.adapter.Adapter` for what each method means."""
+    """See `tether.conformance.adapter.Adapter` for the meaning of each method."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         self.dtype = dtype
 
     def floats(self, values: Any, *, gradient: bool = False) -> Tensor:
-        """A tensor of the adapter's precision."""
+        """A tensor in the adapter's precision."""
         return torch.tensor(values, dtype=self.dtype, requires_grad=gradient)
 
     def final(self, values: Row | None) -> Tensor | None:
@@ -67,7 +67,7 @@ class TetherAdapter:
         hidden, ids = self.floats(logits), torch.tensor(tokens)
         everywhere = torch.ones_like(ids, dtype=torch.bool)
         everywhere[:, 0] = False
-        identity = torch.eye(hidden.shape[-1], dtype=self.dtype)  # hidden states that are the logits already
+        identity = torch.eye(hidden.shape[-1], dtype=self.dtype)  # the hidden states already are the logits
         found, entropy = logprobs.token_logprobs(
             hidden, identity, ids, everywhere, temperature=temperature, chunk_elements=2 * hidden.shape[-1]
         )
@@ -235,7 +235,7 @@ class TetherAdapter:
         objective = DPOObjective(beta, label_smoothing)
         losses, margins = [], []
         for numbers in zip(chosen, rejected, ref_chosen, ref_rejected, strict=True):
-            # One pair, the rejected answer first: sequences of two tokens of which the last was sampled.
+            # One pair, the rejected answer first: sequences of two tokens, of which the last was sampled.
             new, ref = self.floats([numbers[1::-1]]).T, self.floats([numbers[:1:-1]]).T
             batch = PairBatch(
                 **self.rows(2), pair_ids=torch.zeros(2), chosen=torch.tensor([False, True]), ref_logprobs=self.last(ref)
@@ -246,13 +246,13 @@ class TetherAdapter:
         return {"loss": losses, "margin": margins}
 
     def rows(self, count: int) -> dict[str, Any]:
-        """So many sequences of two tokens of which the last was sampled."""
+        """`count` sequences of two tokens, of which the last was sampled."""
         ones = torch.ones(count, 2, dtype=torch.bool)
         response = torch.tensor([[False, True]]).repeat(count, 1)
         return {"tokens": ones.long(), "attention_mask": ones, "response_mask": response}
 
     def last(self, column: Tensor) -> Tensor:
-        """(B, 1) numbers put on the last of two tokens, with garbage on the other."""
+        """(B, 1) numbers on the last of two tokens, with arbitrary values on the other."""
         return torch.cat([torch.full_like(column, 1e3), column], dim=1)
 
     def ranked(self, scores: Tensor, ranks: list[int], group_ids: list[int]) -> Tensor:

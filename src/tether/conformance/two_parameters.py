@@ -41,7 +41,7 @@ class TwoParameterPolicy(nn.Module):
         return nn.functional.logsigmoid(torch.stack([-z, z], dim=-1))
 
     def forward(self, batch: Featured) -> TokenOutputs:
-        """Log-probs and entropy (B, T), 0 off the mask as every model gives them."""
+        """Log-probs and entropy (B, T), 0 off the mask, like every model's."""
         both = self.both(batch.features)
         taken = both.gather(-1, batch.tokens[..., None])[..., 0]
         entropy = -(both.exp() * both).sum(dim=-1)
@@ -58,13 +58,13 @@ class TwoParameterPolicy(nn.Module):
 
 
 def _learner(policy: TwoParameterPolicy, rate: float, width: int) -> Learner:
-    """Plain gradient descent, two rows in a micro-batch."""
+    """A learner with plain gradient descent and micro-batches of two rows."""
     settings = LearnerSettings(rates={"policy": rate}, micro_batch_tokens=2 * width, max_grad_norm=None)
     return Learner(policy, settings, make_optimizer=lambda groups: torch.optim.SGD(groups))
 
 
 def _batch(setup: dict[str, Any], dtype: torch.dtype) -> EvaluatedBatch:
-    """What there is before credit; the old log-probs are filled in by the caller."""
+    """The batch before advantages are computed; the caller fills in the old log-probs."""
     tokens, mask = torch.tensor(setup["actions"]), torch.tensor(setup["mask"])
     zeros, rows = torch.zeros(tokens.shape, dtype=dtype), len(tokens)
     return EvaluatedBatch(
@@ -154,7 +154,7 @@ def trpo_step(setup: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
         iterations=setup["cg_iterations"],
     )
     search = step.move(learner, experience, gradient)
-    assert search is not None, "nothing in this case fails to be finite"
+    assert search is not None, "all numbers of this case are finite"
     return {
         "gradient": gradient,
         "direction": direction,
@@ -168,23 +168,23 @@ def trpo_step(setup: dict[str, Any], dtype: torch.dtype) -> dict[str, Any]:
 
 
 class _Recorded(nn.Module):
-    """A policy whose new log-probs were recorded beforehand; its parameter changes nothing."""
+    """A policy that returns recorded log-probs; its parameter has no effect."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
         self.nothing = nn.Parameter(torch.zeros((), dtype=dtype))
 
     def forward(self, batch: Experience) -> TokenOutputs:
-        """What was recorded, with a gradient path of slope zero."""
+        """The recorded log-probs, with a gradient path of slope zero."""
         return TokenOutputs(batch.behavior_logprobs + 0.0 * self.nothing, torch.zeros_like(batch.old_logprobs))
 
     def parameter_groups(self) -> dict[str, list[nn.Parameter]]:
-        """The parameter that changes nothing."""
+        """The parameter without effect."""
         return {"policy": [self.nothing]}
 
 
 class _Watched(Learner):
-    """A learner that notes the KL of each minibatch and the steps taken."""
+    """A learner that records the KL of each minibatch and the steps taken."""
 
     def __init__(self, model: Any, settings: LearnerSettings) -> None:
         super().__init__(model, settings, make_optimizer=lambda groups: torch.optim.SGD(groups))
@@ -201,7 +201,7 @@ def early_stop(minibatches: list[dict[str, Any]], limit: float, dtype: torch.dty
     height = max(len(part["mask"]) for part in minibatches)
     width = max(len(row) for part in minibatches for row in part["mask"])
     columns = {name: [] for name in ("logprobs", "old_logprobs", "mask")}
-    for part in minibatches:  # each minibatch becomes `height` rows of one batch; rows added to fill it are all masked
+    for part in minibatches:  # each minibatch becomes `height` rows of one batch; rows added as padding are masked
         for name, rows in columns.items():
             block = torch.zeros(height, width, dtype=torch.bool if name == "mask" else dtype)
             for index, row in enumerate(part[name]):

@@ -1,11 +1,8 @@
-"""Conversations as tokens, by the model's chat template.
+"""Turn conversations into tokens with the model's chat template.
 
-Running a model's chat template: a program that came with the model, in transformers' sandbox and within limits.
-
-The sandbox keeps it from files and attributes, but not from loops within loops or from texts of gigabytes. So numbers
-that could make those are refused before it runs, and it runs under a time limit.
-
-Conversations as tokens.
+A chat template is a program that comes with the model. transformers runs it in a Jinja sandbox, which blocks access to
+files and attributes but allows nested loops and texts of gigabytes. `render` therefore rejects templates that contain
+very large numbers, and runs every template under a time limit.
 """
 
 from __future__ import annotations
@@ -20,20 +17,21 @@ from tether.errors import DataError
 from tether.types import Message, Prompt
 from tether.user_code import TimeLimitError, time_limit
 
-SECONDS = 4.0  # to write one conversation; templates take milliseconds
-SECONDS_A_CHARACTER = 1e-5  # more, for making tokens of what is written
-MAX_NUMBER = 1_000_000  # in a template: more turns or characters than any needs
+SECONDS = 4.0  # time limit for one conversation; templates take milliseconds
+SECONDS_A_CHARACTER = 1e-5  # added to the limit for tokenizing the text
+MAX_NUMBER = 1_000_000  # largest number in a template; no template needs more turns or characters
 MAX_TEMPLATE = 1 << 20  # characters
 
 
 class TemplateRefusedError(DataError):
-    """A template that is not run, or did not end."""
+    """A chat template that was rejected before it ran, or that exceeded its time limit."""
 
 
 def render(tokenizer: Any, messages: list[Any], **options: Any) -> Any:
-    """`tokenizer.apply_chat_template(messages, **options)`; raises TemplateRefusedError where it is no template to run.
+    """Return `tokenizer.apply_chat_template(messages, **options)`.
 
-    What the template itself raises on turns that it does not like is raised as it is.
+    Raises TemplateRefusedError where the template is rejected or exceeds its limits. Errors that the template itself
+    raises, for example on roles that it does not support, pass through unchanged.
     """
     given = getattr(tokenizer, "chat_template", None)
     for template in given.values() if isinstance(given, dict) else [given]:
@@ -45,16 +43,16 @@ def render(tokenizer: Any, messages: list[Any], **options: Any) -> Any:
             return tokenizer.apply_chat_template(messages, return_dict=False, **options)
     except TimeLimitError:
         raise TemplateRefusedError(
-            f"the model's chat template did not end within {SECONDS:g} seconds: mend its loop, in chat_template.jinja "
+            f"the model's chat template did not end within {SECONDS:g} seconds: fix its loop, in chat_template.jinja "
             "or tokenizer_config.json"
         ) from None
     except RecursionError:
-        raise TemplateRefusedError("the model's chat template calls itself without an end") from None
+        raise TemplateRefusedError("the model's chat template recurses without end") from None
 
 
 @lru_cache(maxsize=64)
 def refusal(template: str) -> str | None:
-    """Why a template is not run; None where nothing speaks against it."""
+    """Why a template is rejected; None where it may run."""
     if len(template) > MAX_TEMPLATE:
         return f"it has {len(template):,} characters"
     try:
@@ -75,7 +73,7 @@ def refusal(template: str) -> str | None:
 
 
 class Encoder(Protocol):
-    """What is asked of a tokenizer; where it has a `chat_template`, also `apply_chat_template`."""
+    """The tokenizer methods that Tether uses; one with a `chat_template` also needs `apply_chat_template`."""
 
     def encode(self, text: Any, *, add_special_tokens: bool = ...) -> list[int]:
         """The ids of `text`."""
@@ -83,10 +81,10 @@ class Encoder(Protocol):
 
 
 def prompt_token_ids(tokenizer: Encoder, prompt: Prompt) -> list[int]:
-    """The prompt's token ids, up to the place where the answer begins.
+    """The prompt's token ids, up to where the answer begins.
 
-    With the tokenizer's own chat template where it has one (which brings its special tokens itself); otherwise the
-    contents of the messages joined by newlines, after the tokens that the tokenizer itself puts before a text (BOS).
+    With a chat template, the template writes the whole prompt, special tokens included. Without one, the contents of
+    the messages are joined by newlines, after the tokens that the tokenizer adds before a text (BOS).
     """
     if not any(message["content"] or message.get("tool_calls") for message in prompt.messages):
         raise DataError(f"prompt {prompt.id!r} is empty: give it at least one message with content")
@@ -100,16 +98,16 @@ def prompt_token_ids(tokenizer: Encoder, prompt: Prompt) -> list[int]:
 
 
 def text_token_ids(tokenizer: Encoder, text: str) -> list[int]:
-    """The ids of a text that begins a row: BOS first where the tokenizer adds one, never twice, and nothing after."""
+    """The ids of a text at the start of a row: one BOS token where the tokenizer adds one, and no end token."""
     ids = list(tokenizer.encode(text, add_special_tokens=False))
     first = opening_ids(tokenizer)
     return ids if ids[: len(first)] == first else [*first, *ids]
 
 
 def opening_ids(tokenizer: Encoder) -> list[int]:
-    """What the tokenizer puts before a text by itself: its BOS token, or nothing.
+    """The tokens that the tokenizer adds before a text: its BOS token, or nothing.
 
-    Read off what it really does, for `add_bos_token` is not set by all that add one.
+    Found by encoding a text, because some tokenizers add BOS without setting `add_bos_token`.
     """
     plain = list(tokenizer.encode("a", add_special_tokens=False))
     whole = list(tokenizer.encode("a", add_special_tokens=True))
@@ -120,19 +118,19 @@ def opening_ids(tokenizer: Encoder) -> list[int]:
 
 
 def has_template(tokenizer: Any) -> bool:
-    """Whether conversations are written by the tokenizer's own template."""
+    """Whether the tokenizer has a chat template."""
     return bool(getattr(tokenizer, "chat_template", None))
 
 
 def plain_text(prompt: Prompt) -> str:
-    """The prompt of a tokenizer without a template."""
+    """The prompt as plain text, for a tokenizer without a chat template."""
     if prompt.tools or any("tool_calls" in message for message in prompt.messages):
-        raise DataError(f"prompt {prompt.id!r} has tools, which need a model with a chat template that writes them")
+        raise DataError(f"prompt {prompt.id!r} has tools: use a model whose chat template supports tools")
     return "\n".join(message["content"] for message in prompt.messages)
 
 
 def prompt_text(tokenizer: Any, prompt: Prompt, *, answered: bool = False) -> str:
-    """The prompt as text; `answered`: without the beginning of a turn that follows."""
+    """The prompt as text; with `answered`, without the header of the next assistant turn."""
     if not has_template(tokenizer):
         return plain_text(prompt)
     return _templated(tokenizer, prompt, tokenize=False, add_generation_prompt=not answered)
@@ -146,7 +144,7 @@ def _templated(tokenizer: Any, prompt: Prompt, *, tokenize: bool, add_generation
 
 
 def _check_tools(tokenizer: Any, prompt: Prompt) -> None:
-    """Refuse a template that leaves tools or calls of them out: what is learned would be an empty turn."""
+    """Reject a template that drops tools or tool calls: the model would learn an empty turn."""
 
     def text(tools: tuple[dict[str, Any], ...], *, calls: bool) -> str:
         turns = [turn.copy() for turn in prompt.messages]
@@ -175,9 +173,9 @@ def _apply(
         raise DataError(f"prompt {prompt.id!r}: {error}") from None
     except (MemoryError, OSError):
         raise
-    except Exception as error:  # a template is a program of the model's, and may raise anything
+    except Exception as error:  # the template is the model's own program and may raise anything
         reason = str(error).partition("\n")[0][:300] or type(error).__name__
         raise DataError(
-            f"prompt {prompt.id!r}: the model's chat template does not take this conversation ({reason}): its roles "
+            f"prompt {prompt.id!r}: the model's chat template rejects this conversation ({reason}): its roles "
             f"are {', '.join(message['role'] for message in prompt.messages)}"
         ) from None

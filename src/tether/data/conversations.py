@@ -1,4 +1,4 @@
-"""From a record, in any of the shapes that docs/data.md lists, to what the model is asked and what it should say."""
+"""Turn a record, in any shape that docs/data.md lists, into a prompt and its answers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tether.errors import DataError
 from tether.types import Message, Prompt
 
 Answer = str | tuple[Message, ...]
-"""What follows a prompt: the text of one assistant turn, or several turns (with tools), of which the last is final."""
+"""What follows a prompt: the text of one assistant turn, or several turns (with tools) up to the final answer."""
 
 IMPLIED = "preference, prompt implied"
 NOT_META = ("id", "prompt", "answer", "messages")
@@ -23,11 +23,11 @@ class Demonstration:
 
     prompt: Prompt
     answer: Answer
-    field: str  # that the answer stands in
+    field: str  # the record's field that holds the answer
     shape: str
-    good: bool = True  # false where a label says so
-    ended: bool = True  # false where the answer was cut off: it gets no end token
-    sampled: SampledIds | None = None  # the tokens of both, where the record holds them
+    good: bool = True  # False where the record's label says so
+    ended: bool = True  # False where the answer was cut off: it gets no end token
+    sampled: SampledIds | None = None  # token ids of prompt and answer, where the record holds them
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Preference:
 
 
 def prompt_of(record: Record, settings: ReadSettings, index: int) -> tuple[Prompt, str]:
-    """What is asked, and the shape it was in. Of a conversation, all up to its last answer.
+    """The prompt of a record and the shape of the record. In a conversation it is everything up to the last answer.
 
     That answer becomes `meta["completion"]`; the record's other columns are kept in `meta` under their own names.
     """
@@ -87,11 +87,11 @@ def _asked(record: Record) -> tuple[tuple[Message, ...], str | None, str]:
             f"{record.place}: field {record.column('text')!r} is plain text with no prompt in it: where the text is "
             "the prompt, set data.columns {prompt: text}"
         )
-    return prompt_messages(record), None, "prompt"  # which says what is missing
+    return prompt_messages(record), None, "prompt"  # its error names the missing field
 
 
 def prompt_messages(record: Record) -> tuple[Message, ...]:
-    """The `prompt` field: a text, which may be marked as HH's are, or a list of messages."""
+    """The `prompt` field: a list of messages, or a text, which may use the Human/Assistant markers of HH."""
     try:
         value = record.required("prompt")
     except DataError as error:
@@ -106,21 +106,21 @@ def prompt_messages(record: Record) -> tuple[Message, ...]:
 
 
 def _hint(record: Record) -> str:
-    """Which column was likely meant."""
+    """Suggest the column that was probably meant."""
     known = ("question", "query", "problem", "input", "text", "content", "instruction")
     likely = next((name for name in known if isinstance(record.fields.get(name), str)), None)
     return f": set data.columns, such as {{prompt: {likely}}}" if likely else ""
 
 
 def instruction_messages(record: Record) -> tuple[Message, ...]:
-    """Alpaca's `instruction`, with its `input` under it where there is one."""
+    """Alpaca's `instruction`, followed by its `input` where there is one."""
     text = record.text("instruction")
     further = record.value("input")
     return (_user(f"{text}\n\n{further}" if isinstance(further, str) and further.strip() else text),)
 
 
 def split_answer(record: Record, field: str) -> tuple[tuple[Message, ...], tuple[Message, ...]]:
-    """(what is asked, what follows): the turns after the last user's are the answer, if an assistant spoke last."""
+    """(prompt, answer): the answer is the turns after the last user turn, if the assistant has the last turn."""
     turns = record.messages(field)
     if turns[-1]["role"] != "assistant":
         return turns, ()
@@ -135,7 +135,7 @@ def _user(text: str) -> Message:
 
 
 def _prompt(record: Record, settings: ReadSettings, messages: Sequence[Message], identity: str) -> Prompt:
-    """With the system message, tools and template options."""
+    """Add the system message, the tools and the template options."""
     system = (
         record.text("system")
         if record.has("system") and str(record.value("system")).strip()
@@ -179,25 +179,25 @@ def demonstration_of(record: Record, settings: ReadSettings) -> Demonstration:
 
 
 def _good(record: Record) -> bool:
-    """Whether a label says that the answer is good; one that is not true or false is some other column."""
+    """Whether a label says that the answer is good; a label that is not true or false is an unrelated column."""
     return record.label() if is_labelled(record) else True
 
 
 def is_labelled(record: Record) -> bool:
-    """Whether the record is an answer with a label that says if it is good (KTO's shape)."""
+    """Whether the record is one answer with a label, good or bad (KTO's shape)."""
     value = record.value("label")
     return record.has("completion") and (isinstance(value, bool) or str(value).strip().lower() in ("true", "false"))
 
 
 def _answers(record: Record, field: str) -> Answer:
-    """An answer in a field: a text, or the turns of a conversation that follow the prompt."""
+    """The answer in a field: a text, or the turns of a conversation that follow the prompt."""
     if isinstance(record.required(field), list):
         return _answer(record.messages(field))
     return record.text(field)
 
 
 def _answer(turns: tuple[Message, ...]) -> Answer:
-    """One turn that is plain text is its text."""
+    """The answer of some turns: just the text, where it is one plain turn."""
     plain = len(turns) == 1 and turns[0]["role"] == "assistant" and set(turns[0]) == {"role", "content"}
     return turns[0]["content"] if plain else turns
 
@@ -206,7 +206,7 @@ def _answer(turns: tuple[Message, ...]) -> Answer:
 
 
 def preference_of(record: Record, settings: ReadSettings) -> Preference | None:
-    """Ranked answers, from `chosen` and `rejected`, or `answers` and perhaps `ranks`; None where the two are equal."""
+    """Ranked answers from `chosen` and `rejected`, or `answers` and optional `ranks`; None where both are equal."""
     if record.has("answers"):
         return _ranking(record, settings)
     messages, (chosen, rejected), shape = _pair(record)
@@ -219,7 +219,7 @@ def preference_of(record: Record, settings: ReadSettings) -> Preference | None:
 
 
 def _pair(record: Record) -> tuple[tuple[Message, ...], tuple[Answer, Answer], str]:
-    """(prompt, (chosen, rejected), shape); without a prompt of its own, it is what both begin with."""
+    """(prompt, (chosen, rejected), shape); without a prompt field, the prompt is the beginning that both share."""
     if not record.has("chosen") and not record.has("rejected") and not record.has("prompt"):
         record.required("prompt")
     both = [record.required(field) for field in ("chosen", "rejected")]
@@ -253,7 +253,7 @@ def _conversational_pair(record: Record) -> tuple[tuple[Message, ...], tuple[Ans
 def _apart(
     record: Record, chosen: tuple[Message, ...], rejected: tuple[Message, ...]
 ) -> tuple[tuple[Message, ...], tuple[Answer, Answer]]:
-    """Two conversations as the turns that both begin with, and the rest of each, an assistant's turn first."""
+    """Split two conversations into the turns that both begin with, and the rest of each, an assistant turn first."""
     shared = 0
     while shared < min(len(chosen), len(rejected)) - 1 and chosen[shared] == rejected[shared]:
         shared += 1
@@ -282,7 +282,7 @@ def _ranking(record: Record, settings: ReadSettings) -> Preference:
 
 
 def grouped_by_prompt(demonstrations: Sequence[Demonstration]) -> list[Preference]:
-    """Answers that are labelled good or bad, as rankings of those prompts that have both."""
+    """Turn answers labeled good or bad into rankings, for the prompts that have both."""
     groups: dict[str, list[Demonstration]] = {}
     for each in demonstrations:
         groups.setdefault(repr((each.prompt.messages, each.prompt.tools)), []).append(each)

@@ -1,8 +1,6 @@
-"""Demonstrations, texts, pairs and rankings as token rows, and as batches.
+"""Demonstrations, texts, pairs and rankings as token rows and as batches.
 
-Demonstrations, texts, pairs and rankings as token rows, and as batches.
-
-Rows of plain text or demonstrations, for gradients that are mixed into RL.
+`read_texts` gives the rows of plain text or demonstrations whose gradient PPO-ptx adds to that of RL.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ class Ranking:
 
 @dataclass(frozen=True)
 class Text:
-    """A text all of whose tokens are learned."""
+    """A text whose tokens are all trained on."""
 
     text: str
     shape: str = "text"
@@ -50,24 +48,24 @@ class Text:
 
 @dataclass(frozen=True)
 class Parsed:
-    """The records of a source as they were understood, and why some were left out."""
+    """The parsed records of a source, and counts of those left out, by reason."""
 
     name: str
     examples: Sequence[Any]
     records: int
     dropped: Counter[str]
-    columns: dict[str, int]  # in how many records each column holds something
+    columns: dict[str, int]  # for each column, the number of records in which it is not empty
 
     def checked(self) -> Parsed:
-        """Itself, if there is anything to learn from."""
+        """Return self; raise DataError where no record can be trained on."""
         if not self.examples:
             reasons = ", ".join(f"{number} {reason}" for reason, number in self.dropped.items())
-            raise DataError(f"{self.name}: none of the {self.records} records can be learned from ({reasons})")
+            raise DataError(f"{self.name}: none of the {self.records} records can be trained on ({reasons})")
         return self
 
 
 def columns_in(records: Sequence[Record]) -> dict[str, int]:
-    """In how many records each column holds something."""
+    """For each column, the number of records in which it is not empty."""
     return dict(Counter(name for record in records for name, value in record.fields.items() if value is not None))
 
 
@@ -75,7 +73,7 @@ def columns_in(records: Sequence[Record]) -> dict[str, int]:
 
 
 def parse_demonstrations(paths: Paths, settings: ReadSettings = PLAIN, *, split: str | None = None) -> Parsed:
-    """Demonstrations and texts. Of answers with a label only the good ones are learned."""
+    """Demonstrations and texts. Of labeled answers only the good ones are kept."""
     dropped: Counter[str] = Counter()
     found: list[Demonstration | Text] = []
     records = read_records(paths, settings, split=split)
@@ -96,7 +94,7 @@ def _text(record: Record) -> Text | None:
 
 
 def encode_demonstrations(parsed: Parsed, encode: RowEncoder, *, end_texts: bool = True) -> list[Row]:
-    """Their rows; what was cut or dropped is told."""
+    """Their rows; reports what was cut or dropped."""
     rows: list[Row] = []
     for example in parsed.examples:
         if isinstance(example, Text):
@@ -118,7 +116,7 @@ def encode_demonstrations(parsed: Parsed, encode: RowEncoder, *, end_texts: bool
 def read_demonstrations(
     paths: Paths, encode: RowEncoder, settings: ReadSettings = PLAIN, *, split: str | None = None
 ) -> list[Row]:
-    """From records with `messages`, `prompt` and `completion`, `text`, or any other shape that has an answer."""
+    """Rows from records with `messages`, `prompt` and `completion`, `text`, or any other shape that has an answer."""
     return encode_demonstrations(parse_demonstrations(paths, settings, split=split), encode)
 
 
@@ -126,7 +124,7 @@ def read_demonstrations(
 
 
 def parse_rankings(paths: Paths, settings: ReadSettings = PLAIN, *, split: str | None = None) -> Parsed:
-    """Preferences. Answers with a label make rankings of those prompts that have good and bad ones."""
+    """Preferences. Labeled answers become rankings of the prompts that have both good and bad ones."""
     dropped: Counter[str] = Counter()
     found: list[Preference] = []
     labelled: list[Demonstration] = []
@@ -142,17 +140,17 @@ def parse_rankings(paths: Paths, settings: ReadSettings = PLAIN, *, split: str |
             found.append(preference)
     grouped = grouped_by_prompt(labelled)
     if alone := len(labelled) - sum(len(each.answers) for each in grouped):
-        dropped["labelled answers to prompts that have only good or only bad ones"] += alone
+        dropped["labeled answers to prompts that have only good or only bad ones"] += alone
     return Parsed(shown_source(paths), [*found, *grouped], len(records), dropped, columns_in(records)).checked()
 
 
 def encode_rankings(parsed: Parsed, encode: RowEncoder) -> list[Ranking]:
-    """Their rows; what was cut or dropped is told."""
+    """Their rows; reports what was cut or dropped."""
     rankings: list[Ranking] = []
     templated = has_template(encode.tokenizer)
     for each in parsed.examples:
         answers = each.answers
-        if templated and each.shape == IMPLIED:  # the blank before the answer separated it from the prompt
+        if templated and each.shape == IMPLIED:  # the leading blank only separated the answer from the prompt
             answers = tuple(text.lstrip() if isinstance(text, str) else text for text in answers)
         try:
             rows = encode.rows(each.prompt, answers, each.prompt.id, each.field, each.ended, each.sampled)
@@ -171,7 +169,7 @@ def encode_rankings(parsed: Parsed, encode: RowEncoder) -> list[Ranking]:
 def read_rankings(
     paths: Paths, encode: RowEncoder, settings: ReadSettings = PLAIN, *, split: str | None = None
 ) -> list[Ranking]:
-    """From records with `chosen` and `rejected`, or `answers` and perhaps `ranks`, or `completion` and `label`."""
+    """Rankings from `chosen` and `rejected`, or `answers` and optional `ranks`, or `completion` and `label`."""
     return encode_rankings(parse_rankings(paths, settings, split=split), encode)
 
 
@@ -179,12 +177,12 @@ def read_rankings(
 
 
 def collate_rows(rows: Sequence[Row], pad_id: int) -> Sequences:
-    """Demonstrations as one batch."""
+    """Demonstrations as one padded batch."""
     return Sequences(**_columns(rows, pad_id))
 
 
 def collate_rankings(rankings: Sequence[Ranking], pad_id: int) -> RankedBatch:
-    """Rankings as one batch; each keeps a group id of its own."""
+    """Rankings as one padded batch; every ranking has its own group id."""
     sizes = torch.tensor([len(ranking.rows) for ranking in rankings])
     return RankedBatch(
         **_columns([row for ranking in rankings for row in ranking.rows], pad_id),
@@ -194,7 +192,7 @@ def collate_rankings(rankings: Sequence[Ranking], pad_id: int) -> RankedBatch:
 
 
 def collate_pairs(rankings: Sequence[Ranking], pad_id: int) -> PairBatch:
-    """Every pair of each ranking as two rows, with reference log-probs still to be filled in."""
+    """Every pair of each ranking as two rows; the reference log-probs are filled in later."""
     pairs = [
         (better, worse)
         for ranking in rankings
@@ -221,8 +219,8 @@ def _columns(rows: Sequence[Row], pad_id: int) -> dict[str, Any]:
 
 
 def read_texts(paths: Paths, encode: RowEncoder) -> list[Row]:
-    """From records with `text`, all of whose tokens but the first are learned, or from demonstrations.
+    """Rows from records with `text`, which train on every token but the first, or from demonstrations.
 
-    A text is cut at the longest row. It has no end token: it is mixed in as pretraining, not as an answer.
+    A text is cut at the maximum row length. It gets no end token, because it serves as pretraining data.
     """
     return encode_demonstrations(parse_demonstrations(paths), encode, end_texts=False)

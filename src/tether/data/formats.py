@@ -1,7 +1,7 @@
-"""Files of records as rows of named fields: JSONL, JSON, CSV and Parquet, told apart by their ending.
+"""Read records from JSONL, JSON, CSV and Parquet files; the file ending selects the reader.
 
-All but Parquet may be compressed (`.jsonl.gz`). Each reader gives every row with the line it begins on, and raises a
-DataError that names the file, the line and, as far as the format lets it be known, the field.
+All formats but Parquet may be compressed (`.jsonl.gz`). Each reader yields every row with the line it begins on. Errors
+are DataErrors that name the file, the line and, where the format allows it, the field.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from typing import Any, NamedTuple
 from tether.errors import DataError
 from tether.files import NotPlainError, read_plain, require_plain
 
-# CSV has texts only: these fields hold JSON text. So does any other cell that is a list of objects.
+# CSV cells hold only text. In these fields, and in any cell that is a list of objects, the text is parsed as JSON.
 NESTED = (
     *("messages", "conversations", "answers", "ranks", "ended", "chosen_ended", "rejected_ended"),
     *("prompt_token_ids", "token_ids", "chosen_token_ids", "rejected_token_ids"),
 )
-MAX_RECORD = 1 << 23  # characters of one record: more than any context holds, and minutes to make tokens of
-MAX_CELL = MAX_RECORD  # Python's csv refuses cells above 128 KiB unless told otherwise
+MAX_RECORD = 1 << 23  # characters of one record: longer than any context, and minutes of tokenizing
+MAX_CELL = MAX_RECORD  # Python's csv module rejects cells above 128 KiB by default
 
 _KEY = re.compile(r'"((?:[^"\\]|\\.)*)"\s*:')
 _BLANK = re.compile(r"[ \t\r\n]*")
 
 
 class FileRow(NamedTuple):
-    """One record's fields, and where it stands: `file.csv, line 3`."""
+    """The fields of one record, and its place: `file.csv, line 3`."""
 
     fields: dict[str, Any]
     place: str
 
 
 def read_rows(path: str) -> Iterator[FileRow]:
-    """The rows of a file, by its ending."""
+    """The rows of a file, read by its ending."""
     reader = READERS.get(ending_of(path))
     if reader is None:
         raise DataError(f"{path}: unknown file ending {ending_of(path)!r}; records are read from {', '.join(READERS)}")
@@ -52,7 +52,7 @@ def read_rows(path: str) -> Iterator[FileRow]:
     except IsADirectoryError:
         raise DataError(f"{path}: this is a folder; name a file of records") from None
     except NotPlainError as error:
-        raise DataError(f"{path}: {error.strerror}; records are read more than once") from None
+        raise DataError(f"{path}: {error.strerror}; name a regular file: records are read more than once") from None
     except (NotADirectoryError, PermissionError) as error:
         raise DataError(f"{path}: it cannot be read: {error.strerror}") from None
     except OSError as error:
@@ -62,7 +62,7 @@ def read_rows(path: str) -> Iterator[FileRow]:
 
 
 def ending_of(path: str) -> str:
-    """The ending that says how a file is read, with a `.gz` after it as part of it."""
+    """The file ending that selects the reader; a final `.gz` is part of it."""
     name = Path(path).name.lower()
     whole = Path(name.removesuffix(".gz")).suffix
     return f"{whole}.gz" if name.endswith(".gz") else whole
@@ -72,7 +72,7 @@ def ending_of(path: str) -> str:
 
 
 def _read_jsonl(path: str) -> Iterator[FileRow]:
-    """One object a line; blank lines are passed over."""
+    """One object per line; blank lines are skipped."""
     for number, line in enumerate(_text(path).split("\n"), start=1):  # not splitlines: U+2028 may stand in a text
         if line.strip():
             place = f"{path}, line {number}"
@@ -84,7 +84,7 @@ def _read_jsonl(path: str) -> Iterator[FileRow]:
 
 
 def _read_json(path: str) -> Iterator[FileRow]:
-    """A list of objects; a record's line is the one on which it opens."""
+    """A list of objects; the line of a record is the line on which it begins."""
     text = _text(path)
     place = _skip_blank(text, 0)
     if text[place : place + 1] != "[":
@@ -103,9 +103,9 @@ def _read_json(path: str) -> Iterator[FileRow]:
         if text[place : place + 1] == ",":
             place = _skip_blank(text, place + 1)
             if text[place : place + 1] == "]":
-                raise DataError(f"{path}, line {_line(text, place)}: a comma and then no further record")
+                raise DataError(f"{path}, line {_line(text, place)}: a comma that no record follows")
         elif text[place : place + 1] != "]":
-            raise DataError(f"{path}, line {_line(text, place)}: expected a comma or ] after the record before")
+            raise DataError(f"{path}, line {_line(text, place)}: expected a comma or ] after the previous record")
     if text[place + 1 :].strip():
         raise DataError(f"{path}, line {_line(text, place)}: something follows the end of the list")
 
@@ -123,7 +123,7 @@ def _decode(text: str, place: int, path: str, line: int) -> tuple[Any, int]:
         raise DataError(f"{path}, line {broken}: not valid JSON ({what}{near}{begun})") from None
     except DataError as error:
         raise DataError(f"{path}, line {line}: {error}") from None
-    except (RecursionError, ValueError) as error:  # nested too deeply, or a number too long to be read
+    except (RecursionError, ValueError) as error:  # nested too deeply, or a number with too many digits
         raise DataError(f"{path}, line {line}: not JSON that can be read ({error})") from None
 
 
@@ -133,7 +133,7 @@ def _check_length(characters: int, place: str) -> None:
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """An object whose names are all different: JSON would let the last one win, unsaid."""
+    """An object whose names are all different: plain JSON parsing would silently keep the last value."""
     fields = dict(pairs)
     if len(fields) < len(pairs):
         seen: set[str] = set()
@@ -155,9 +155,9 @@ def _object(value: Any, place: str) -> dict[str, Any]:
 
 
 def _read_csv(path: str) -> Iterator[FileRow]:
-    """A header row, then a record a row. Lines are those of the file, also where a quoted cell holds newlines.
+    """A header row, then one record per row. Line numbers count file lines, also inside quoted cells with newlines.
 
-    An empty cell is an absent value. Fields that are not texts are given as JSON in their cell.
+    An empty cell is a missing value. Fields that are not texts hold JSON.
     """
     text = _text(path)
     header: list[str] | None = None
@@ -169,7 +169,7 @@ def _read_csv(path: str) -> Iterator[FileRow]:
         if len(cells) > len(header):
             raise DataError(
                 f"{place}: the row has {len(cells)} cells and the header names {len(header)} fields, the last of them "
-                f"{header[-1]!r}: put quotes round a cell that holds a comma"
+                f"{header[-1]!r}: put quotes around a cell that holds a comma"
             )
         fields = {name: cell or None for name, cell in zip(header, cells, strict=False)}
         yield FileRow({name: _nested(name, cell, place) for name, cell in fields.items()}, place)
@@ -198,9 +198,7 @@ def _csv_rows(path: str, text: str) -> list[tuple[int, list[str]]]:
 
 
 def _broken_cell(text: str, line: int) -> int:
-    """Which cell, counted from 0, of the row that begins on `line` has a quote that is not closed or not followed
-    by a comma.
-    """
+    """The index of the cell, in the row that begins on `line`, whose quote is not closed or not followed by a comma."""
     row = "".join(io.StringIO(text, newline="").readlines()[line - 1 :])
     column, place = 0, 0
     cell = re.compile(r'"(?:[^"]|"")*"|[^",\r\n][^,\r\n]*|')
@@ -222,7 +220,7 @@ def _header(cells: list[str], place: str) -> list[str]:
 
 
 def _nested(name: str, cell: str | None, place: str) -> Any:
-    """A cell's value: the JSON in it where the field is not a text, or where it is a list of objects (messages)."""
+    """A cell's value: parsed as JSON where the field is not a text or the cell is a list of objects (messages)."""
     if cell is None or not (name in NESTED or cell.lstrip().startswith("[{")):
         return cell
     try:
@@ -237,7 +235,7 @@ def _nested(name: str, cell: str | None, place: str) -> Any:
 
 
 def _read_parquet(path: str) -> Iterator[FileRow]:
-    """A record a row; rows are counted from 1, and stand for lines."""
+    """One record per row; errors give the row number, counted from 1, in place of a line."""
     try:
         import pyarrow as arrow
         import pyarrow.parquet as parquet
@@ -275,7 +273,7 @@ def _cell(scalar: Any, name: str, place: str) -> Any:
 
 
 def _text(path: str) -> str:
-    """The file as text, without the mark that some editors put before UTF-8."""
+    """The file as text, without a UTF-8 byte order mark."""
     data = read_plain(path)
     if path.lower().endswith(".gz"):
         data = _inflated(data, path)
@@ -289,30 +287,30 @@ def _text(path: str) -> str:
 
 
 def _inflated(packed: bytes, path: str) -> bytes:
-    """What was compressed, as long as it is not a few megabytes that stand for gigabytes."""
+    """Decompress, with a limit on the ratio, which stops a small file from expanding to gigabytes."""
     most = inflate_limit(len(packed))
     try:
         with gzip.GzipFile(fileobj=io.BytesIO(packed)) as file:
             data = file.read(most + 1)
     except (OSError, EOFError, zlib.error) as error:
-        raise DataError(f"{path}: not a whole gzip file ({error}): compress it anew") from None
+        raise DataError(f"{path}: not a complete gzip file ({error}): compress it again") from None
     if len(data) > most:
         raise DataError(f"{path}: inflates to more than {most >> 20} MiB, {_TOO_DENSE}")
     return data
 
 
-MIN_INFLATED = 256 << 20  # any file may inflate to this many bytes
-MAX_RATIO = 100  # beyond that, to so many times its size: texts reach 3 to 20
+MIN_INFLATED = 256 << 20  # every file may inflate to this many bytes
+MAX_RATIO = 100  # a larger result may be at most this many times the file's size; texts reach 3 to 20
 _TOO_DENSE = f"over {MAX_RATIO} times its size: if you trust it, unpack it yourself and name the unpacked file"
 
 
 def inflate_limit(size: int) -> int:
-    """How many bytes a compressed file of `size` bytes may stand for."""
+    """The maximum number of bytes that a compressed file of `size` bytes may inflate to."""
     return max(MIN_INFLATED, MAX_RATIO * size)
 
 
 def _check_parquet(path: str, metadata: Any) -> None:
-    """The same for Parquet, by what its own footer says; equal values are stored once, so that rows count too."""
+    """Apply the same limit to Parquet, from its footer; rows count too, since equal values are stored only once."""
     most = inflate_limit(Path(path).stat().st_size)
     said = sum(metadata.row_group(group).total_byte_size for group in range(metadata.num_row_groups))
     least = 16 * metadata.num_rows * max(1, metadata.num_columns)
@@ -331,7 +329,7 @@ def _line(text: str, place: int) -> int:
 
 
 def shown(value: Any) -> str:
-    """A value for an error message, cut short."""
+    """A value for an error message, shortened."""
     text = repr(value)
     return text if len(text) <= 60 else text[:57] + "..."
 

@@ -1,8 +1,7 @@
-"""Holding out a part of the records, and the order in which a run takes them.
+"""Hold out a part of the records, and order the rest for training.
 
-Holding out a part of the training records: by prompt, so that no prompt is on both sides.
-
-Where a run is in its data: one integer, from which everything else follows.
+`split_by_prompt` splits by prompt, so no prompt is on both sides. `DataOrder` gives the items of a step as a function
+of one integer, the position in the data.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ def split_by_prompt(
 ) -> tuple[list[Example], list[Example]]:
     """`(training, held out)`, both in the order of the file.
 
-    Prompts are drawn in an order that follows from the seed until their records are `fraction` of all, rounded.
+    The seed shuffles the prompts; prompts are held out in that order until their records reach `fraction`, rounded.
     """
     groups: dict[bytes, list[int]] = {}
     for index, example in enumerate(examples):
@@ -38,7 +37,7 @@ def split_by_prompt(
     order = torch.randperm(len(groups), generator=torch.Generator().manual_seed(seed)).tolist()
     wanted, drawn = max(1, round(fraction * len(examples))), set[int]()
     shuffled = [list(groups.values())[place] for place in order]
-    for members in shuffled[:-1]:  # one prompt is always left to train on
+    for members in shuffled[:-1]:  # keep at least one prompt for training
         if len(drawn) >= wanted:
             break
         drawn.update(members)
@@ -47,9 +46,9 @@ def split_by_prompt(
 
 
 def prompt_key(example: Row | Ranking) -> bytes:
-    """What two examples with the same prompt have in common: the tokens before the first that is trained on.
+    """A key that is equal for examples with the same prompt: the tokens before the first trained token.
 
-    A text without a prompt (nothing, or a begin token, before it) is known by all of its tokens.
+    For a text without a prompt (nothing, or only BOS, comes before it) the key is all of its tokens.
     """
     row = example.rows[0] if isinstance(example, Ranking) else example
     trained = row.response_mask.nonzero()
@@ -62,7 +61,7 @@ Item = TypeVar("Item")
 
 @dataclass(frozen=True)
 class DataOrder(Generic[Item]):
-    """Items in an order that is shuffled anew each epoch; `take` is a function of the position alone."""
+    """Items in an order that is reshuffled every epoch; `take` is a function of the position alone."""
 
     items: Sequence[Item]
     seed: int
@@ -72,7 +71,7 @@ class DataOrder(Generic[Item]):
             raise ValueError("there is nothing to train on: the data set is empty")
 
     def take(self, position: int, count: int) -> list[Item]:
-        """The `count` items from `position` on, running over into the next epochs."""
+        """The `count` items from `position` on, continuing into later epochs."""
         taken: list[Item] = []
         while len(taken) < count:
             epoch, start = divmod(position + len(taken), len(self.items))

@@ -1,8 +1,6 @@
-"""Prompts to sample answers to: reading them, holding some out, and dropping or cutting the long ones.
+"""Prompts to sample answers to: read them, hold some out, and drop or shorten those that are too long.
 
-Cutting a text at the end of a paragraph, so that a row fits. A paragraph ends at a newline.
-
-Prompts to sample answers to: reading them, holding some out, and the rule for those that are too long.
+A prompt is shortened at paragraph ends. A paragraph ends at a newline.
 """
 
 from __future__ import annotations
@@ -26,18 +24,18 @@ _BREAK = re.compile(r"[^\S\n]*\n\s*")
 
 
 def cut_end(text: str, fits: Callable[[str], bool]) -> str | None:
-    """`text` up to the last end of a paragraph at which it `fits`; None where not even the first paragraph does.
+    """`text` up to the last paragraph end at which it `fits`; None where not even the first paragraph fits.
 
-    `fits` must hold for every beginning of a text that it holds for. For answers: what is left is how it began.
+    If `fits` accepts a text, it must accept every prefix of it. Used for answers, whose beginning is kept.
     """
     return _longest([text[: found.start()] for found in _breaks(text)], fits)
 
 
 def cut_middle(text: str, fits: Callable[[str], bool]) -> str | None:
-    """`text` without as few paragraphs as will do, taken from just before the last; None where that is not enough.
+    """`text` with as few paragraphs as possible removed, just before the last; None where that is not enough.
 
-    For prompts: the papers cut the post and keep the "TL;DR:" after it; instructions and questions stand first or last.
-    The first paragraph and the last are always kept.
+    Used for prompts: the papers shorten the post and keep the "TL;DR:" after it, and instructions and questions come
+    first or last. The first and the last paragraph are always kept.
     """
     breaks = _breaks(text)
     if len(breaks) < 2:
@@ -47,14 +45,14 @@ def cut_middle(text: str, fits: Callable[[str], bool]) -> str | None:
 
 
 def _breaks(text: str) -> list[re.Match[str]]:
-    """The breaks between paragraphs: none before the first, and none after the last."""
+    """The breaks between paragraphs, without one at the beginning or the end of the text."""
     first = len(text) - len(text.lstrip())
     return list(_BREAK.finditer(text, first, len(text.rstrip())))
 
 
 def _longest(candidates: Sequence[str], fits: Callable[[str], bool]) -> str | None:
-    """The last of the candidates, each longer than the one before, that fits; found by halving."""
-    low, high = 0, len(candidates)  # all before `low` fit, none from `high` on
+    """The last candidate that fits, found by bisection; the candidates are sorted by length."""
+    low, high = 0, len(candidates)  # every candidate before `low` fits, none from `high` on does
     while low < high:
         middle = (low + high) // 2
         if fits(candidates[middle]):
@@ -65,15 +63,15 @@ def _longest(candidates: Sequence[str], fits: Callable[[str], bool]) -> str | No
 
 
 def read_prompts(paths: Paths, settings: ReadSettings = PLAIN, *, split: str | None = None) -> list[Prompt]:
-    """The prompts of a source, whatever shape its records have."""
+    """The prompts of a source; the records may have any supported shape."""
     records = read_records(paths, settings, split=split)
     return [prompt_of(record, settings, index)[0] for index, record in enumerate(records)]
 
 
 def hold_out(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[list[Prompt], list[Prompt]]:
-    """(to train on, held out), each in the order given. Equal prompts stay together, so that none is on both sides.
+    """(training, held out), each in the order given. Equal prompts stay together, so that none is on both sides.
 
-    Which are held out follows from the seed and the prompts' own texts, and not from their order in the file.
+    The choice depends on the seed and on the prompts' texts, and not on their order in the file.
     """
     keys = [_key(prompt) for prompt in prompts]
     different = sorted(set(keys), key=lambda key: hashlib.sha256(f"{seed}:{key}".encode()).digest())
@@ -81,7 +79,7 @@ def hold_out(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[lis
     if count >= len(different):
         raise DataError(
             f"task.held_out_fraction is {fraction}, and of {len(different)} different prompts that leaves none to "
-            "train on: lower it, or bring more prompts"
+            "train on: lower it, or add prompts"
         )
     out = set(different[:count])
     sides = [
@@ -91,7 +89,7 @@ def hold_out(prompts: Sequence[Prompt], fraction: float, seed: int) -> tuple[lis
 
 
 def seen_in_training(held_out: Sequence[Prompt], training: Sequence[Prompt]) -> int:
-    """How many of the held-out prompts are trained on too."""
+    """The number of held-out prompts that are also trained on."""
     trained = {_key(prompt) for prompt in training}
     return sum(_key(prompt) in trained for prompt in held_out)
 
@@ -102,7 +100,7 @@ def _key(prompt: Prompt) -> str:
 
 @dataclass(frozen=True)
 class PromptRule:
-    """What is done with prompts that are too long: `limit` is in tokens, `why` says where it is from."""
+    """How to treat prompts that are too long: `limit` is in tokens, `why` says where it comes from."""
 
     limit: int
     why: str
@@ -110,7 +108,7 @@ class PromptRule:
 
     @classmethod
     def of(cls, settings: PromptSettings, context: int, max_new_tokens: int) -> PromptRule:
-        """From data.max_prompt_length, and what the model's context leaves beside the answer."""
+        """The limit: data.max_prompt_length, and at most the model's context minus the answer."""
         room = context - max_new_tokens
         if room < 1:
             raise ConfigError(
@@ -124,7 +122,7 @@ class PromptRule:
         return cls(room, f"{room} tokens, {why}", settings)
 
     def apply(self, prompts: Sequence[Prompt], tokenizer: Encoder, name: str) -> Fitted:
-        """The prompts that fit, some of them cut; with counts of the rest."""
+        """The prompts that fit, some of them shortened, with counts of the others."""
         kept: list[Prompt] = []
         lengths: list[int] = []
         counts: Counter[str] = Counter()
@@ -152,7 +150,7 @@ class PromptRule:
 
 @dataclass(frozen=True)
 class Fitted:
-    """Prompts that fit the model, with their lengths in tokens, and how many were dropped and cut for it."""
+    """The prompts that fit the model, their lengths in tokens, and how many were dropped and shortened."""
 
     prompts: list[Prompt]
     lengths: list[int]
@@ -163,14 +161,14 @@ class Fitted:
 
     @property
     def notices(self) -> list[str]:
-        """What the user is told."""
+        """Messages for the user."""
         whole = len(self.prompts) + self.dropped
-        said = [(self.dropped, "dropped"), (self.cut, "cut at the ends of paragraphs")]
+        said = [(self.dropped, "dropped"), (self.cut, "cut at paragraph ends")]
         return [f"{self.name}: {n} of {whole} prompts {what}, to fit {self.why}." for n, what in said if n]
 
 
 def shortened(prompt: Prompt, tokenizer: Encoder, room: int) -> Prompt | None:
-    """The prompt with its longest message cut in the middle, at ends of paragraphs; None where that is not enough."""
+    """The prompt with its longest message cut in the middle, at paragraph ends; None where that is not enough."""
     which = max(range(len(prompt.messages)), key=lambda index: len(prompt.messages[index]["content"]))
 
     def changed(content: str) -> Prompt:

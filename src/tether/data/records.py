@@ -1,13 +1,8 @@
-"""Reading records and their turns, with errors that name the file, the line and the field.
+"""Read records and their turns, with errors that name the file, the line and the field.
 
-One turn of a conversation in the ways that people write it.
-
-Reading records, with errors that name the file, the line and the field.
-
-Records that hold the very tokens that were sampled, beside their texts.
-
-Encoding a text again need not give the tokens that were sampled: a model can spell one text in several ways. Where a
-record names its token ids and the tokenizer that they belong to, a row is made of those ids.
+A record may hold the token ids that were sampled, beside the texts. Encoding a text again can give other tokens,
+because a model can spell one text in several ways. Where a record names its token ids and their tokenizer, the row is
+made from those ids.
 """
 
 from __future__ import annotations
@@ -25,7 +20,7 @@ from tether.data.sources import read_source, shown_source
 from tether.errors import DataError
 from tether.types import Message
 
-# Who speaks, in ShareGPT's words.
+# ShareGPT's names for the roles.
 SPEAKERS = {
     "human": "user",
     "user": "user",
@@ -45,7 +40,7 @@ _HH = re.compile(r"\n\n(Human|Assistant): ?")
 
 
 def message_of(item: Any, place: str) -> Message:
-    """A message from {role, content} or {from, value}; what chat templates read of tools is kept."""
+    """A message from {role, content} or {from, value}; keeps the tool fields that chat templates read."""
     if not isinstance(item, dict):
         raise DataError(f"{place} must be {{role: text, content: text}}, not {shown(item)}")
     if item.get("role") is None and item.get("from") is not None:
@@ -79,7 +74,7 @@ def _from_sharegpt(item: dict[str, Any], place: str) -> Message:
 
 
 def _content(content: Any, place: str) -> str | None:
-    """A text; or a list of parts, all of which are texts."""
+    """A text, or a list of parts that are all texts."""
     if not isinstance(content, list):
         if content is not None and not isinstance(content, str):
             raise DataError(f"{place} must be {{role: text, content: text}}, not content {shown(content)}")
@@ -91,7 +86,7 @@ def _content(content: Any, place: str) -> str | None:
 
 
 def _call(call: Any, place: str) -> dict[str, Any]:
-    """A tool call whose arguments are an object: OpenAI's are JSON text, which templates would quote once more."""
+    """A tool call with its arguments as an object: OpenAI's are JSON text, which templates would quote again."""
     if not isinstance(call, dict):
         raise DataError(f"{place} has a tool call that is not an object, but {shown(call)}")
     found = {name: value for name, value in call.items() if value is not None}
@@ -104,14 +99,14 @@ def _call(call: Any, place: str) -> dict[str, Any]:
             return found
         changed = {**function, "arguments": parsed}
         return {**found, "function": changed} if "function" in found else changed
-    if isinstance(arguments, dict):  # Arrow gives every call the arguments of all
+    if isinstance(arguments, dict):  # Arrow gives every call the argument names of all calls
         changed = {**function, "arguments": {name: value for name, value in arguments.items() if value is not None}}
         return {**found, "function": changed} if "function" in found else changed
     return found
 
 
 def from_marked_text(text: str) -> tuple[Message, ...] | None:
-    """The turns of a text marked "\\n\\nHuman: ... \\n\\nAssistant: ..." (Anthropic's HH); None where it is none."""
+    """The turns of a text marked "\\n\\nHuman: ... \\n\\nAssistant: ..." (Anthropic's HH); None without marks."""
     if not text.lstrip().startswith("Human:"):
         return None
     pieces = _HH.split("\n\n" + text.lstrip())[1:]
@@ -123,7 +118,7 @@ def from_marked_text(text: str) -> tuple[Message, ...] | None:
 
 
 def common_prefix(one: str, other: str) -> int:
-    """How many letters two texts have in common at their beginnings, up to the end of a word in both."""
+    """The number of characters that two texts share at the beginning, up to the end of a word in both."""
     shared = next((at for at, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other)))
     while shared and not (one[shared : shared + 1].isspace() or one[shared - 1].isspace()):
         shared -= 1
@@ -135,18 +130,18 @@ PLAIN = ReadSettings()
 
 @dataclass(frozen=True)
 class Record:
-    """One record and where it stands. `columns` says which column is which field, where their names differ."""
+    """One record and its place. `columns` maps fields to column names where they differ."""
 
     fields: dict[str, Any]
     place: str  # "file.jsonl, line 3"
     columns: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def has(self, field: str) -> bool:
-        """Whether the field is there and holds something: null, and an empty cell of a CSV file, hold nothing."""
+        """Whether the field has a value; null and an empty CSV cell count as missing."""
         return self.value(field) is not None
 
     def value(self, field: str) -> Any:
-        """What the field holds; None where it is absent. `extra.answer` is inside of `extra`."""
+        """The value of a field; None where it is absent. `extra.answer` reads `answer` inside `extra`."""
         column = self.column(field)
         if column in self.fields or "." not in column:
             return self.fields.get(column)
@@ -156,22 +151,20 @@ class Record:
         return value
 
     def column(self, field: str) -> str:
-        """The record's own name of a field."""
+        """The record's own name for a field."""
         return self.columns.get(field, field)
 
     def text(self, field: str) -> str:
         """A field that must be a non-empty text."""
         value = self.required(field)
         if not isinstance(value, str) or not value.strip():
-            raise DataError(
-                f"{self.place}: field {self.column(field)!r} must be a text that is not empty, not {shown(value)}"
-            )
+            raise DataError(f"{self.place}: field {self.column(field)!r} must be a non-empty text, not {shown(value)}")
         return self._whole(field, value)
 
     def flag(self, field: str) -> bool:
-        """A field that is true where it is left out, and must be true or false where it is not."""
+        """An optional boolean field, True by default."""
         value = self.value(field) if self.has(field) else True
-        if isinstance(value, str) and value.strip().lower() in ("true", "false"):  # a cell of a CSV file
+        if isinstance(value, str) and value.strip().lower() in ("true", "false"):  # a CSV cell
             value = value.strip().lower() == "true"
         if not isinstance(value, bool):
             raise DataError(f"{self.place}: field {self.column(field)!r} must be true or false, not {shown(value)}")
@@ -202,7 +195,7 @@ class Record:
         return tuple(turns)
 
     def tools(self) -> tuple[dict[str, Any], ...]:
-        """The field `tools`: a list of descriptions, or the same as JSON text; none where it is left out."""
+        """The field `tools`: a list of descriptions, or the same as JSON text; empty where it is missing."""
         value = self.value("tools")
         if isinstance(value, str):
             try:
@@ -216,7 +209,7 @@ class Record:
         return tuple(without_nulls(tool) for tool in value)
 
     def _whole(self, field: str, text: str) -> str:
-        """The text, which must be made of whole characters: JSON can hold one half of a pair that stands for one."""
+        """The text; raises where it contains a lone surrogate, which JSON allows and UTF-8 does not."""
         try:
             text.encode()
         except UnicodeEncodeError as error:
@@ -227,7 +220,7 @@ class Record:
         return text
 
     def required(self, field: str) -> Any:
-        """A field that must be there."""
+        """The value of a field; raises where it is missing or empty."""
         column, value = self.column(field), self.value(field)
         mapped = f" (data.columns says that it is {field})" if column != field else ""
         if value is None and column not in self.fields:
@@ -239,7 +232,7 @@ class Record:
 
 
 def read_records(paths: Paths, settings: ReadSettings = PLAIN, *, split: str | None = None) -> list[Record]:
-    """The records of a source, in order; `split` in place of the one in the settings."""
+    """The records of a source, in order; `split` overrides the one in the settings."""
     rows = read_source(paths, split or settings.split, settings.config)
     records = [Record(row.fields, row.place, settings.columns) for row in rows]
     if not records:
@@ -248,7 +241,7 @@ def read_records(paths: Paths, settings: ReadSettings = PLAIN, *, split: str | N
 
 
 def without_nulls(value: Any) -> Any:
-    """A nested value without the keys that hold nothing: Arrow gives every object of a column the keys of all."""
+    """A nested value without the keys that are null: Arrow gives every object of a column the keys of all objects."""
     if isinstance(value, dict):
         return {name: without_nulls(item) for name, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
@@ -259,7 +252,7 @@ MAX_ID = 2**31 - 1
 
 
 def tokenizer_digest(tokenizer: Any) -> str:
-    """A digest of what turns messages into token ids and ids into text: the vocabulary and the chat template."""
+    """A digest of what maps messages to token ids and back: the vocabulary and the chat template."""
     vocabulary = sorted(tokenizer.get_vocab().items())
     template = getattr(tokenizer, "chat_template", None)
     content = json.dumps([vocabulary, template], separators=(",", ":"), default=str)
@@ -268,7 +261,7 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 @dataclass(frozen=True)
 class SampledIds:
-    """The token ids of one prompt and of its answers, each answer with the token that ended it, where one did."""
+    """The token ids of one prompt and its answers; an answer includes its end token, where it has one."""
 
     tokenizer: str  # its digest
     prompt: Sequence[int]
@@ -276,9 +269,9 @@ class SampledIds:
 
 
 def sampled_ids(record: Record, count: int) -> SampledIds | None:
-    """The ids that a record of `count` answers holds; None where it holds none.
+    """The ids in a record of `count` answers; None where it has none.
 
-    Answers in `chosen` and `rejected` have theirs in `chosen_token_ids` and `rejected_token_ids`, those in `answers` in
+    `chosen` and `rejected` have theirs in `chosen_token_ids` and `rejected_token_ids`; `answers` has them in
     `token_ids`.
     """
     if not record.has(PROMPT_IDS) or not record.has(TOKENIZER):
@@ -293,7 +286,7 @@ def sampled_ids(record: Record, count: int) -> SampledIds | None:
     else:
         return None
     if len(found) != count:
-        return None  # the ids are of other answers than the one that is read
+        return None  # the ids belong to answers that are not read here
     return SampledIds(record.text(TOKENIZER), _ids(record, PROMPT_IDS, record.value(PROMPT_IDS)), found)
 
 

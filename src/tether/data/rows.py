@@ -1,9 +1,4 @@
-"""From a prompt and its answers to rows of tokens, and to padded batches.
-
-From a prompt and its answers to rows of tokens.
-
-Putting rows of different length into one padded batch.
-"""
+"""Encode prompts and answers as rows of tokens, and pad rows into batches."""
 
 from __future__ import annotations
 
@@ -26,30 +21,30 @@ from tether.types import Message, Prompt, Rollout, Score, TokenBatch
 
 
 class TooLongError(DataError):
-    """A row that is above the limit and cannot be cut."""
+    """A row that is longer than the limit and cannot be shortened."""
 
     REASON = "too long for data.max_length"
 
 
 class Source(Protocol):
-    """What a report is about."""
+    """What a report is about: a named source with counts of its dropped records."""
 
     @property
     def name(self) -> str:
-        """Where the records are from."""
+        """The name of the source."""
         ...
 
     @property
     def dropped(self) -> Counter[str]:
-        """Why some were left out when they were read."""
+        """Counts of records dropped while reading, by reason."""
         ...
 
 
 @dataclass(frozen=True)
 class Row:
-    """One prompt with one answer, the end token included unless it was cut; the prompt is not trained on.
+    """One prompt with one answer, which includes the end token unless it was cut; the prompt is not trained on.
 
-    `trained` (T,) says which tokens are learned where that is not the answer alone.
+    `trained` (T,) marks the trained tokens where they are not exactly the answer.
     """
 
     tokens: Tensor  # (T,)
@@ -58,17 +53,17 @@ class Row:
 
     @property
     def response_mask(self) -> Tensor:
-        """(T,) True on what is learned."""
+        """(T,) True on the tokens to train on."""
         return torch.arange(len(self.tokens)) >= self.prompt_length if self.trained is None else self.trained
 
 
 class RowEncoder:
-    """Turns a prompt and its answers into rows with the tokenizer's own chat template and a learned end token.
+    """Encodes a prompt and its answers as rows, with the tokenizer's chat template and a trained end token.
 
-    A row that is too long is cut at the end of a paragraph where `truncate` is set, and refused where it is not. Of
-    prompt and answer the longer is cut; where that does not help, the other. The answers to one prompt keep the same
-    prompt, for they were compared under it. An answer that was cut did not end there, so it gets no end token.
-    With `turns` all, the assistant's earlier turns in the prompt are learned as well.
+    A row that is too long is cut at a paragraph end where `truncate` is set, and rejected otherwise. The longer of
+    prompt and answer is cut first, then the other if that is not enough. All answers to one prompt keep the same
+    prompt, because they were compared under it. An answer that was cut gets no end token.
+    With `turns` "all", the assistant's earlier turns in the prompt are trained on as well.
     """
 
     def __init__(
@@ -89,12 +84,12 @@ class RowEncoder:
         self.overlong = overlong
         self.turns = turns
         self.notify = notify or _tell
-        self.cut: Counter[str] = Counter()  # how many prompts and answers were cut
+        self.cut: Counter[str] = Counter()  # number of prompts and answers that were cut
         self.dropped: Counter[str] = Counter()
         self.encoded_again = 0  # records whose token ids belong to another tokenizer
 
     def __call__(self, prompt: Prompt | tuple[Message, ...], answer: Answer, place: str, field: str) -> Row:
-        """The row, as the policy itself would have sampled it: the template's prompt, the answer, the end token."""
+        """The row exactly as the policy would sample it: the template's prompt, the answer, the end token."""
         return self.rows(prompt, [answer], place, field)[0]
 
     def rows(
@@ -106,9 +101,9 @@ class RowEncoder:
         ended: Sequence[bool] | None = None,
         sampled: SampledIds | None = None,
     ) -> list[Row]:
-        """A row for each answer to one prompt; one that had not `ended` by itself gets no end token.
+        """One row per answer to a prompt; an answer that has not `ended` by itself gets no end token.
 
-        Where `sampled` has the token ids of this tokenizer, the rows are those ids.
+        Where `sampled` has token ids of this tokenizer, the rows are made from those ids.
         """
         if sampled is not None and self.turns == "last" and self._can_read(sampled, place):
             return [Row(torch.tensor([*sampled.prompt, *ids]), len(sampled.prompt)) for ids in sampled.answers]
@@ -120,7 +115,7 @@ class RowEncoder:
         if len(before) + longest > self.max_length:
             shorter = self._shorten(prompt, before, answers, encoded) if self.truncate else None
             if shorter is None:
-                repair = "no end of a paragraph fits: shorten it" if self.truncate else "shorten it, set data.truncate"
+                repair = "no paragraph end fits: shorten it" if self.truncate else "shorten it, set data.truncate"
                 raise TooLongError(
                     f"{place}: field {field!r} makes a row of {len(before) + longest} tokens, above data.max_length = "
                     f"{self.max_length}: {repair}, set data.overlong to drop, or raise the limit"
@@ -134,7 +129,7 @@ class RowEncoder:
         ]
 
     def text(self, text: str, *, end: bool) -> list[Row]:
-        """The row of a plain text, none where it has no second token; one that is too long is cut and does not end."""
+        """The row of a plain text, none for a text of one token. A text over the limit is cut and gets no end token."""
         ids = text_token_ids(self.tokenizer, text)
         if end and ids[-1:] != [self.end_id]:
             ids = [*ids, self.end_id]
@@ -146,7 +141,7 @@ class RowEncoder:
         return [Row(torch.tensor(ids[: self.max_length]), 1)]
 
     def report(self, source: Source | str) -> None:
-        """Tell what was cut and dropped in a source, and begin to count anew."""
+        """Report what was cut and dropped in a source, and reset the counts."""
         name, dropped = (source, Counter[str]()) if isinstance(source, str) else (source.name, source.dropped)
         if self.encoded_again:
             self.notify(
@@ -157,7 +152,7 @@ class RowEncoder:
         paragraphs = {kind: number for kind, number in self.cut.items() if kind != "text"}
         if paragraphs:
             what = " and ".join(f"{number} {kind}{'s' * (number != 1)}" for kind, number in sorted(paragraphs.items()))
-            self.notify(f"{name}: {what} cut at the end of a paragraph, to fit data.max_length = {self.max_length}")
+            self.notify(f"{name}: {what} cut at a paragraph end, to fit data.max_length = {self.max_length}")
         if number := self.cut["text"]:
             self.notify(f"{name}: {number} text{'s' * (number != 1)} cut at data.max_length = {self.max_length} tokens")
         for reason, number in (dropped + self.dropped).items():
@@ -167,11 +162,11 @@ class RowEncoder:
 
     @cached_property
     def digest(self) -> str:
-        """Of the tokenizer; computed where a record asks for it."""
+        """The tokenizer's digest, computed on first use."""
         return tokenizer_digest(self.tokenizer)
 
     def _can_read(self, sampled: SampledIds, place: str) -> bool:
-        """Whether the ids are this tokenizer's own and fit; otherwise the texts are encoded, and cut where too long."""
+        """Whether the ids belong to this tokenizer and fit the limit; otherwise the texts are encoded and cut."""
         if sampled.tokenizer != self.digest:
             self.encoded_again += 1
             return False
@@ -183,14 +178,14 @@ class RowEncoder:
     # -- answers ------------------------------------------------------------------------------------------------------
 
     def _answer(self, prompt: Prompt, answer: Answer, ended: bool) -> tuple[list[int], list[bool]]:
-        """(ids, which of them are learned)."""
+        """(ids, which of them are trained on)."""
         if isinstance(answer, tuple):
             return self._turns(prompt, answer, ended)
         ids = [*self._encode(answer), *([self.end_id] if ended else [])]
         return ids, [True] * len(ids)
 
     def _turns(self, prompt: Prompt, turns: tuple[Message, ...], ended: bool) -> tuple[list[int], list[bool]]:
-        """Turns of assistant and tools, as the template writes them after the prompt; the assistant's are learned."""
+        """Turns of the assistant and of tools as the template writes them; only the assistant's are trained on."""
         if not has_template(self.tokenizer):
             raise DataError(f"{prompt.id}: an answer with tools or of several turns needs a model with a chat template")
         start = prompt_text(self.tokenizer, prompt)
@@ -205,21 +200,21 @@ class RowEncoder:
         return ids, learned
 
     def _earlier_turns(self, prompt: Prompt, before: list[int]) -> list[bool]:
-        """(prompt's length,) True on what the assistant said in it."""
+        """(prompt length,) True on the assistant's turns."""
         if not any(turn["role"] == "assistant" for turn in prompt.messages):
             return [False] * len(before)
         text, spans = self._spans(prompt, 0, answered=False)
         ids, learned = self._marked(text, spans)
-        first = len(before) - len(ids)  # BOS, where there is no template
+        first = len(before) - len(ids)  # the length of BOS, where there is no template
         if first < 0 or before[first:] != ids:
             raise DataError(_rewrites(prompt.id))
         return [False] * first + learned
 
     def _spans(self, prompt: Prompt, first: int, *, answered: bool = True) -> tuple[str, list[tuple[int, int]]]:
-        """The conversation as text, and where in it the assistant's turns from message `first` on stand.
+        """The conversation as text, and the spans of the assistant's turns from message `first` on.
 
-        A turn is what the template writes between the beginning of an answer and the end of the turn, its end token
-        included and the blanks after it not.
+        A span covers what the template writes from the beginning of an answer to the end of the turn. It includes the
+        end token and excludes the white space after it.
         """
         text = prompt_text(self.tokenizer, prompt, answered=answered)
         spans: list[tuple[int, int]] = []
@@ -235,7 +230,7 @@ class RowEncoder:
         return text, spans
 
     def _marked(self, text: str, spans: Sequence[tuple[int, int]]) -> tuple[list[int], list[bool]]:
-        """The ids of a text, and which of them stand in one of the spans."""
+        """The ids of a text, and which of them are inside one of the spans."""
         if not getattr(self.tokenizer, "is_fast", False):
             raise DataError(
                 "assistant turns can be told apart with a fast tokenizer only: set data.assistant_turns last"
@@ -255,7 +250,7 @@ class RowEncoder:
         answers: Sequence[Answer],
         encoded: list[tuple[list[int], list[bool]]],
     ) -> tuple[Prompt, list[tuple[list[int], list[bool]]]] | None:
-        """`(prompt, answers)` that fit, or None."""
+        """`(prompt, answers)` shortened to fit, or None."""
         longest = max(len(ids) for ids, _ in encoded)
         for kind in ("answer", "prompt") if longest > len(before) else ("prompt", "answer"):
             if kind == "prompt":
@@ -290,7 +285,7 @@ class RowEncoder:
 
 
 def _mask(learned: list[bool], prompt_length: int) -> Tensor | None:
-    """None where just the answer is learned."""
+    """The mask; None where exactly the answer is trained on."""
     plain = not any(learned[:prompt_length]) and all(learned[prompt_length:])
     return None if plain else torch.tensor(learned)
 
@@ -307,19 +302,19 @@ def _tell(message: str) -> None:
 
 
 def pad_right(rows: Sequence[Tensor], fill: float | bool) -> Tensor:
-    """(B, longest) the rows side by side, `fill` after each one's end."""
+    """(B, longest) the rows stacked, each padded on the right with `fill`."""
     return torch.nn.utils.rnn.pad_sequence(list(rows), batch_first=True, padding_value=float(fill))
 
 
 def attention_mask(rows: Sequence[Tensor]) -> Tensor:
-    """(B, longest) bool, True on each row's own tokens: from lengths, never from token ids."""
+    """(B, longest) bool, True on each row's own tokens, computed from lengths and never from token ids."""
     lengths = torch.tensor([len(row) for row in rows])
     return torch.arange(int(lengths.max())) < lengths[:, None]
 
 
 @dataclass(frozen=True)
 class Collated:
-    """What can be learned from: a batch whose row b is `rollouts[b]`, scored `scores[b]`; and counts of the rest."""
+    """The usable rows: a batch whose row b is `rollouts[b]`, scored `scores[b]`; and counts of what was dropped."""
 
     batch: TokenBatch
     rollouts: list[Rollout]
@@ -330,14 +325,16 @@ class Collated:
 def collate(
     rollouts: Sequence[Rollout], scores: Sequence[Score], *, pad_id: int, temperature: float, need_groups: bool
 ) -> Collated:
-    """One batch of what can be learned from, and counts of what was left out.
+    """One batch of the usable rollouts, and counts of what was dropped.
 
-    Left out, never read as zero: an answer that the engine gave up on, one without a sampled token, and one whose score
+    Dropped, never scored as zero: an answer that the engine failed on, one without a sampled token, and one whose score
     is missing or not finite.
-    Where the algorithm compares the samples of a prompt, a sample that lost all its siblings is left out as well.
+    Where the algorithm compares the samples of a prompt, a sample without siblings is dropped as well.
     """
     if len(rollouts) != len(scores):
-        raise DataError(f"the reward gave {len(scores)} scores for {len(rollouts)} rollouts: it must give one for each")
+        raise DataError(
+            f"the reward returned {len(scores)} scores for {len(rollouts)} rollouts: it must return one for each"
+        )
     sampled = [(rollout, score) for rollout, score in zip(rollouts, scores, strict=True) if rollout.finish != "error"]
     kept = [(rollout, score) for rollout, score in sampled if rollout.response_length > 0]
     counts = {
@@ -353,7 +350,7 @@ def collate(
         valid = paired
     if not valid:
         reasons = ", ".join(f"{int(number)} {name.removeprefix('dropped/')}" for name, number in counts.items())
-        raise DataError(f"none of the {len(rollouts)} rollouts can be learned from ({reasons}): check the reward")
+        raise DataError(f"none of the {len(rollouts)} rollouts can be trained on ({reasons}): check the reward")
     kept_rollouts, kept_scores = [rollout for rollout, _ in valid], [score for _, score in valid]
     batch = _batch(kept_rollouts, kept_scores, pad_id, temperature)
     return Collated(batch, kept_rollouts, kept_scores, counts)

@@ -1,4 +1,4 @@
-"""Where records are: a file, a glob, the folder of a saved dataset, a dataset's id, or several of them."""
+"""Where records come from: a file, a glob, a saved dataset folder, a dataset id, or several of them."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from tether.data.formats import READERS, FileRow, ending_of, read_rows
 from tether.errors import DataError
 from tether.files import require_plain
 
-SAVED, SPLITS = "state.json", "dataset_dict.json"  # what `save_to_disk` writes into the folder of a dataset, of splits
-REACH_SECONDS = 3.0  # to wait for the hub before the local cache is all there is
+SAVED, SPLITS = "state.json", "dataset_dict.json"  # files that `save_to_disk` writes, for one dataset and for splits
+REACH_SECONDS = 3.0  # wait for the hub before falling back to the local cache
 
 _ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 _MAGIC = re.compile(r"[*?\[]")
@@ -37,12 +37,12 @@ class SourcePlace:
 
     @property
     def has_splits(self) -> bool:
-        """Whether a split can be asked for."""
+        """Whether the place has splits to choose from."""
         return self.kind == "id" or (Path(self.path) / SPLITS).is_file()
 
 
 def places_of(paths: Paths) -> list[SourcePlace]:
-    """The places that are meant, globs written out in the order of their names."""
+    """The places, with globs expanded in name order."""
     named = [paths] if isinstance(paths, str) else list(paths)
     if not named:
         raise DataError("no file of records is named")
@@ -50,7 +50,7 @@ def places_of(paths: Paths) -> list[SourcePlace]:
 
 
 def read_source(paths: Paths, split: str = "train", config: str | None = None) -> Iterator[FileRow]:
-    """The rows of all the places, one after another."""
+    """The rows of all places, one place after another."""
     for place in places_of(paths):
         if place.kind == "file":
             yield from read_rows(place.path)
@@ -61,7 +61,7 @@ def read_source(paths: Paths, split: str = "train", config: str | None = None) -
 
 
 def source_digest(paths: Paths, split: str = "train", config: str | None = None) -> str | None:
-    """One digest over the bytes of all that is read; None where they cannot be read."""
+    """One digest over the bytes of everything that is read; None where they cannot be read."""
     try:
         files = [file for place in places_of(paths) for file in _files(place, split, config)]
         digests = [_sha256(file) for file in files]
@@ -71,7 +71,7 @@ def source_digest(paths: Paths, split: str = "train", config: str | None = None)
 
 
 def shown_source(paths: Paths) -> str:
-    """The source in one line."""
+    """The source as one line of text."""
     return paths if isinstance(paths, str) else ", ".join(paths)
 
 
@@ -79,10 +79,10 @@ def _places(path: str) -> list[SourcePlace]:
     try:
         expanded = Path(path).expanduser()
         expanded.exists()
-    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, a home of nobody
+    except (OSError, ValueError, RuntimeError) as error:  # too long, a zero byte, or an unknown user's home
         raise DataError(f"{path:.200}: no such file ({getattr(error, 'strerror', None) or error})") from None
     if expanded.is_symlink() and not expanded.exists():
-        raise DataError(f"{path}: this link leads nowhere")
+        raise DataError(f"{path}: this link is broken")
     if expanded.is_dir():
         if not any((expanded / name).is_file() for name in (SAVED, SPLITS)):
             raise DataError(f"{path}: this is a folder; name its files, such as '{path.rstrip('/')}/*.jsonl'")
@@ -93,7 +93,7 @@ def _places(path: str) -> list[SourcePlace]:
         matching = glob.glob(str(expanded), recursive=True)  # noqa: PTH207 (a pattern may begin anywhere)
         found = sorted(file for file in matching if Path(file).is_file())
         if not found:
-            raise DataError(f"{path}: no file has a name like this")
+            raise DataError(f"{path}: no file matches this pattern")
         return [SourcePlace("file", file) for file in found]
     ending = Path(path).suffix
     is_file = ending_of(path) in READERS or (ending[1:].isalpha() and len(ending) < 7) or ending == ".gz"
@@ -104,7 +104,7 @@ def _places(path: str) -> list[SourcePlace]:
 
 
 def _saved_rows(folder: Path, split: str) -> Iterator[FileRow]:
-    """A record a row, read from the folder's Arrow files; no code of a dataset is run."""
+    """One record per row, read from the folder's Arrow files; runs no code of the dataset."""
     arrow = _arrow(str(folder))
     number = 0
     for file in _saved_files(folder, split):
@@ -157,9 +157,9 @@ def _id_rows(name: str, config: str | None, split: str) -> Iterator[FileRow]:
 
 
 def _load_id(name: str, config: str | None, split: str) -> Any:
-    """The split of a dataset on the hub, or of the local cache where the hub cannot be reached.
+    """The split of a dataset on the hub, or from the local cache where the hub cannot be reached.
 
-    `datasets` of this version runs no code of a dataset's repository; it is never asked to.
+    The supported version of `datasets` runs no code from a dataset's repository.
     """
     try:
         os.environ.setdefault("HF_DATASETS_DISABLE_PROGRESS_BARS", "1")
@@ -173,7 +173,7 @@ def _load_id(name: str, config: str | None, split: str) -> Any:
     try:
         with _hub(datasets, online=online):
             return datasets.load_dataset(name, config, split=split)
-    except Exception as error:  # whatever the hub, the network or a damaged cache bring
+    except Exception as error:  # the hub, the network or a damaged cache may raise anything
         reason = str(error).strip().partition("\n")[0][:200]
         if online:
             raise DataError(
@@ -187,7 +187,7 @@ def _load_id(name: str, config: str | None, split: str) -> Any:
 
 
 def reachable(endpoint: str) -> bool:
-    """Whether the hub answers soon; `datasets` itself would try for half a minute."""
+    """Whether the hub answers within REACH_SECONDS; `datasets` itself would retry for half a minute."""
     address = urlsplit(endpoint)
     proxied = any(os.environ.get(name) for name in ("https_proxy", "HTTPS_PROXY", "http_proxy", "HTTP_PROXY"))
     if proxied or not address.hostname:
@@ -201,7 +201,7 @@ def reachable(endpoint: str) -> bool:
 
 @contextmanager
 def _hub(datasets: Any, *, online: bool) -> Iterator[None]:
-    """With `online` false, `datasets` and the hub's client look into their caches only."""
+    """With `online` False, `datasets` and the hub client use only their caches."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE
@@ -217,7 +217,7 @@ def _hub(datasets: Any, *, online: bool) -> Iterator[None]:
 
 
 def _files(place: SourcePlace, split: str, config: str | None) -> Sequence[Path]:
-    """The files whose bytes are a place's records."""
+    """The files that hold a place's records."""
     if place.kind == "file":
         return [Path(place.path)]
     if place.kind == "folder":

@@ -1,1 +1,1 @@
-"""The doctor: rules over what a run recorded. Each names a problem, its cause and its repair."""
+"""The doctor: rules over what a run recorded. Each finding names a problem, its cause and its repair."""

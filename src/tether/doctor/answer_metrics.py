@@ -1,7 +1,7 @@
-"""Numbers about the answers of one step that no single answer shows: variety, repetition, whose advantage counts.
+"""Metrics over all answers of one step: variety, repetition, concentration of the advantage.
 
-They are cheap enough to be recorded at every step. Where a run has not recorded them, the audits take them from the
-rollouts that were kept.
+They are cheap enough to record at every step. Where a run has not recorded them, the audits compute them from the
+stored rollouts.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from numpy.typing import ArrayLike, NDArray
 
 from tether.store.recorded import StoredRollout
 
-GRAM = 4  # tokens: a run of four that comes again is a repetition, not a common word
-MIXER = np.uint64(0x9E3779B97F4A7C15)  # odd and without a pattern: products wrap around and spread out
-SHORTEST = 16  # tokens: shorter answers are not asked whether they repeat themselves
-TOP_PART = 0.05  # "few samples" are this part of a step's answers, at least one
-MIN_ROWS = 16  # answers below which shares and correlations are luck
+GRAM = 4  # tokens: a repeated 4-gram is a repetition, not just a common word
+MIXER = np.uint64(0x9E3779B97F4A7C15)  # odd, with well-mixed bits: products wrap around and spread out
+SHORTEST = 16  # tokens: repetition is not measured in shorter answers
+TOP_PART = 0.05  # the "few" samples: this fraction of a step's answers, at least one
+MIN_ROWS = 16  # with fewer answers, shares and correlations are noise
 
 
 def step_measures(rollouts: Sequence[StoredRollout]) -> dict[str, float]:
-    """Every measure of one step's rollouts that can be taken of them."""
+    """All metrics that can be computed from one step's rollouts."""
     found: dict[str, float] = {}
     if not rollouts:
         return found
@@ -47,9 +47,9 @@ def step_measures(rollouts: Sequence[StoredRollout]) -> dict[str, float]:
 
 
 def top_answer_share(prompt_ids: Sequence[str], completions: Sequence[str]) -> float:
-    """The largest part of the different prompts that got one and the same answer; 1 / prompts where all differ.
+    """The largest fraction of distinct prompts that got the same answer; 1 / prompts where all answers differ.
 
-    White space at the ends and the case of letters make no difference. With one prompt it is NaN.
+    Answers are compared without surrounding white space and without case. With one prompt it is NaN.
     """
     prompts = set(prompt_ids)
     if len(prompts) < 2:
@@ -60,7 +60,7 @@ def top_answer_share(prompt_ids: Sequence[str], completions: Sequence[str]) -> f
 
 
 def most_common_answer(rollouts: Sequence[StoredRollout]) -> str:
-    """The answer that the most different prompts got, as it was first written."""
+    """The answer that most distinct prompts got, as first written."""
     given = {(rollout.prompt_id, rollout.completion.strip().lower()): rollout.completion for rollout in rollouts}
     counts = Counter(text for _, text in given)
     top = counts.most_common(1)[0][0]
@@ -68,12 +68,12 @@ def most_common_answer(rollouts: Sequence[StoredRollout]) -> str:
 
 
 def repetition(tokens: ArrayLike) -> float:
-    """1 - (different 4-grams / 4-grams) of one answer's tokens: 0 where nothing repeats, towards 1 in a loop."""
+    """1 - (distinct 4-grams / 4-grams) of one answer's tokens: 0 without repetition, near 1 in a loop."""
     row = np.asarray(tokens)
     if len(row) < GRAM:
         return 0.0
     row, count = row.astype(np.uint64), len(row) - GRAM + 1
-    names = np.zeros(count, dtype=np.uint64)  # a number for each gram: equal for equal ones, and hardly for others
+    names = np.zeros(count, dtype=np.uint64)  # a hash per gram: equal for equal grams, rarely for others
     for place in range(GRAM):
         names = names * MIXER + row[place : place + count]
     names.sort()
@@ -81,7 +81,7 @@ def repetition(tokens: ArrayLike) -> float:
 
 
 def top_share(mass: ArrayLike) -> float:
-    """The part of all |advantage| that the few answers with the most of it hold; NaN where there is none at all."""
+    """The fraction of all |advantage| on the TOP_PART answers with the most of it; NaN where all are 0."""
     row: NDArray[np.float64] = np.sort(np.asarray(mass, dtype=float))[::-1]
     total = float(row.sum())
     few = max(1, round(TOP_PART * len(row)))
@@ -89,7 +89,7 @@ def top_share(mass: ArrayLike) -> float:
 
 
 def flat_groups(group_ids: Sequence[int], scores: NDArray[np.float64]) -> float:
-    """The part of the groups whose samples all have one score; NaN where no prompt was answered more than once."""
+    """The fraction of groups whose samples all have the same score; NaN where no prompt has several answers."""
     groups: dict[int, list[float]] = {}
     for group, score in zip(group_ids, scores, strict=True):
         groups.setdefault(group, []).append(float(score))
@@ -98,12 +98,12 @@ def flat_groups(group_ids: Sequence[int], scores: NDArray[np.float64]) -> float:
 
 
 def correlation(one: NDArray[np.float64], other: NDArray[np.float64]) -> float:
-    """Pearson's; NaN where one of them does not vary."""
+    """Pearson correlation; NaN where either array is constant."""
     if float(one.std()) < 1e-9 or float(other.std()) < 1e-9:
         return float("nan")
     return float(np.corrcoef(one, other)[0, 1])
 
 
 def measured(metrics: Mapping[str, float], rollouts: Sequence[StoredRollout]) -> dict[str, float]:
-    """One step's metrics, with the measures of its rollouts added where they were not recorded."""
+    """One step's metrics, plus the metrics of its rollouts where they were not recorded."""
     return step_measures(rollouts) | dict(metrics)

@@ -1,4 +1,4 @@
-"""The doctor: every audit over a run that is finished, or over one that is under way."""
+"""The doctor: runs every audit over a finished run, or over a run in progress."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ AUDITS: tuple[Audit, ...] = (
     Audit("not-training", "Do the weights move at all?", not_training),
     Audit("not-finite", "Was every loss and gradient finite?", not_finite),
     Audit("rollout-mismatch", "Is the ratio 1 before the first update?", rollout_mismatch),
-    Audit("negative-kl", "Can the KL to the reference be believed?", negative_kl),
+    Audit("negative-kl", "Is the KL to the reference valid?", negative_kl),
     Audit("kl-runaway", "Does the policy stay near the reference?", kl_runaway),
     Audit("entropy-collapse", "Does the policy still explore?", entropy_collapse),
     Audit("repetition", "Do answers loop?", repeating),
     Audit("mode-collapse", "Do different prompts get different answers?", mode_collapse),
-    Audit("length", "Does length drift, or pay?", length_drift),
+    Audit("length", "Does length drift, or raise the score?", length_drift),
     Audit("never-ends", "Do answers end by themselves?", never_ends),
     Audit("over-optimisation", "Does the true score follow the proxy?", over_optimisation),
     Audit("held-out", "Do held-out prompts gain too?", held_out),
@@ -44,47 +44,47 @@ AUDITS: tuple[Audit, ...] = (
     Audit("reward-failures", "Does the reward score every answer?", reward_failures),
     Audit("few-prompts", "Are there enough different prompts?", few_prompts),
     Audit("critic", "Is the critic better than the mean?", critic),
-    Audit("critic-rate", "Is the critic's rate low enough?", critic_lr),
+    Audit("critic-rate", "Is the critic's learning rate low enough?", critic_lr),
     Audit("dominated-advantages", "Do many answers decide the step?", dominated_advantages),
-    Audit("clip", "Does the clip bind as it should?", clip),
+    Audit("clip", "Is the clip fraction in its usual range?", clip),
     Audit("early-stop", "Are updates finished?", early_stop),
     Audit("gradient-spikes", "Are gradients steady?", gradient_spikes),
 )
 
-STEPS_READ = 12  # kept steps whose rollouts are read at most: enough for a trend, and quick on a long run
+STEPS_READ = 12  # maximum number of steps whose rollouts are read: enough for a trend, and quick on a long run
 
 
 @dataclass(frozen=True)
 class Examination:
-    """What every audit said of one run, by its name."""
+    """The verdict of every audit on one run, by audit name."""
 
     verdicts: Mapping[str, Verdict]
 
     @property
     def findings(self) -> list[Finding]:
-        """What is wrong, the gravest first."""
+        """The findings, most severe first."""
         found = [verdict for verdict in self.verdicts.values() if isinstance(verdict, Finding)]
         return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Looks at a run with each of its audits."""
+    """Examines a run with each of its audits."""
 
     audits: Sequence[Audit] = AUDITS
 
     def examine(self, run: RecordedRun) -> list[Finding]:
-        """What is wrong with a run, the gravest first."""
+        """The findings of a run, most severe first."""
         return self.examination(run).findings
 
     def examination(self, run: RecordedRun) -> Examination:
-        """What every audit said, those too that found nothing."""
+        """The verdict of every audit, including those that found nothing."""
         run = with_measures(run)
         return Examination({audit.name: audit.examine(run) for audit in self.audits})
 
 
 def with_measures(run: RecordedRun) -> RecordedRun:
-    """The run with the measures of its kept rollouts among its metrics; of long runs a few kept steps, far apart."""
+    """The run with metrics computed from its stored rollouts; a long run is sampled at a few evenly spaced steps."""
     steps = spread_out(run.rollout_steps, STEPS_READ)
     read = lru_cache(maxsize=STEPS_READ)(lambda step: tuple(run.rollouts(step)))
     kept = set(steps)
@@ -93,7 +93,7 @@ def with_measures(run: RecordedRun) -> RecordedRun:
 
 
 def spread_out(steps: Sequence[int], most: int) -> list[int]:
-    """At most `most` of the steps, evenly apart, the first and the last among them."""
+    """At most `most` of the steps, evenly spaced, including the first and the last."""
     if len(steps) <= most:
         return list(steps)
     return [steps[round(place * (len(steps) - 1) / (most - 1))] for place in range(most)]
@@ -101,11 +101,11 @@ def spread_out(steps: Sequence[int], most: int) -> list[int]:
 
 @dataclass
 class LiveDoctor:
-    """Looks at a run while it trains: give it every step, and it returns what it has not said before.
+    """Examines a run while it trains: feed it every step, and it returns only new findings.
 
-    It keeps the first steps and the latest ones, and the rollouts of a few, so that neither its memory nor the time of
-    a look grows with the run. A finding is said again only when it has become graver. An audit that fails is passed
-    over: looking must never stop a run.
+    It keeps the first and the latest steps, and the rollouts of a few, so that memory and time per step stay constant.
+    A finding is repeated only when its severity rises. An audit that raises is skipped, because the doctor must never
+    stop a run.
     """
 
     method: str
@@ -113,7 +113,7 @@ class LiveDoctor:
     every: int = 10
     first_steps: int = 20
     latest_steps: int = 180
-    kept_rollouts: int = 3  # of the latest steps, beside those of the first
+    kept_rollouts: int = 3  # number of latest steps whose rollouts are kept, beside the first
     doctor: Doctor = field(default_factory=Doctor)
 
     def __post_init__(self) -> None:
@@ -125,7 +125,7 @@ class LiveDoctor:
         self._steps = 0
 
     def see(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[StoredRollout] = ()) -> list[Finding]:
-        """One step; what is newly wrong, on every `every`-th call, else nothing."""
+        """Add one step; every `every`-th call returns new findings, other calls return nothing."""
         row = measured({"step": float(step)} | dict(metrics), rollouts)
         (self._first if len(self._first) < self.first_steps else self._latest).append(row)
         if rollouts and self._first_rollouts is None:
@@ -146,7 +146,7 @@ class LiveDoctor:
         return SEVERITIES.index(finding.severity) < self._said.get(finding.audit, len(SEVERITIES))
 
     def _recorded(self) -> RecordedRun:
-        """What is remembered, as a run; the measures of rollouts are already among the metrics."""
+        """The kept steps as a run; the metrics of rollouts are already included."""
         first = [self._first_rollouts] if self._first_rollouts is not None else []
         kept = dict([*first, *self._rollouts])
         return RecordedRun(
@@ -162,5 +162,5 @@ class LiveDoctor:
 def _ask(audit: Audit, run: RecordedRun) -> Verdict:
     try:
         return audit.examine(run)
-    except Exception as error:  # a bug in an audit is no reason to lose a run
+    except Exception as error:  # a bug in an audit must not stop the run
         return TooLittle(f"{audit.name} failed: {type(error).__name__}: {error}")

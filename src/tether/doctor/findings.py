@@ -1,8 +1,7 @@
-"""What the doctor's rules work with: a run's metrics as curves, and findings with cause and repair.
+"""What the audits work with: verdicts, and a run's metrics as curves.
 
-What an audit says: a finding with its reason and cure, that all is well, or that there is too little to go by.
-
-A metric over a run as a curve, with what audits ask of one: where it began and ended, and whether it truly moved.
+A verdict is a finding with its reason and repair, that all is well, or that there is too little data. `Curve` is one
+metric over a run: where it began and ended, and whether it changed by more than noise.
 """
 
 from __future__ import annotations
@@ -21,47 +20,47 @@ from tether.store.recorded import NOTHING, RecordedRun
 
 Severity = Literal["note", "warning", "alarm"]
 SEVERITIES: tuple[Severity, ...] = ("alarm", "warning", "note")
-"""The gravest first. An alarm: the run is being wasted. A warning: it will not become what it could. A note: worth
-knowing, and perhaps meant."""
+"""Most severe first. alarm: the run is being wasted. warning: the result will be worse than it could be. note: worth
+knowing, and perhaps intended."""
 
 GUIDE = "docs/doctor.md"
 
 
 @dataclass(frozen=True)
 class Finding:
-    """Something wrong with a run, in words that a person can act on."""
+    """A problem with a run, in words that a person can act on."""
 
-    audit: str  # the audit's name, which is also the anchor in the guide
+    audit: str  # the audit's name, which is also the anchor in docs/doctor.md
     severity: Severity
     title: str
-    saw: str  # with numbers and steps
-    why: str  # it matters
-    change: tuple[str, ...]  # what to do, most likely cure first; each names a key of the recipe where one does it
-    metric: str  # whose curve this is about
+    saw: str  # what was observed, with numbers and steps
+    why: str  # why it matters
+    change: tuple[str, ...]  # repairs, the most likely first; each names a recipe key where there is one
+    metric: str  # the metric whose curve shows it
     first_step: int
     last_step: int
-    examples: tuple[str, ...] = ()  # tokens or answers, as the model wrote them
+    examples: tuple[str, ...] = ()  # tokens or answers as the model wrote them
 
     @property
     def link(self) -> str:
-        """Where the guide explains it."""
+        """The section of the guide that explains it."""
         return f"{GUIDE}#{self.audit}"
 
     def as_json(self) -> dict[str, Any]:
-        """Plain values, the link with them."""
+        """Plain values, including the link."""
         return dataclasses.asdict(self) | {"link": self.link}
 
 
 @dataclass(frozen=True)
 class Healthy:
-    """The audit had enough to go by, and found nothing."""
+    """The audit had enough data and found nothing."""
 
     saw: str
 
 
 @dataclass(frozen=True)
 class TooLittle:
-    """The audit could not judge: what it would need."""
+    """The audit did not have enough data; the text says what it needs."""
 
     lacks: str
 
@@ -71,20 +70,20 @@ Verdict = Finding | Healthy | TooLittle
 
 @dataclass(frozen=True)
 class Audit:
-    """One rule: its name, the question that it answers, and the pure function that answers it."""
+    """One rule: its name, the question that it answers, and the pure function that computes the verdict."""
 
     name: str
     question: str
     examine: Callable[[RecordedRun], Verdict]
 
 
-END_PART = 0.2  # the first and the last fifth of a run stand for its start and its end
-ERRORS = 3.0  # a change counts when it is this many standard errors of the difference of two such means
+END_PART = 0.2  # the first and the last fifth of a run are its start and its end
+ERRORS = 3.0  # a change counts from this many standard errors of the difference of the two means
 
 
-NEAR_CEILING = 0.95  # of the most that a reward gives, over the last fifth of a run: the task is solved
-SOLVED_SPREAD = 0.1  # scores that spread less than this part of what they did are all alike
-UNBOUNDED = ("model", "remote", "function", "task")  # parts of a reward that may give any number
+NEAR_CEILING = 0.95  # fraction of the maximum reward, over the last fifth of a run: the task is solved
+SOLVED_SPREAD = 0.1  # a spread below this fraction of the initial one: all scores are alike
+UNBOUNDED = ("model", "remote", "function", "task")  # reward parts without a known maximum
 
 
 @dataclass(frozen=True)
@@ -100,7 +99,7 @@ class Curve:
 
     @property
     def span(self) -> int:
-        """How many points a fifth of the run has; at least 2, so that one point never decides."""
+        """The number of points in a fifth of the run; at least 2, so that one point never decides."""
         return min(len(self), max(2, round(END_PART * len(self))))
 
     @property
@@ -124,30 +123,30 @@ class Curve:
         return int(self.steps[0])
 
     def half(self) -> Curve:
-        """The second half, in which a run should have found its feet."""
+        """The second half, after the run has settled."""
         return self.since(len(self) // 2)
 
     def since(self, place: int) -> Curve:
-        """From a place on."""
+        """The curve from index `place` on."""
         return Curve(self.name, self.steps[place:], self.values[place:])
 
     def noise(self) -> float:
-        """The deviation from point to point, read off second differences, in which a steady slope cancels."""
+        """The standard deviation from point to point, from second differences, in which a constant slope cancels."""
         if len(self) < 3:
             return math.inf
         bends = np.diff(self.values, n=2)
         return float(np.sqrt(np.mean(bends**2) / 6.0))
 
     def margin(self) -> float:
-        """How far two means of a fifth must be apart to differ for certain."""
+        """The minimum significant difference between two means over a fifth."""
         return ERRORS * self.noise() * math.sqrt(2.0 / self.span)
 
     def rose(self) -> bool:
-        """Whether it ends above where it began, by more than noise makes."""
+        """Whether it ends above its start by more than noise."""
         return len(self) >= 3 and self.end - self.start > self.margin()
 
     def smooth(self) -> NDArray[np.float64]:
-        """(n,) a centred moving mean about a fifth of the run wide, over what there is at the ends."""
+        """(n,) a centered moving mean about a fifth of the run wide, shorter at the ends."""
         half = self.span // 2
         sums = np.concatenate([[0.0], np.cumsum(self.values)])
         low = np.maximum(np.arange(len(self)) - half, 0)
@@ -156,14 +155,14 @@ class Curve:
 
 
 def curve(run: RecordedRun, name: str) -> Curve:
-    """One metric of a run; what was not finite, or as good as infinite, is left out."""
+    """One metric of a run, without values that are not finite or are practically infinite."""
     steps, values = run.series.get(name, NOTHING)
     known = np.abs(values) <= LARGEST
     return Curve(name, steps[known], values[known])
 
 
 def setting(run: RecordedRun, key: str, default: Any) -> Any:
-    """A key of the run's recipe, dotted; `default` where the recipe has none or null."""
+    """A dotted key of the run's recipe; `default` where it is missing or null."""
     found: Any = run.config
     for part in key.split("."):
         if not isinstance(found, Mapping) or part not in found:
@@ -173,7 +172,7 @@ def setting(run: RecordedRun, key: str, default: Any) -> Any:
 
 
 def ceiling(run: RecordedRun) -> float | None:
-    """The most that the run's reward can give, where its recipe says so: rules and built-in tasks score 0 to 1."""
+    """The run's maximum reward, if its recipe implies one: rules and built-in tasks score 0 to 1."""
     parts = setting(run, "reward.parts", ())
     if parts:
         counted = [part for part in parts if isinstance(part, Mapping) and part.get("weight", 1.0)]
@@ -190,10 +189,9 @@ def ceiling(run: RecordedRun) -> float | None:
 
 
 def solved(run: RecordedRun) -> bool:
-    """Whether there is nothing left to learn: scores end at what they can be at the most, or all alike after a rise.
+    """Whether the task is solved: scores end at the reward's maximum, or are all alike after a rise.
 
-    A reward that is always the same, and one that fell to one value, are not solved: they are at no known ceiling, and
-    did not rise to where they are.
+    A constant reward, or scores that fell to one value, do not count: they are at no known maximum and did not rise.
     """
     score, spread, top = curve(run, "score"), curve(run, "score_std"), ceiling(run)
     if len(score) < 3:
@@ -205,10 +203,10 @@ def solved(run: RecordedRun) -> bool:
 
 
 def rows_per_step(run: RecordedRun) -> int:
-    """How many answers one iteration samples."""
+    """The number of answers per iteration."""
     return int(setting(run, "rollout.prompts_per_step", 64)) * int(setting(run, "rollout.samples_per_prompt", 1))
 
 
 def percent(part: float) -> str:
-    """0.123 as 12 %."""
+    """0.123 as "12 %"."""
     return f"{100.0 * part:.1f} %" if 0.0 < abs(part) < 0.1 else f"{100.0 * part:.0f} %"

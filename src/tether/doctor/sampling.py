@@ -1,4 +1,4 @@
-"""Audits of the log-probs: do sampler and trainer agree, and can the KL to the reference be believed?"""
+"""Audits of the log-probs: do sampler and trainer agree, and is the KL to the reference valid?"""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ from tether.doctor.findings import (
 from tether.reports.charts import short
 from tether.store.recorded import RecordedRun, StoredRollout
 
-# Nats a token, (warning, alarm). In float32 both sides agree to 1e-6, and a ratio that is off by 5 % before anything is
-# learned is a quarter of the usual clip range. In bfloat16 each side rounds every layer in its own order: 0.04 was seen
-# where nothing was wrong, and old log-probs come from the trainer so that it biases no ratio.
+# Nats per token, (warning, alarm). In float32 both sides agree to 1e-6, and a ratio that is 5 % off before the update
+# is a quarter of the usual clip range. In bfloat16 each side rounds every layer in its own order: a healthy run showed
+# 0.04, and since old log-probs come from the trainer, this biases no ratio.
 GAPS = {"float32": (0.01, 0.05), "bfloat16": (0.1, 0.25)}
-FIRST_RATIO = 1e-3  # the trainer against itself: the same rows in the same shapes must give ratio 1
+FIRST_RATIO = 1e-3  # the trainer against itself: the same rows in the same shapes must give a ratio of 1
 TOKENS_SHOWN = 5
 
 MIN_KL = 5  # iterations with a KL
-NEGATIVE_PART = 0.3  # a KL below 0 in this part of the iterations is more than a bad draw
-SURE = 3.0  # standard errors below 0 that luck does not explain
-CUT_GAP = 1e-3  # nats a token by which top-p or top-k changed what was sampled from
-MOVED = 1e-7  # KL(old || new) above which the policy has moved for certain
-FIRST_KL = 0.02  # nats a token at step 0, where the reference still is the policy
+NEGATIVE_PART = 0.3  # a KL below 0 in this fraction of the iterations is more than chance
+SURE = 3.0  # standard errors below 0 that chance does not explain
+CUT_GAP = 1e-3  # nats per token by which top-p or top-k changed the sampling distribution
+MOVED = 1e-7  # KL(old || new) above which the policy has certainly moved
+FIRST_KL = 0.02  # nats per token at step 0, where the reference still equals the policy
 
 WHY_MISMATCH = (
     "PPO divides the new policy by the one that sampled. If sampler and trainer disagree before the first update, the "
-    "ratio starts away from 1: the clip acts on the disagreement, and the gradient is that of another policy."
+    "ratio does not start at 1: the clip acts on the disagreement, and the gradient is that of another policy."
 )
 WHY_NEGATIVE = (
-    "A KL divergence is never below 0. If its estimate is, then the penalty pays the policy for moving away, or a "
+    "A KL divergence is never below 0. If its estimate is, the penalty rewards the policy for moving away, or a "
     "controller lowers its weight for the wrong reason."
 )
 
@@ -60,7 +60,7 @@ def rollout_mismatch(run: RecordedRun) -> Verdict:
     mean, worst = float(np.median(gap.values)), int(gap.values.argmax())
     warning, alarm = _gaps_that_count(run)
     if mean <= warning:
-        return Healthy(f"sampler and trainer differ by {short(mean)} nats a token (from {warning} on it counts)")
+        return Healthy(f"sampler and trainer differ by {short(mean)} nats per token (it counts from {warning})")
     off = percent(math.expm1(min(mean, 10.0)))
     peak = curve(run, "logprob_diff_max")
     largest = f", and by up to {short(float(peak.values.max()))} at one token" if len(peak) else ""
@@ -76,7 +76,7 @@ def rollout_mismatch(run: RecordedRun) -> Verdict:
         (
             "model.dtype: sample and train in the same precision (float32 if in doubt)",
             "model.attention: the same kernels in both",
-            "with an engine of your own: hand it the new weights before every iteration, and return log-probs at "
+            "with your own engine: pass it the new weights before every iteration, and return log-probs at "
             "rollout.temperature",
         ),
         "logprob_diff",
@@ -87,7 +87,7 @@ def rollout_mismatch(run: RecordedRun) -> Verdict:
 
 
 def _gaps_that_count(run: RecordedRun) -> tuple[float, float]:
-    """From how many nats a token on a gap is a warning, and an alarm, in the run's precision."""
+    """The differences, in nats per token, from which a warning and an alarm start, in the run's precision."""
     return GAPS.get(str(setting(run, "model.dtype", "float32")), GAPS["float32"])
 
 
@@ -98,12 +98,12 @@ def _trainer_disagrees_with_itself(first: Curve) -> Finding:
         "warning",
         "The ratio is not 1 on the first minibatch",
         f"The trainer's two passes over the same tokens differ: KL(old || new) is {short(float(first.values[worst]))} "
-        f"a token before the first step of the update at step {int(first.steps[worst])}, a ratio that is typically off "
-        f"by {percent(math.sqrt(2.0 * float(first.values[worst])))}.",
+        f"per token before the first step of the update at step {int(first.steps[worst])}, a ratio that is typically "
+        f"off by {percent(math.sqrt(2.0 * float(first.values[worst])))}.",
         WHY_MISMATCH,
         (
             "model.path: turn off dropout in the model's own config",
-            "model.dtype: float32 where kernels give other results for other batch shapes",
+            "model.dtype: float32, if kernels give different results for different batch shapes",
         ),
         "first_approx_kl",
         first.first_step,
@@ -116,20 +116,20 @@ def _last_rollouts(run: RecordedRun) -> Sequence[StoredRollout]:
 
 
 def _gaps(rollout: StoredRollout) -> np.ndarray:
-    """(T,) |old - sampler's| log-prob, 0 off the answer."""
+    """(T,) |old - sampler's| log-prob, 0 outside the answer."""
     gap = np.abs(rollout.columns["old_logprob"] - rollout.columns["untruncated_logprob"])
     return np.where(rollout.columns["response"], gap, 0.0)
 
 
 def _where_it_sits(rollouts: Sequence[StoredRollout]) -> str:
-    """Whether few tokens or all of them carry the gap."""
+    """Whether few tokens or all of them carry the difference."""
     if not rollouts:
         return ""
     gaps = np.sort(np.concatenate([_gaps(rollout)[rollout.columns["response"]] for rollout in rollouts]))[::-1]
     few = max(1, len(gaps) // 20)
     share = float(gaps[:few].sum() / max(gaps.sum(), 1e-12))
     where = "few tokens carry it" if share > 0.5 else "it is spread over the answers"
-    return f" The worst twentieth of the tokens holds {percent(share)} of it: {where}."
+    return f" The worst 5 % of the tokens have {percent(share)} of it: {where}."
 
 
 def _worst_tokens(rollouts: Sequence[StoredRollout]) -> tuple[str, ...]:
@@ -148,7 +148,7 @@ def _worst_tokens(rollouts: Sequence[StoredRollout]) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class _Negative:
-    """How far below 0 the KL is: mean over the second half, its standard error, and how often."""
+    """How far below 0 the KL is: mean over the second half, its standard error, and the fraction of steps."""
 
     mean: float
     error: float
@@ -174,12 +174,12 @@ def negative_kl(run: RecordedRun) -> Verdict:
             return _same_reference(k3, old)
         return TooLittle("a policy that moves: the KL is exactly 0 at every step")
     half, half3 = k1.half(), k3.half()
-    # For a small KL the k1 of a whole answer has variance 2 KL; what the curve itself shows may be more.
+    # For a small KL the k1 of a whole answer has variance 2 KL; the curve itself may show more.
     by_theory = math.sqrt(2.0 * max(float(half3.values.mean()), 0.0) / rows_per_step(run) / len(half))
     by_curve = half.noise() / math.sqrt(len(half)) if len(half) >= 3 else 0.0
     found = _Negative(float(half.values.mean()), max(by_theory, by_curve), float((k1.values[1:] < 0.0).mean()))
     if found.mean >= 0.0 or not (found.certain or found.part > NEGATIVE_PART):
-        return Healthy(f"the k1 estimate is {short(found.mean)} nats an answer in the second half of the run")
+        return Healthy(f"the k1 estimate is {short(found.mean)} nats per answer in the second half of the run")
     return _with_cause(run, found, half)
 
 
@@ -190,35 +190,35 @@ def _with_cause(run: RecordedRun, found: _Negative, half: Curve) -> Finding:
         p, k = setting(run, "rollout.top_p", 1.0), setting(run, "rollout.top_k", 0)
         cause = (
             f"Cause: truncated sampling. With top_p {p:g} and top_k {k} the sampler drew from another distribution "
-            f"than the one whose log-probs are compared ({short(float(cut.values.mean()))} nats a token), so the "
-            "estimate is not one of a KL any more."
+            f"than the one whose log-probs are compared ({short(float(cut.values.mean()))} nats per token), so this is "
+            "no longer an estimate of a KL."
         )
         change = ("rollout.top_p: 1.0 and rollout.top_k: 0 while training", "rollout.temperature: lower it instead")
     elif len(gap) and float(np.median(gap.values)) > _gaps_that_count(run)[0]:
         cause = (
-            f"Cause: sampler and trainer disagree by {short(float(np.median(gap.values)))} nats a token, so the tokens "
-            "do not come from the policy whose log-probs are compared."
+            f"Cause: sampler and trainer disagree by {short(float(np.median(gap.values)))} nats per token, so the "
+            "tokens do not come from the policy whose log-probs are compared."
         )
         change = ("see rollout-mismatch: model.dtype, and the engine's weights and temperature",)
     elif not found.certain:
         severity = "note"
         cause = (
             f"Cause: chance. k1 of {rows_per_step(run)} answers has a standard error of {short(found.error)} here, and "
-            "the policy has hardly left the reference."
+            "the policy is still close to the reference."
         )
         change = ("kl.estimator: k3, which is never negative", "rollout.prompts_per_step: more answers, less noise")
     else:
         severity = "alarm"
         cause = (
-            "Cause: the reference's log-probs are not of the tokens that were sampled. Nothing else is left: sampling "
-            f"was not truncated, the sampler agrees with the trainer, and chance explains only {short(found.error)}."
+            "Cause: the reference's log-probs are not those of the sampled tokens. The other causes are excluded: "
+            f"sampling was not truncated, sampler and trainer agree, and chance explains only {short(found.error)}."
         )
         change = ("roles.mode: check that the reference reads the same tokens, mask and temperature as the policy",)
     return Finding(
         "negative-kl",
         severity,
         "The KL to the reference is negative",
-        f"kl_ref_k1 is {short(found.mean)} nats an answer over steps {half.first_step} to {half.last_step}, and below "
+        f"kl_ref_k1 is {short(found.mean)} nats per answer over steps {half.first_step} to {half.last_step}, and below "
         f"0 in {percent(found.part)} of all steps. {cause}",
         WHY_NEGATIVE,
         change,
@@ -232,11 +232,11 @@ def _same_reference(k3: Curve, old: Curve) -> Finding:
     return Finding(
         "negative-kl",
         "alarm",
-        "The reference moves along with the policy",
+        "The reference moves with the policy",
         f"The KL to the reference is exactly 0 at all {len(k3)} steps, though the policy moves (KL(old || new) is "
-        f"{short(float(old.values.mean()))} a token). The reference is the policy itself.",
-        "Then nothing tethers the policy: it can drift anywhere at no cost.",
-        ("roles.mode: give the reference weights of its own, or adapters that can be switched off",),
+        f"{short(float(old.values.mean()))} per token). The reference is the policy itself.",
+        "Then nothing holds the policy near its start: it can drift anywhere at no cost.",
+        ("roles.mode: give the reference its own weights, or adapters that can be switched off",),
         "kl_ref_k3",
         k3.first_step,
         k3.last_step,
@@ -248,10 +248,10 @@ def _other_reference(k3: Curve, tokens: float) -> Finding:
     return Finding(
         "negative-kl",
         "warning",
-        "The reference is not the policy that the run began with",
-        f"At step 0, before any update, the KL to the reference is {short(first)} nats an answer "
-        f"({short(first / tokens)} a token); it should be 0.",
-        "The policy is then tethered to some other model, and pays from the start for what it was given.",
+        "The reference is not the policy that the run started from",
+        f"At step 0, before any update, the KL to the reference is {short(first)} nats per answer "
+        f"({short(first / tokens)} per token); it should be 0.",
+        "The policy is then held near another model, and is penalized from the start for its own initial weights.",
         ("model.path: the policy and the reference must start as the same model",),
         "kl_ref_k3",
         k3.first_step,

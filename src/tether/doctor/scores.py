@@ -1,4 +1,4 @@
-"""Audits of the reward: can it be learned from, and does a higher one mean better answers?"""
+"""Audits of the reward: can the policy learn from it, and does a higher score mean better answers?"""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from tether.reports.charts import short
 from tether.reports.run_report import MIN_POINTS, judge_overoptimisation
 from tether.store.recorded import RecordedRun
 
-MIN_STEPS = 10  # iterations before a score that moves is more than luck
-FELL_PART = 0.3  # of all it had gained: less is a wobble
+MIN_STEPS = 10  # iterations before a change of the score is more than chance
+FELL_PART = 0.3  # fraction of the gain that was lost: less is a fluctuation
 FELL_ERRORS = 4.0  # standard errors of a smoothed point
 
-SLOW_OR_NOT = 20  # measurements below which a true score that is slow to rise looks like one that does not
+SLOW_OR_NOT = 20  # measurements below which a slowly rising true score looks constant
 
 MIN_SPREADS = 5
 NO_SPREAD = 1e-6
-LITTLE_SPREAD = 0.02  # part of the run's usual spread, its upper quartile: one wild batch does not count
-RELATIVE_SPREAD = 1e-3  # part of the score itself: a reward model whose scores differ in the third digit
-FLAT_PART = 0.8  # of the last third of the steps are flat
-FLAT_GROUPS = 0.9  # of the groups give no advantage at all
+LITTLE_SPREAD = 0.02  # fraction of the run's usual spread (its upper quartile, robust against one extreme batch)
+RELATIVE_SPREAD = 1e-3  # fraction of the score itself: scores that differ only in the third digit
+FLAT_PART = 0.8  # fraction of the last third of the steps that are flat
+FLAT_GROUPS = 0.9  # fraction of the groups without any advantage
 
 SOME_FAILURES = 0.001
-MANY_FAILURES = 0.01  # of all answers: a loss that biases what is learned
-MAX_FAILURES = 0.05  # half of where a run stops by itself, as reward.max_failure_rate is set by default
+MANY_FAILURES = 0.01  # fraction of all answers: a loss that biases training
+MAX_FAILURES = 0.05  # half of reward.max_failure_rate's default, at which a run stops
 
 FEW_PROMPTS = 8  # in a whole run
-REPEATED = 0.25  # of the places in a step have a prompt of their own
+REPEATED = 0.25  # fraction of a step's prompts that are distinct
 
 HELD_OUT_WORDS = {
     "true score": "held-out score",
@@ -40,35 +40,33 @@ HELD_OUT_WORDS = {
     "stop there, raise the KL coefficient, or improve the reward model": "stop there, or train on more prompts",
     "What the policy learned is not what the true rule rewards": "What the policy learned holds for its prompts only",
 }
-"""The words of a judgement of proxy and true score, said of training and held-out prompts."""
+"""Replacements that turn a judgment of proxy and true score into one of training and held-out prompts."""
 
 WHY_OVER = (
-    "The proxy is only a stand-in. From the point where the true score turns, every further step makes answers worse "
+    "The proxy only approximates the true score. Once the true score turns, every further step makes answers worse "
     "and the proxy better (Gao et al. 2022)."
 )
-WHY_HELD_OUT = "What is learned on the training prompts alone is memory, not skill, and is of no use on other prompts."
-WHY_COLLAPSE = (
-    "A run that falls this far rarely comes back; each further step trains on the answers of a broken policy."
-)
+WHY_HELD_OUT = "What is learned only on the training prompts is memorized and does not help on other prompts."
+WHY_COLLAPSE = "A run that falls this far rarely recovers; each further step trains on the answers of a broken policy."
 WHY_FLAT = (
-    "Advantages are differences between scores. Where all are alike there are none: the gradient is noise, made large "
-    "by whitening."
+    "Advantages are differences between scores. If all scores are alike there are none: the gradient is noise, "
+    "amplified by whitening."
 )
 WHY_FAILURES = (
-    "Answers without a score are left out. If the reward fails on a certain kind of answer, that kind is never judged."
+    "Answers without a score are left out. If the reward fails on a certain kind of answer, that kind is never scored."
 )
 WHY_PROMPTS = "The policy sees the same questions over and over: it learns the answers, not how to answer."
 
 
 def over_optimisation(run: RecordedRun) -> Verdict:
-    """Does the true score follow the score that is trained on?"""
+    """Does the true score follow the proxy that is trained on?"""
     score, judged = _points(curve(run, "score")), list[str]()
     for name in true_scores(run.config):
         true = curve(run, name)
         if min(len(score), len(true)) < MIN_POINTS:
             continue
         said = judge_overoptimisation(score, _points(true))
-        if said.level == "warning" and not said.text.startswith("Both scores fell"):  # score_collapse tells that
+        if said.level == "warning" and not said.text.startswith("Both scores fell"):  # score_collapse reports that
             unsure = "it never followed" in said.text and len(true) < SLOW_OR_NOT
             return Finding(
                 "over-optimisation",
@@ -79,7 +77,7 @@ def over_optimisation(run: RecordedRun) -> Verdict:
                 (
                     "evaluation.every: keep the model from before the turn (evaluation.keep_best)",
                     "kl.coef: raise it",
-                    "reward.parts: a better reward model, or the rule that the true score has and the proxy lacks",
+                    "reward.parts: a better reward model, or a part for the rule that only the true score has",
                     "run.steps: fewer",
                 ),
                 name,
@@ -93,7 +91,7 @@ def over_optimisation(run: RecordedRun) -> Verdict:
 
 
 def true_scores(config: Mapping[str, Any]) -> Iterator[str]:
-    """The metrics of the reward's parts that are looked at only: those of weight 0."""
+    """The metrics of the reward's parts of weight 0, which are only measured."""
     reward = config.get("reward")
     for part in reward.get("parts", ()) if isinstance(reward, Mapping) else ():
         if isinstance(part, Mapping) and part.get("weight") == 0:
@@ -101,7 +99,7 @@ def true_scores(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def held_out(run: RecordedRun) -> Verdict:
-    """Do held-out prompts get better answers too?"""
+    """Do answers to held-out prompts improve too?"""
     score, other = curve(run, "score"), curve(run, "held_out/score")
     if min(len(score), len(other)) < MIN_POINTS:
         return TooLittle(f"{MIN_POINTS} evaluations on held-out prompts (evaluation.every)")
@@ -114,7 +112,7 @@ def held_out(run: RecordedRun) -> Verdict:
     return Finding(
         "held-out",
         "warning",
-        "Held-out prompts do not gain what training prompts do",
+        "Held-out prompts do not improve with training prompts",
         words,
         WHY_HELD_OUT,
         (
@@ -144,14 +142,14 @@ def score_collapse(run: RecordedRun) -> Verdict:
     return Finding(
         "score-collapse",
         "alarm" if fall > max(gain, 0.0) else "warning",
-        "The score has fallen from its peak",
+        "The score has fallen from its maximum",
         f"Smoothed, it fell from {short(float(smooth[peak]))} at step {int(score.steps[peak])} to {short(score.end)} "
         f"at step {score.last_step}, a loss of {short(fall)} (a change counts from {short(error)}).",
         WHY_COLLAPSE,
         (
-            "optimizer.policy_lr: lower it, by three to ten times",
+            "optimizer.policy_lr: lower it, by a factor of three to ten",
             "optimizer.schedule: linear, so that late steps are small",
-            f"{run.method}.target_kl: 0.02 ends an update before it goes too far",
+            f"{run.method}.target_kl: 0.02 stops an update before it goes too far",
             "kl.coef: raise it",
             f"go back to step {int(score.steps[peak])}: tether fork, or evaluation.keep_best",
         ),
@@ -162,7 +160,7 @@ def score_collapse(run: RecordedRun) -> Verdict:
 
 
 def flat_scores(run: RecordedRun) -> Verdict:
-    """Do scores differ, so that there is something to learn from?"""
+    """Do scores differ enough to learn from?"""
     spread, score, groups = curve(run, "score_std"), curve(run, "score"), curve(run, "zero_std_groups")
     if len(spread) < MIN_SPREADS or len(score) != len(spread):
         return TooLittle(f"score_std of {MIN_SPREADS} iterations")
@@ -174,10 +172,10 @@ def flat_scores(run: RecordedRun) -> Verdict:
     if flat < FLAT_PART and not no_groups:
         return Healthy(f"scores spread by {short(spread.end)} around {short(score.end)}")
     if score.rose() or solved(run):
-        return Healthy(f"scores are all alike by now, at {short(score.end)}: the task is solved")
+        return Healthy(f"all scores are now alike, at {short(score.end)}: the task is solved")
     if flat >= FLAT_PART:
         saw = (
-            f"In {percent(flat)} of the last {len(spread) - late} steps all scores were as good as equal: they spread "
+            f"In {percent(flat)} of the last {len(spread) - late} steps all scores were practically equal: they spread "
             f"by {short(spread.end)} around {short(score.end)}."
         )
     else:
@@ -190,8 +188,8 @@ def flat_scores(run: RecordedRun) -> Verdict:
         WHY_FLAT,
         (
             "reward.parts: a reward with more than one value; partial credit where all answers fail",
-            "reward.clip: raise it, if it cuts all scores to the same one",
-            "task.prompts: easier prompts if none is answered, harder ones if all are",
+            "reward.clip: raise it, if it clips all scores to the same value",
+            "task.prompts: easier prompts if none is solved, harder ones if all are",
             "rollout.temperature: 1.0, so that samples differ",
         ),
         "score_std",
@@ -217,11 +215,11 @@ def reward_failures(run: RecordedRun) -> Verdict:
         "reward-failures",
         "alarm" if rate >= MAX_FAILURES else "warning" if rate >= MANY_FAILURES else "note",
         "The reward fails on some answers",
-        f"{number:.0f} of {asked} answers ({percent(rate)}) have no score, most at step {int(lost.steps[worst])} with "
-        f"{float(lost.values[worst]):.0f}" + (f". By reason: {known}." if known else "."),
+        f"{number:.0f} of {asked} answers ({percent(rate)}) have no score; the maximum is at step "
+        f"{int(lost.steps[worst])} with {float(lost.values[worst]):.0f}" + (f". By reason: {known}." if known else "."),
         WHY_FAILURES,
         (
-            "reward.parts: mend the part that fails; give remote parts a longer timeout and more tries",
+            "reward.parts: fix the part that fails; give remote parts a longer timeout and more retries",
             "reward.max_failure_rate: lower it, if a run should stop sooner",
         ),
         lost.name,
@@ -240,7 +238,7 @@ def few_prompts(run: RecordedRun) -> Verdict:
     """Are there enough different prompts?"""
     distinct, asked = curve(run, "prompts/distinct"), curve(run, "prompts/asked")
     if not len(distinct) or len(asked) != len(distinct) or float(asked.values.max()) < FEW_PROMPTS:
-        return TooLittle(f"the prompts of a step with {FEW_PROMPTS} or more (rollouts that were kept)")
+        return TooLittle(f"the prompts of a step with {FEW_PROMPTS} or more (stored rollouts)")
     seen = {rollout.prompt_id for step in run.rollout_steps for rollout in run.rollouts(step)}
     most = max(1, len(seen), int(distinct.values.max()))
     own = float(np.median(distinct.values / np.maximum(asked.values, 1.0)))
@@ -251,12 +249,12 @@ def few_prompts(run: RecordedRun) -> Verdict:
         "few-prompts",
         "warning",
         "There are too few different prompts",
-        f"A step asks {asked.end:.0f} prompts, of which {distinct.end:.0f} are different; over the run {most} were "
-        f"seen, each about {passes:.0f} times.",
+        f"A step has {asked.end:.0f} prompts, of which {distinct.end:.0f} are different; the run has seen {most}, each "
+        f"about {passes:.0f} times.",
         WHY_PROMPTS,
         (
             "task.prompts: a file with hundreds of prompts or more",
-            f"rollout.prompts_per_step: no more than there are prompts (a step asks {asked.end:.0f})",
+            f"rollout.prompts_per_step: no more than there are prompts (a step has {asked.end:.0f})",
         ),
         "prompts/distinct",
         distinct.first_step,

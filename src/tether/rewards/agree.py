@@ -1,14 +1,11 @@
-"""Whether code that a recipe names may run: where it is, and whether the user agreed to it.
+"""Decide whether code that a recipe names may run: find its file, and ask the user where needed.
 
-Where the code lies that a recipe names, found without importing anything.
+Nothing is imported here. A name leads to a file under the folder that the user ran from, or to a package that the user
+allowed. Tether and the standard library are never called, and installed packages only if the user allows them.
 
-A name leads to a file under the folder that the user ran from, or to a package that they allowed; to the standard
-library never, and to an installed package not by default.
-
-Whether code that a recipe names may run: the user's own is told of once, code from elsewhere is asked about.
-
-A name is the user's own where they typed it, or where it stands in a recipe under the folder that they ran from, or in
-a run that they began there. Everything else came from elsewhere. docs/security.md says it in full.
+A name is the user's own where they typed it, where it is in a recipe under the folder that they ran from, or where it
+is in a run that they started there. The user's own code is announced once; code from anywhere else needs permission.
+See docs/security.md.
 """
 
 from __future__ import annotations
@@ -41,8 +38,8 @@ from tether.errors import ConfigError
 from tether.rewards.consent import current
 from tether.store.folder import is_run
 
-MAX_FILES = 500  # that a digest looks at
-MAX_SOURCE = 2_000_000  # bytes of a file that is looked at for what it imports
+MAX_FILES = 500  # maximum number of files in a digest
+MAX_SOURCE = 2_000_000  # bytes; the imports of larger files are not followed
 PACKAGES = ("site-packages", "dist-packages")
 
 
@@ -52,28 +49,28 @@ class Code:
 
     module: str
     file: Path | None
-    folder: Path | None = None  # in which it is looked for, where it is not on Python's own path
-    digest: str = ""  # SHA-256 of the file and of what it imports from beside it
+    folder: Path | None = None  # the folder to import it from, where it is not on Python's own path
+    digest: str = ""  # SHA-256 of the file and of the neighboring files that it imports
 
     @property
     def shown(self) -> str:
-        """For people: the file and the beginning of its digest."""
+        """The file and the beginning of its digest, for messages."""
         return f"{self.file} (SHA-256 {self.digest[:16]})" if self.file is not None else self.module
 
 
 def locate(place: str, field: str, root: Path, allowed: Sequence[str] = ()) -> Code:
-    """The code at `package.module` or `file.py`; raises ConfigError, with the repair, where it may not be run."""
+    """The code at `package.module` or `file.py`; raises ConfigError, with the repair, where it may not run."""
     if place.endswith(".py"):
         return _file(place, field, root)
     top = place.partition(".")[0]
     if not all(part.isidentifier() for part in place.split(".")):
-        raise ConfigError(f"{field}: {place!r} is no module: write package.module:name or file.py:name")
+        raise ConfigError(f"{field}: {place!r} is not a module: write package.module:name or file.py:name")
     if top in sys.stdlib_module_names or top == "tether":
         owner = "Tether itself" if top == "tether" else "Python's standard library"
         repair = f"write a function of your own around it, in a file under {root}"
         if (hidden := _below(root, place)) is not None:
             repair = f"name your file of that name as {hidden.relative_to(root)}:name"
-        raise ConfigError(f"{field}: {place} is of {owner}, which a recipe never calls: {repair}")
+        raise ConfigError(f"{field}: {place} belongs to {owner}, which a recipe may not call: {repair}")
     installed = _installed(top, root)
     inside = _below(root, place)
     if installed is None:
@@ -105,7 +102,7 @@ def locate(place: str, field: str, root: Path, allowed: Sequence[str] = ()) -> C
 
 
 def is_allowed(place: str, allowed: Sequence[str]) -> bool:
-    """Whether a module, or a package that it is in, is among those that were allowed."""
+    """Whether a module, or a package that contains it, is allowed."""
     return any(place == name or place.startswith(f"{name}.") for name in allowed)
 
 
@@ -118,15 +115,15 @@ def _file(place: str, field: str, root: Path) -> Code:
             )
         if not file.is_file():
             raise ConfigError(f"{field}: there is no file {place} in {root}")
-    except (OSError, ValueError, RuntimeError) as error:  # a name too long, a loop of links, a zero byte
+    except (OSError, ValueError, RuntimeError) as error:  # the name is too long, has a zero byte, or is a link loop
         if isinstance(error, ConfigError):
             raise
-        raise ConfigError(f"{field}: {place!r} is no file's name ({error})") from None
+        raise ConfigError(f"{field}: {place!r} is not a file name ({error})") from None
     return _own("", file, field, root, file.parent)
 
 
 def _own(module: str, file: Path, field: str, root: Path, folder: Path) -> Code:
-    """Code of the user's own; a virtual environment or Tether's source below the working folder is not."""
+    """The user's own code; raises for a file in a virtual environment or in Tether's source, even below `root`."""
     file = file.resolve()
     if not _is_own(file, root):
         raise ConfigError(
@@ -146,7 +143,7 @@ def _is_own(path: Path, root: Path) -> bool:
 
 @cache
 def _libraries() -> tuple[Path, ...]:
-    """Where Python, its packages and Tether are."""
+    """The folders of Python, its packages and Tether."""
     named = sysconfig.get_paths()
     places = [named[key] for key in ("stdlib", "platstdlib", "purelib", "platlib")]
     places += [*site.getsitepackages(), site.getusersitepackages(), str(Path(__file__).parents[1])]
@@ -154,9 +151,9 @@ def _libraries() -> tuple[Path, ...]:
 
 
 def _installed(top: str, root: Path) -> ModuleSpec | None:
-    """Where Python would find a module, the working folder apart; nothing is imported.
+    """Find a module as Python would, without the working folder and without importing anything.
 
-    A package that is installed in editable mode may be found by a finder of its own, and lies on no search path.
+    A package that is installed in editable mode may have its own finder and be on no search path.
     """
     found = PathFinder.find_spec(top, [entry for entry in sys.path if entry and not _same(entry, root)])
     for finder in sys.meta_path:
@@ -179,12 +176,12 @@ def _same(entry: str, folder: Path) -> bool:
 
 
 def _parent(home: Path, top: str) -> Path:
-    """The folder that a top-level package or module lies in."""
+    """The folder that contains a top-level package or module."""
     return home.parent if home.name == top else home
 
 
 def _top_folder(file: Path, module: str) -> Path:
-    """The folder from which `module` is imported, where it is in `file`."""
+    """The folder from which `module`, in `file`, is imported."""
     up = len(module.split(".")) - (file.name != "__init__.py")
     return file.parents[up]
 
@@ -202,7 +199,7 @@ def _below(folder: Path, module: str) -> Path | None:
 
 
 def digest_of(file: Path, folders: Sequence[Path]) -> str:
-    """SHA-256 of a file and of every file in `folders` that its import statements lead to, and theirs."""
+    """SHA-256 of a file and, recursively, of every file in `folders` that its import statements name."""
     seen: dict[Path, bytes] = {}
     waiting = [file]
     while waiting and len(seen) < MAX_FILES:
@@ -230,7 +227,7 @@ def _imported(source: bytes, file: Path, folders: Sequence[Path]) -> Iterator[Pa
     try:
         tree = ast.parse(source)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return  # importing it says what is wrong
+        return  # importing the file reports the error
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
@@ -250,7 +247,7 @@ def _up(file: Path, level: int) -> Path:
 
 
 def _chain(folders: Sequence[Path], module: str) -> Iterator[Path]:
-    """The files that `import a.b.c` runs."""
+    """The files that `import a.b.c` executes."""
     parts = module.split(".")
     for folder in folders:
         found = False
@@ -265,52 +262,52 @@ def _chain(folders: Sequence[Path], module: str) -> Iterator[Path]:
             return
 
 
-# -- by whom a name was given -------------------------------------------------------------------------------------
+# -- who gave a name ----------------------------------------------------------------------------------------------
 
 
 def agree_to_recipe(recipe: Recipe, path: str | None, flags: Sequence[str]) -> None:
-    """For `tether train`: what the flags name is the user's own, and so is what a recipe in their folder names."""
+    """For `tether train`: names in flags, and in a recipe in the user's folder, are the user's own."""
     _agree_to(code_names(recipe), flags, _elsewhere(path))
 
 
 def agree_to_run(recipe: Recipe, folder: Path, flags: Sequence[str] = ()) -> None:
-    """For a run that is gone on with: what it names is the user's own if they began it from this folder."""
+    """For a resumed run: its names are the user's own if they started it from this folder."""
     agree_to_names(code_names(recipe), code_names(recipe), folder, flags)
 
 
 def agree_to_names(
     names: Sequence[CodeName], sealed: Sequence[CodeName], folder: Path, flags: Sequence[str] = ()
 ) -> None:
-    """The same for some names of a run, whose seal is over `sealed`."""
+    """The same for some names of a run whose seal covers `sealed`."""
     began = begun_in(folder, sealed)
     if began is None:
-        _agree_to(names, flags, f"{folder}, which you did not begin on this account")
-    elif Path(began) != current().root:  # a file of the same name may be another's here; an address is the same
+        _agree_to(names, flags, f"{folder}, which you did not start on this account")
+    elif Path(began) != current().root:  # a file of the same name may differ here; a URL is the same everywhere
         _check_found(names, began)
-        _agree_to([name for name in names if not name.is_address], flags, f"{folder}, which was begun in {began}")
+        _agree_to([name for name in names if not name.is_address], flags, f"{folder}, which was started in {began}")
     else:
         _agree_to(names, flags, "")
 
 
 def _check_found(names: Sequence[CodeName], began: str) -> None:
-    """Say where a run was begun, where the code that it names is not found from here."""
+    """Where the code of a run is not found from here, name the folder that the run was started in."""
     for name in names:
         if not name.is_address and name.reference not in BUILT_IN:
             try:
                 locate(name.reference.rpartition(":")[0], name.field, current().root, current().allowed)
             except ConfigError as error:
-                raise ConfigError(f"{error}; the run was begun in {began}: run the command from there") from None
+                raise ConfigError(f"{error}; the run was started in {began}: run the command from there") from None
 
 
 def _agree_to(names: Sequence[CodeName], flags: Sequence[str], came_with: str) -> None:
-    """What the user typed is their own; the rest came with `came_with`, where that says something."""
+    """What the user typed is their own; the rest came with `came_with`, unless that is empty."""
     written = not_typed(names, flags)
     agree([name for name in names if name not in written], "")
     agree(written, came_with)
 
 
 def _elsewhere(path: str | None) -> str:
-    """Why a recipe's file is not the user's own; empty where it is."""
+    """Why a recipe file is not the user's own; empty where it is."""
     if path is None:
         return ""
     file = Path(path).expanduser().resolve()
@@ -318,7 +315,7 @@ def _elsewhere(path: str | None) -> str:
     if not file.is_relative_to(current().root) and not file.is_relative_to(shipped):
         return f"{path}, which is outside {current().root}"
     if is_run(file.parent):
-        return f"{path}, which lies in a run's folder"
+        return f"{path}, which is in a run's folder"
     return ""
 
 
@@ -326,9 +323,9 @@ def _elsewhere(path: str | None) -> str:
 
 
 def agree(names: Iterable[CodeName], came_with: str) -> None:
-    """Have the user's word for each name before anything runs; raises ConfigError where it is not given.
+    """Get the user's permission for each name before anything runs; raises ConfigError where it is not given.
 
-    `came_with` says what the names came with, where that is not the user's own.
+    `came_with` names where the names came from; it is empty for the user's own.
     """
     for name in names:
         if name.reference in BUILT_IN:
@@ -346,9 +343,9 @@ def agree(names: Iterable[CodeName], came_with: str) -> None:
 
 
 def agree_to_code(code: Code, attribute: str, name: CodeName, came_with: str = "") -> None:
-    """Have the user's word for one piece of code."""
+    """Get the user's permission for one piece of code."""
     if code.file is None:
-        return  # a package that was allowed by its name
+        return  # a package that the user allowed by name
     mark = _mark(code.digest, attribute, name.detail)
     if came_with:
         _agree(mark, f"run {attribute} of {code.shown}", name, came_with)

@@ -1,14 +1,9 @@
-"""Calling a user's reward function by its signature over samples of plain data.
+"""Call a user's reward function by its signature, and turn every result or failure into an outcome.
 
-What a reward function takes, told by the names of its parameters. Free of torch: worker processes import it.
-
-An exception of a user's code in one line: its type, its text, and the line of the user's file that raised it.
-
-Calling a user's function over samples of plain data, with everything that can go wrong turned into an outcome.
-
-The same code runs in the training process and in worker processes, so it imports no torch. A sample is a mapping:
-`prompt`, `completion`, `answer`, `id`, `messages`, `finish`, `as_messages`, `completion_ids`, `step`, and `columns`,
-the record's other columns by name.
+The parameter names of a function say what it takes. Samples are plain data, and the same code runs in the training
+process and in worker processes, so this module imports no torch. A sample is a mapping: `prompt`, `completion`,
+`answer`, `id`, `messages`, `finish`, `as_messages`, `completion_ids`, `step`, and `columns`, the record's other columns
+by name. An exception of the user's code is reported in one line: its type, its text, and the line that raised it.
 """
 
 from __future__ import annotations
@@ -34,8 +29,8 @@ from tether.user_code import TimeLimitError, is_its_own, time_limit
 
 TEXT_NAMES = ("prompt", "completion", "answer", "id", "messages", "finish")
 TRL_NAMES = ("prompts", "completions", "completion_ids", "completions_ids", "trainer_state", "log_metric", "log_extra")
-OF_BATCHES = ("prompts", "completions", "completion_ids", "completions_ids")  # the names that tell TRL's shape
-COLUMNS_OF_ALL = ("answer", "id", "messages", "finish")  # of every record, beside its own columns
+OF_BATCHES = ("prompts", "completions", "completion_ids", "completions_ids")  # parameter names of TRL's shape
+COLUMNS_OF_ALL = ("answer", "id", "messages", "finish")  # columns that every record has, beside its own
 CHOICES = "text for f(prompt, completion, **columns), trl for f(completions, **columns), rollouts for f(rollouts)"
 
 
@@ -44,24 +39,24 @@ class Signature:
     """How a function is called."""
 
     takes: str  # text, trl or rollouts
-    names: tuple[str, ...] = ()  # of its parameters
+    names: tuple[str, ...] = ()  # the parameters
     required: tuple[str, ...] = ()  # those without a default
-    everything: bool = False  # it has **kwargs
-    by_position: int = 0  # text: how many of (prompt, completion, answer) are given by position
-    awaited: bool = False  # it is an async function
+    everything: bool = False  # has **kwargs
+    by_position: int = 0  # text: how many of (prompt, completion, answer) are passed by position
+    awaited: bool = False  # is an async function
 
     def wants(self, name: str) -> bool:
-        """Whether it is called with this column."""
+        """Whether this column is passed to it."""
         return self.takes == "rollouts" or self.everything or name in self.names
 
     def columns(self) -> tuple[str, ...]:
-        """The columns of a record that it cannot be called without."""
+        """The columns of a record that it requires."""
         known = {"text": TEXT_NAMES, "trl": (*TRL_NAMES, *COLUMNS_OF_ALL)}.get(self.takes)
         return tuple(name for name in self.required if name not in known) if known and not self.by_position else ()
 
 
 def read_signature(function: Any, takes: str, name: str, field: str) -> Signature:
-    """How `function`, which the recipe's `field` calls `name`, is called; `takes` is what the recipe says of it."""
+    """How to call `function`, which the recipe's `field` calls `name`; `takes` is the recipe's setting."""
     if inspect.isclass(function) or not callable(function):
         what = "a class" if inspect.isclass(function) else f"of type {type(function).__name__}"
         raise ConfigError(f"{field}: {name} is {what}: name a function, or an object that can be called")
@@ -77,7 +72,7 @@ def read_signature(function: Any, takes: str, name: str, field: str) -> Signatur
     chosen = _told(names) if takes == "auto" else takes
     if chosen is None:
         shown = f"{name}({', '.join(str(p).partition(':')[0] for p in parameters)})"
-        raise ConfigError(f"{field}: the parameters of {shown} do not tell what it takes: set takes to {CHOICES}")
+        raise ConfigError(f"{field}: the parameters of {shown} do not say what it takes: set takes to {CHOICES}")
     return Signature(
         chosen,
         names,
@@ -89,17 +84,17 @@ def read_signature(function: Any, takes: str, name: str, field: str) -> Signatur
 
 
 def _told(names: tuple[str, ...]) -> str | None:
-    """What the names say; None where they say nothing, or several things."""
+    """The shape that the parameter names imply; None where they imply none or several."""
     signs = {"rollouts": ("rollouts",), "trl": OF_BATCHES, "text": ("completion",)}
     said = [takes for takes, marks in signs.items() if any(mark in names for mark in marks)]
     return said[0] if len(said) == 1 else None
 
 
 def _by_position(parameters: list[inspect.Parameter], name: str, field: str) -> int:
-    """How many arguments a function gets by position: none where any of its first three has a name that is known.
+    """The number of positional arguments: none where one of the first three parameters has a known name.
 
-    `f(question, reply, gold)` with `takes: text` is called with prompt, completion and answer in this order. A
-    function that names `completion` is called by name, so that a misspelt column is never given the answer.
+    `f(question, reply, gold)` with `takes: text` is called with prompt, completion and answer in this order. A function
+    with a parameter `completion` is called by name, so that a misspelled column never receives the answer.
     """
     first = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:3]
     only = [p for p in first if p.kind is p.POSITIONAL_ONLY]
@@ -112,13 +107,13 @@ def _by_position(parameters: list[inspect.Parameter], name: str, field: str) -> 
     return len(first)
 
 
-MAX_TEXT = 300  # characters of an exception's own text
+MAX_TEXT = 300  # characters of an exception's text
 TETHER = str(Path(__file__).parents[1])
 INSTALLED = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
 
 def explain(error: BaseException) -> str:
-    """Such as `KeyError: '11' (mine.py, line 9, in score: return table[answer])`."""
+    """One line such as `KeyError: '11' (mine.py, line 9, in score: return table[answer])`."""
     said = _text(error)
     said = f"{said[:MAX_TEXT]}..." if len(said) > MAX_TEXT else said
     if isinstance(error, SystemExit):
@@ -135,12 +130,12 @@ def explain(error: BaseException) -> str:
 def _text(error: BaseException) -> str:
     try:
         return " ".join(str(error)[: 2 * MAX_TEXT].split())
-    except Exception:  # an exception of the user's own may have any `__str__`
+    except Exception:  # a user's exception class may have any `__str__`
         return ""
 
 
 def _frame(error: BaseException) -> traceback.FrameSummary | None:
-    """The deepest line of the user's own code; without one, the deepest of a library."""
+    """The deepest line of the user's own code; without one, the deepest line of a library."""
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
@@ -151,41 +146,41 @@ def _frame(error: BaseException) -> traceback.FrameSummary | None:
 
 
 def _shown_file(filename: str) -> str:
-    """Relative to the working folder, where the file is in it."""
+    """The file name, relative to the working folder where the file is in it."""
     try:
         return str(Path(filename).relative_to(Path.cwd()))
     except ValueError:
         return filename
 
 
-AWAITED_AT_ONCE = 32  # rows of an async function that are under way at the same time
+AWAITED_AT_ONCE = 32  # concurrent calls of an async function
 NOT_APPLICABLE = "not_applicable"
-LIMIT = "reward.timeout_seconds"  # the recipe's key of the limit in the training process
-MAX_TIMEOUTS = 3  # of the answers of a step, after which the function is not called for the others
+LIMIT = "reward.timeout_seconds"  # the recipe key of the time limit in the training process
+MAX_TIMEOUTS = 3  # per step; after that the function is not called for the other answers
 Sample = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a function gave one sample: a number, or the reason why there is none. Plain data."""
+    """A function's result for one sample: a number, or the reason why there is none. Plain data."""
 
     value: float | None
-    reason: str = ""  # one word, for the metrics
-    error: str = ""  # one line, for people
+    reason: str = ""  # one word, for metrics
+    error: str = ""  # one line, for users
     parts: dict[str, float] = field(default_factory=dict[str, float])
     raised: bool = False  # the function raised an exception
 
     def as_json(self) -> dict[str, Any]:
-        """As a worker sends it."""
+        """The form in which a worker sends it."""
         return asdict(self)
 
 
 class CallError(Exception):
-    """A function of a whole batch that could not be used; the message says why."""
+    """A batch function failed as a whole; the message says why."""
 
 
 class Caller:
-    """A function, and how it is called."""
+    """A function, and how to call it."""
 
     def __init__(
         self,
@@ -196,14 +191,14 @@ class Caller:
         what: str = "the reward",
     ) -> None:
         self.function, self.signature = function, signature
-        self.seconds = seconds  # of one row of an async function, in a worker
-        self.limit = limit  # seconds of one call, in the training process
+        self.seconds = seconds  # limit for one row of an async function, in a worker
+        self.limit = limit  # limit for one call, in the training process
         self.what = what
 
     def outcomes(self, samples: Sequence[Sample], rollouts: Sequence[Any] = ()) -> list[Outcome]:
-        """One outcome for each sample. Raises CallError where a function of batches gives no list of that length.
+        """One outcome per sample. Raises CallError where a batch function returns no list of that length.
 
-        What the function prints goes to standard error, for standard output may be read by a program.
+        Anything that the function prints goes to standard error, because programs may read standard output.
         """
         with redirect_stdout(sys.stderr):
             if self.signature.takes == "text":
@@ -213,7 +208,7 @@ class Caller:
             values = self._call_batch((list(rollouts),), {}, len(rollouts))
             return outcomes_of(values, "none", {})
 
-    # -- one sample a call ------------------------------------------------------------------------------------------
+    # -- one sample per call ----------------------------------------------------------------------------------------
 
     def _each(self, samples: Sequence[Sample]) -> list[Outcome]:
         if self.signature.awaited:
@@ -221,7 +216,7 @@ class Caller:
             try:
                 with time_limit(self.limit and (rounds + 1) * self.limit, self.what):
                     return run_coroutine(self._all_awaited(samples))
-            except TimeLimitError:  # a row that does not let others run
+            except TimeLimitError:  # a row that blocks the event loop
                 return [timed_out(self.limit, LIMIT)] * len(samples)
         outcomes: list[Outcome] = []
         for sample in samples:
@@ -262,7 +257,7 @@ class Caller:
         return list(await asyncio.gather(*map(one, samples)))
 
     def _arguments(self, sample: Sample) -> tuple[tuple[Any, ...], dict[str, Any]] | Outcome:
-        """What the function is called with for one sample; each call gets copies of its own."""
+        """The arguments for one sample; every call gets its own copies."""
         signature = self.signature
         given = sample["columns"] | {name: sample[name] for name in ("prompt", "completion", *COLUMNS_OF_ALL)}
         first = tuple(given[name] for name in ("prompt", "completion", "answer")[: signature.by_position])
@@ -286,7 +281,7 @@ class Caller:
         return outcomes_of(self._call_batch((), chosen, len(samples)), NOT_APPLICABLE, metrics)
 
     def _call_batch(self, arguments: tuple[Any, ...], named: dict[str, Any], number: int) -> list[Any]:
-        """What the function gives each sample; where it raises, the outcome of every one."""
+        """The function's result for each sample; where it raises, a failed outcome for every one."""
         try:
             with time_limit(self.limit, self.what):
                 given = self.function(*arguments, **named)
@@ -308,7 +303,7 @@ class Caller:
 
 
 def batch_columns(samples: Sequence[Sample], metrics: dict[str, float]) -> dict[str, Any]:
-    """What a function of TRL's shape may be called with: lists over the samples, and what it may log to `metrics`.
+    """The arguments available to a function of TRL's shape: lists over the samples, and a logger into `metrics`.
 
     A prompt and its completion are texts, or lists of messages where the record held messages.
     """
@@ -323,28 +318,28 @@ def batch_columns(samples: Sequence[Sample], metrics: dict[str, float]) -> dict[
             for sample in samples
         ],
         "completion_ids": ids,
-        "completions_ids": ids,  # what older versions of TRL call them
+        "completions_ids": ids,  # the name in older versions of TRL
         "trainer_state": SimpleNamespace(global_step=samples[0]["step"] if samples else 0),
     }
     columns = copy.deepcopy(columns)
     columns["log_metric"] = lambda name, value: metrics.__setitem__(str(name), float(value))
-    columns["log_extra"] = lambda column, values: None  # noqa: ARG005 (answers are in the run's store as they are)
+    columns["log_extra"] = lambda column, values: None  # noqa: ARG005 (the run's store already has the answers)
     return columns
 
 
 def read_values(given: Any, number: int) -> list[Any]:
-    """What a function of a batch gave, one for each of `number` samples. Raises CallError where that cannot be."""
+    """The results of a batch function, one per sample. Raises CallError where there are not `number` of them."""
     if isinstance(given, (str, bytes, Mapping, Set)) or not hasattr(given, "__iter__"):
-        raise CallError(f"gave {_shown(given)}: it must give a list with one number for each answer")
+        raise CallError(f"returned {_shown(given)}: it must return a list with one number for each answer")
     try:
         values = list(islice(given, number + 1))
-    except BaseException as error:  # such as a generator that raises, or a tensor without a dimension
+    except BaseException as error:  # for example a generator that raises, or a 0-dimensional tensor
         if isinstance(error, TimeLimitError) or not is_its_own(error):
             raise
-        raise CallError(f"gave {type(given).__name__}, which cannot be read: {explain(error)}") from error
+        raise CallError(f"returned {type(given).__name__}, which cannot be read: {explain(error)}") from error
     if len(values) != number:
         count = f"{len(values)} scores" if len(values) < number else _count(given, number)
-        raise CallError(f"gave {count} for {number} rollouts: it must give one for each")
+        raise CallError(f"returned {count} for {number} rollouts: it must return one for each")
     return values
 
 
@@ -361,17 +356,17 @@ def outcomes_of(values: Sequence[Any], of_none: str, metrics: dict[str, float]) 
 
 
 def outcome_of(value: Any, of_none: str = "none", metrics: dict[str, float] | None = None) -> Outcome:
-    """A number as an outcome, or a Score; anything else, and None itself, is a failure."""
+    """A number or a Score as an outcome; anything else, None included, is a failure."""
     if value is None:
-        return Outcome(None, of_none, "" if of_none == NOT_APPLICABLE else "the function gave None")
+        return Outcome(None, of_none, "" if of_none == NOT_APPLICABLE else "the function returned None")
     try:
-        if all(hasattr(value, name) for name in ("value", "parts", "valid")):  # a Score, told without importing it
+        if all(hasattr(value, name) for name in ("value", "parts", "valid")):  # a Score, without importing the class
             return _of_score(value)
         number = _number(value)
     except BaseException as error:
         if isinstance(error, TimeLimitError) or not is_its_own(error):
             raise
-        return Outcome(None, "not_a_number", f"the function gave {_shown(value)}, which is no number")
+        return Outcome(None, "not_a_number", f"the function returned {_shown(value)}, which is not a number")
     return _finite(number, dict(metrics or {}))
 
 
@@ -383,12 +378,12 @@ def _of_score(score: Any) -> Outcome:
 
 def _finite(number: float, parts: dict[str, float]) -> Outcome:
     if not math.isfinite(number):
-        return Outcome(None, "not_finite", f"the function gave {number}", parts)
+        return Outcome(None, "not_finite", f"the function returned {number}", parts)
     return Outcome(number, parts=parts)
 
 
 def _number(value: Any) -> float:
-    """A number of any kind, a bool included; text that looks like one is none."""
+    """A number of any kind, bool included; numeric text is not accepted."""
     value = value.item() if callable(getattr(value, "item", None)) else value
     if isinstance(value, (str, bytes, bytearray)):
         raise TypeError(value)
@@ -401,12 +396,12 @@ def raised(error: BaseException) -> Outcome:
 
 
 def timed_out(seconds: float | None, key: str = "timeout_seconds") -> Outcome:
-    """The outcome of a call that ran past its limit."""
+    """The outcome of a call that exceeded its time limit."""
     return Outcome(None, "timeout", f"the function took more than {key} = {seconds or 0:g}")
 
 
 def run_coroutine(coroutine: Any) -> Any:
-    """The result of a coroutine, also where this thread runs an event loop already."""
+    """The result of a coroutine, even where this thread already runs an event loop."""
 
     async def whole() -> Any:
         return await coroutine
@@ -439,5 +434,5 @@ def _shown(value: Any) -> str:
         if isinstance(error, TimeLimitError) or not is_its_own(error):
             raise
         text = ""
-    text = "" if " at 0x" in text else text  # an address says nothing, and differs from run to run
+    text = "" if " at 0x" in text else text  # an address means nothing and differs between runs
     return f"{type(value).__name__} {text if len(text) <= 60 else text[:60] + '...'}".strip()

@@ -1,12 +1,9 @@
-"""Several rewards as one: a weighted sum that keeps each part's value and failures.
+"""Combine several rewards into a weighted sum that keeps each part's value and failures.
 
-Rollouts as plain data, for functions that take texts and columns and for worker processes; and back again.
-
-Several rewards as one: a weighted sum that keeps each part's own value, and each failure's reason, in view.
-
-In `Score.parts` a part that scored has its raw value under its name; a part that failed has no value, but
-`NAME/failed/REASON: 1`, and one that does not apply to a rollout has `NAME/not_applicable: 1`. So what is logged is a
-function of the scores alone.
+In `Score.parts`, a part that scored has its raw value under its name. A part that failed has no value but
+`NAME/failed/REASON: 1`, and a part that does not apply to a rollout has `NAME/not_applicable: 1`. The logged metrics
+are therefore a function of the scores alone. Rollouts are also converted to plain data and back here, for functions
+that take texts and columns and for worker processes.
 """
 
 from __future__ import annotations
@@ -32,7 +29,7 @@ TENSORS |= {"behavior_logprobs": torch.float32, "untruncated_logprobs": torch.fl
 
 
 def sample_of(rollout: Rollout, signature: Signature) -> dict[str, Any]:
-    """What a function of this signature may be told of a rollout (`tether.rewards.calling` lists the keys)."""
+    """The sample that a function of this signature gets (`tether.rewards.calling` lists the keys)."""
     prompt = rollout.prompt
     with_ids = signature.takes == "trl" and any(map(signature.wants, ("completion_ids", "completions_ids")))
     return {
@@ -50,12 +47,12 @@ def sample_of(rollout: Rollout, signature: Signature) -> dict[str, Any]:
 
 
 def holds_messages(prompt: Prompt) -> bool:
-    """Whether a prompt was given as messages; one that a text cannot hold must have been."""
+    """Whether a prompt was given as messages, or could only have been given as messages."""
     return prompt.as_messages or [message["role"] for message in prompt.messages] != ["user"]
 
 
 def plain_rollout(rollout: Rollout, signature: Signature) -> dict[str, Any]:
-    """All of a rollout as JSON can hold it. A float32 survives being written as a decimal number."""
+    """A whole rollout as JSON values. A float32 is restored exactly from its decimal text."""
     rest = {"group_id": rollout.group_id, "sample_id": rollout.sample_id}
     return sample_of(rollout, signature) | rest | {name: getattr(rollout, name).tolist() for name in TENSORS}
 
@@ -81,15 +78,15 @@ def rollout_from(plain: dict[str, Any]) -> Rollout:
 
 
 def private_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
-    """Rollouts that a user's code may sort, edit and write into without changing the run."""
+    """Copies of rollouts that user code may sort and modify without changing the run."""
     copies: list[Rollout] = []
     for rollout in rollouts:
         try:
             prompt = copy.deepcopy(rollout.prompt)
-        except Exception as error:  # a task may put anything into `meta`
+        except Exception as error:  # a task may put any object into `meta`
             raise DataError(
-                f"prompt {rollout.prompt.id!r} holds what cannot be copied ({type(error).__name__}: {error}): keep "
-                "plain data in its meta"
+                f"prompt {rollout.prompt.id!r} has a value that cannot be copied ({type(error).__name__}: {error}): "
+                "keep plain data in its meta"
             ) from error
         tensors = {name: getattr(rollout, name).clone() for name in TENSORS}
         copies.append(dataclasses.replace(rollout, prompt=prompt, **tensors))
@@ -100,9 +97,9 @@ FAILED = "failed"
 
 
 def failed(reason: str, error: str = "") -> Score:
-    """The score of a rollout that could not be scored: masked out and counted by its reason, never read as zero.
+    """The score of a rollout that could not be scored: masked out and counted by reason, never treated as zero.
 
-    `error` says more, in one line, to people.
+    `error` is a one-line explanation for the user.
     """
     return Score(math.nan, {f"{FAILED}/{reason}": 1.0}, valid=False, error=error)
 
@@ -126,7 +123,7 @@ class CombinedReward:
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the parts have to tell the user."""
+        """Messages of the parts for the user."""
         return tuple(notice for part in self.parts for notice in getattr(part.reward, "notices", ()))
 
     def check(self, prompts: Sequence[Prompt]) -> None:
@@ -135,13 +132,13 @@ class CombinedReward:
             check_reward(part.reward, prompts)
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score for each rollout; each part sees the whole batch."""
+        """One score per rollout; each part gets the whole batch."""
         columns = [self._column(part, rollouts) for part in self.parts]
         return [self._combine([column[row] for column in columns]) for row in range(len(rollouts))]
 
     def _column(self, part: WeightedReward, rollouts: Sequence[Rollout]) -> list[Score]:
         try:
-            scores = list(part.reward(list(rollouts)))  # a list of its own, to sort as it likes
+            scores = list(part.reward(list(rollouts)))  # its own list, which it may sort
         except TetherError as error:
             raise type(error)(f"part {part.name!r}: {error}") from error
         except BaseException as error:
@@ -149,7 +146,7 @@ class CombinedReward:
                 raise
             raise DataError(f"part {part.name!r} raised {explain(error)}") from error
         if len(scores) != len(rollouts):
-            raise DataError(f"part {part.name!r} gave {len(scores)} scores for {len(rollouts)} rollouts")
+            raise DataError(f"part {part.name!r} returned {len(scores)} scores for {len(rollouts)} rollouts")
         return scores
 
     def _combine(self, scores: Sequence[Score]) -> Score:
@@ -177,17 +174,17 @@ class CombinedReward:
 
 
 def check_reward(reward: RewardFn, prompts: Sequence[Prompt]) -> None:
-    """Raise where a reward can tell beforehand that it cannot score the answers to these prompts."""
+    """Raise where a reward knows in advance that it cannot score the answers to these prompts."""
     check = getattr(reward, "check", None)
     if callable(check):
         check(prompts)
 
 
 def part_metrics(scores: Sequence[Score]) -> dict[str, float]:
-    """`reward/NAME`, the mean over the rollouts that the part scored; `reward/NAME/failed`, how many it did not.
+    """`reward/NAME`, the mean over the rollouts that the part scored; `reward/NAME/failed`, the number it did not.
 
-    Failures are counted by reason as well, as `reward/NAME/failed/REASON`; `reward/NAME/not_applicable` is how many
-    rollouts the part says it is not for.
+    Failures are also counted by reason, as `reward/NAME/failed/REASON`; `reward/NAME/not_applicable` is the number of
+    rollouts that the part does not apply to.
     """
     sums: Counter[str] = Counter()
     counts: Counter[str] = Counter()
@@ -213,7 +210,7 @@ def part_metrics(scores: Sequence[Score]) -> dict[str, float]:
 
 
 def failure_reasons(scores: Sequence[Score]) -> str:
-    """In words, for an error: "remote: 12 timeout"; nothing where no reason is known."""
+    """A summary for an error message: "remote: 12 timeout"; empty where no reason is known."""
     reasons: Counter[str] = Counter()
     for score in scores:
         for name in score.parts:
@@ -224,6 +221,6 @@ def failure_reasons(scores: Sequence[Score]) -> str:
 
 
 def failure_errors(scores: Sequence[Score], most: int = 3) -> list[str]:
-    """What went wrong, in the rewards' own words and how often; the most frequent first."""
+    """The rewards' error messages with their counts, the most frequent first."""
     errors = Counter(score.error for score in scores if not score.usable and score.error)
     return [f"{error} ({number} of {len(scores)})" for error, number in errors.most_common(most)]

@@ -1,8 +1,6 @@
-"""A user's function as a reward, in this process or in worker processes, and calling any reward safely.
+"""Use a Python function as a reward, in this process or in worker processes.
 
-A user's function as a reward: called by its signature, here or in worker processes.
-
-Calling a reward safely: what it cannot score is marked invalid and counted, never read as zero.
+Whatever a reward cannot score is marked invalid and counted, never treated as zero.
 """
 
 from __future__ import annotations
@@ -36,15 +34,15 @@ from tether.seeds import derive_seed
 from tether.types import Prompt, Rollout, Score
 from tether.user_code import TimeLimitError, apart, is_its_own, time_limit
 
-CALL_SECONDS = 300.0  # of one call in this process, where the recipe says no other
-ASYNC_GRACE = 5.0  # seconds for which a worker may keep an async function that does not let itself be cancelled
+CALL_SECONDS = 300.0  # default time limit for one call in this process
+ASYNC_GRACE = 5.0  # extra seconds for an async function that does not react to cancellation
 
 
 class FunctionReward:
-    """Scores rollouts by a function. What it cannot score has failed for that rollout alone.
+    """Scores rollouts with a function. A failure concerns only the rollouts of the failed call.
 
-    A function of one answer that raises has failed for it. A function of a batch that raises has failed for that batch;
-    where it scored nothing at all, the run ends.
+    A function of one answer that raises fails for that answer. A batch function that raises fails for that batch; if it
+    scored nothing at all, the run ends.
 
     `function` is an object that a program passes; without it the part's name is resolved.
     """
@@ -85,14 +83,16 @@ class FunctionReward:
         self._caller = Caller(function, self.signature, limit=limit, what=self.name)
 
     def limit_to(self, seconds: float) -> None:
-        """Have a call in this process take no longer; 0: no limit."""
+        """Set the time limit for a call in this process; 0 means no limit."""
         if self._caller is not None:
             self._caller.limit = seconds
 
     def _check_settings(self) -> None:
         takes = self.signature.takes
         if takes == "text" and self.part.batch_size is not None:
-            raise ConfigError(f"{self.field}: {self.name} takes one answer a call: batch_size is for trl and rollouts")
+            raise ConfigError(
+                f"{self.field}: {self.name} takes one answer per call: batch_size is for trl and rollouts"
+            )
         if takes != "text" and self.part.workers > 1 and self.part.batch_size is None:
             raise ConfigError(
                 f"{self.field}: {self.name} takes all answers of a step in one call, so workers: {self.part.workers} "
@@ -111,7 +111,7 @@ class FunctionReward:
                 raise ConfigError(f"{self.field}: {self.name} takes {name!r}, and no record has such a column ({hint})")
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score for each rollout, in order."""
+        """One score per rollout, in order."""
         batches = self._batches(rollouts)
         outcomes = self._asked(batches) if self.pool is not None else [self._called(batch) for batch in batches]
         flat = [outcome for batch in outcomes for outcome in batch]
@@ -120,7 +120,7 @@ class FunctionReward:
         return [score_of(outcome) for outcome in flat]
 
     def _batches(self, rollouts: Sequence[Rollout]) -> list[Sequence[Rollout]]:
-        """What goes into one call, or into one request to a worker. It does not depend on the number of workers."""
+        """The rollouts of one call, or of one request to a worker, independent of the number of workers."""
         size = self.part.batch_size or max(len(rollouts), 1)
         if self.signature.takes == "text" and self.pool is not None:
             size = AWAITED_AT_ONCE if self.signature.awaited else 1
@@ -143,9 +143,9 @@ class FunctionReward:
         assert self.pool is not None
         try:
             replies = self.pool.map([self._request(batch) for batch in batches])
-        except TypeError as error:  # of json.dumps
+        except TypeError as error:  # from json.dumps
             raise DataError(
-                f"{self.name} runs in a process of its own, and a column of the records cannot be sent there as JSON "
+                f"{self.name} runs in its own process, and a column of the records cannot be sent there as JSON "
                 f"({error}): leave it out of the function's parameters, or run the function without workers and "
                 "timeout_seconds"
             ) from error
@@ -166,29 +166,29 @@ class FunctionReward:
 
 
 class CodeReward:
-    """A reward that a task brings, or a rule: called with copies of its own, under a time limit, and read with care."""
+    """A task's reward, or a rule: called with its own copies, under a time limit; its results are checked."""
 
     def __init__(self, reward: RewardFn, name: str, limit: float = CALL_SECONDS, *, own: bool = False) -> None:
-        """`own`: it is Tether's own code, which changes nothing, and takes too long at the worst."""
+        """`own`: Tether's own code, which gets no copies because it changes nothing."""
         self.reward, self.name, self.limit, self.own = reward, name, limit, own
 
     def limit_to(self, seconds: float) -> None:
-        """Have a call take no longer; 0: no limit."""
+        """Set the time limit for a call; 0 means no limit."""
         self.limit = seconds
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What it has to tell the user."""
+        """Its messages for the user."""
         return tuple(getattr(self.reward, "notices", ()))
 
     def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise where it can tell beforehand that it cannot score answers to these."""
+        """Raise where it knows in advance that it cannot score answers to these prompts."""
         check = getattr(self.reward, "check", None)
         if callable(check):
             check(prompts)
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score for each rollout, in order."""
+        """One score per rollout, in order."""
         try:
             with nullcontext() if self.own else apart(), redirect_stdout(sys.stderr):
                 copies = rollouts if self.own else private_copies(rollouts)
@@ -209,7 +209,7 @@ class CodeReward:
 
 
 def as_score(value: Any) -> Score:
-    """What a reward gave one rollout, as a score: a Score of numbers is kept, anything else is read."""
+    """A reward's result for one rollout as a Score: a valid Score is kept, anything else is converted."""
     if isinstance(value, Score):
         numbers = (value.value, *value.parts.values())
         if all(isinstance(number, int | float) for number in numbers):
@@ -234,15 +234,15 @@ def score_of(outcome: Outcome) -> Score:
 
 
 def named_reward(reference: str, field: str, seed: int = 0) -> FunctionReward:
-    """The reward that a recipe's `field` names, read by its signature."""
+    """The reward function that a recipe's `field` names, called by its signature."""
     return FunctionReward(FunctionPart(kind="function", function=reference), field=field, seed=seed)
 
 
 def score_rollouts(reward: RewardFn, rollouts: Sequence[Rollout], *, max_failure_rate: float) -> list[Score]:
-    """One score for each rollout; more failures than `max_failure_rate` of them end the run.
+    """One score per rollout; a failure rate above `max_failure_rate` ends the run.
 
-    A score that is not finite fails alone; a reward that raises has scored nothing, and ends the run. The reward gets
-    copies: what it does to them does not change the run.
+    A score that is not finite fails alone; a reward that raises ends the run. The reward gets copies, so it cannot
+    change the run.
     """
     try:
         with apart():
@@ -261,7 +261,7 @@ def score_rollouts(reward: RewardFn, rollouts: Sequence[Rollout], *, max_failure
         reasons, errors = failure_reasons(scores), failure_errors(scores)
         raise DataError(
             f"{failed} of {len(rollouts)} scores are missing or not finite{f' ({reasons})' if reasons else ''}, above "
-            f"reward.max_failure_rate = {max_failure_rate}: mend the reward, or raise the limit"
-            + (f". What went wrong: {'; '.join(errors)}" if errors else "")
+            f"reward.max_failure_rate = {max_failure_rate}: fix the reward, or raise the limit"
+            + (f". Errors: {'; '.join(errors)}" if errors else "")
         )
     return scores

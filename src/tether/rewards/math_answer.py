@@ -1,17 +1,11 @@
-"""Whether two answers to a mathematical question are the same.
+"""Extract the final answer of a completion, and decide whether two mathematical answers are equal.
 
-What of a completion is the answer. Each way gives None where there is no such thing, and none of them raises.
+`math_correct` finds the final answer; `same_answer` compares two answers. `math_terms` defines which answers are
+compared by value and which as text. No text makes these functions raise, and none is evaluated.
 
-Whether two answers to a mathematical question are the same.
-
-`math_correct` finds the final answer of a completion; `same_answer` compares two answers. What is compared by value and
-what as text is in `math_terms`, units are in `units`. No text makes these functions raise, and none is evaluated.
-
-Answers compared by the package math-verify, which computes with them: `2+2` is 4 there, and `x(x+1)` is `x^2+x`.
-
-The final answer is found as for `math`; math-verify reads it as LaTeX and sympy compares. LaTeX is read by a grammar:
-what the model wrote is never evaluated as Python. Some texts take sympy for ever, so this is imported and called in
-worker processes.
+`math_verified` compares with the package math-verify, which simplifies: `2+2` equals 4 there, and `x(x+1)` equals
+`x^2+x`. It parses the answer as LaTeX with a grammar, and sympy compares; the model's text is never evaluated as
+Python. Some texts never finish in sympy, so it runs only in worker processes.
 """
 
 from __future__ import annotations
@@ -48,10 +42,10 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 def extract(completion: str, how: Extract, reference: str | None = None) -> str | None:
     """The answer in a completion.
 
-    whole: all of it. last_line: its last line that is not blank. marker: what the last `<answer>...</answer>`, or else
-    the last `answer:`, `answer is` or `####`, is followed by on its line. last_number: its last number. boxed: what is
-    in the last `\\boxed{...}`. auto: boxed, else marker, else the last line; where the reference is
-    a number, the last number in the box, in the marker's first sentence, or in all of it.
+    whole: all of it. last_line: the last line that is not blank. marker: the content of the last
+    `<answer>...</answer>`, else the rest of the line after the last `answer:`, `answer is` or `####`. last_number: the
+    last number. boxed: the content of the last `\\boxed{...}`. auto: boxed, else marker, else the last line; where the
+    reference is a number, the last number in the box, in the marker's first sentence, or in the whole text.
     """
     match how:
         case "whole":
@@ -77,7 +71,7 @@ def last_line(completion: str) -> str | None:
 
 
 def marked(completion: str) -> str | None:
-    """What stands in the last pair of answer tags, or else after the last marker on its line."""
+    """The content of the last pair of answer tags, else the rest of the line after the last marker."""
     tags = list(_TAG.finditer(completion))
     for opening, closing in reversed(list(itertools.pairwise(tags))):
         if not opening[1] and closing[1]:
@@ -89,12 +83,12 @@ def marked(completion: str) -> str | None:
 
 
 def first_sentence(text: str) -> str:
-    """What comes before the first period with a space after it: the answer, in `7. I had 3 tries.`"""
+    """The text before the first period that a space follows: the answer, in `7. I had 3 tries.`"""
     return re.split(r"\.\s", text, maxsplit=1)[0]
 
 
 def boxed(completion: str) -> str | None:
-    """What stands in the last `\\boxed{...}` whose braces close."""
+    """The content of the last `\\boxed{...}` whose braces close."""
     for opening in reversed(list(_BOX.finditer(completion))[-8:]):
         depth = 1
         for place in range(opening.end(), len(completion)):
@@ -104,7 +98,7 @@ def boxed(completion: str) -> str | None:
     return None
 
 
-MAX_CHARACTERS = 2_000  # a longer answer is no answer
+MAX_CHARACTERS = 2_000  # longer answers are rejected
 
 _SPACING = re.compile(r"(?<!\\)\\[,;:! ]|\\q?quad\b|\\displaystyle\b|\\left\b|\\right\b|[$~]|\\[()\[\]]")
 _TEXT = re.compile(r"\\(?:text|textbf|textit|mathrm|mathbf|mbox|operatorname)\s*\{([^{}]*)\}")
@@ -117,7 +111,7 @@ _PLAIN_ROOT = re.compile(r"(?<![A-Za-z])(?:\\sqrt\s*|sqrt)\(([^()]*)\)")
 _BOLD = re.compile(r"(?<![\w*)])(\*\*|__)(?=\S)([^*_\n]+?)(?<=\S)\1(?![\w*])")
 _ITALIC = re.compile(r"(?<![\w*)\\}])([*`])(?=\S)([^*`\n]+?)(?<=\S)\1(?![\w*])")
 _PROSE_WORD = re.compile(r"(?<![a-z\\\\{])[a-z]{2,}")
-MAX_COMMANDS = 50  # fractions in one answer: each is looked for to the answer's end
+MAX_COMMANDS = 50  # fractions in one answer: each costs a scan to the end of the answer
 _UNIT_BEHIND = re.compile(r"\s?(?:(?:square|cubic|sq)\s)?[A-Za-z]+(?:(?:/|\sper\s)[A-Za-z]+)?(?:\^\{?[23]\}?)?")
 _MATHS = re.compile(r"\$\$?([^$]+)\$\$?|\\\((.+?)\\\)|\\\[(.+?)\\\]")
 _ROOT_OR_PI = r"(?:\\sqrt\{[0-9]+\}\s*(?:\\pi(?![A-Za-z]))?|\\pi(?![A-Za-z]))"
@@ -128,18 +122,18 @@ _ANY_NUMBER = re.compile(
 
 
 def math_correct(completion: str, reference: str, tolerance: float) -> bool:
-    """Whether the completion's final answer is the reference's.
+    """Whether the completion's final answer equals the reference.
 
     The final answer is the last `\\boxed{...}`; else what follows the last "answer:" or "answer is"; else the last
-    line. Without a box, a sentence is read for the mathematics that it ends with: what stands between its last dollar
-    signs, or its last number, fraction, root or multiple of pi.
+    line. Without a box, the mathematics at the end of a sentence counts: the text between its last dollar signs, or its
+    last number, fraction, root or multiple of pi.
     """
     whole, within = final_answers(completion)
     return any(candidate is not None and same_answer(candidate, reference, tolerance) for candidate in (whole, within))
 
 
 def final_answers(completion: str) -> tuple[str | None, str | None]:
-    """The final answer as it stands, and the mathematics within it where it is a sentence."""
+    """The final answer as written, and the mathematics within it where it is a sentence."""
     if (answer := boxed(completion)) is not None:
         return answer, None
     after_marker = marked(completion)
@@ -153,10 +147,10 @@ def final_answers(completion: str) -> tuple[str | None, str | None]:
 
 
 def same_answer(answer: str, reference: str, tolerance: float) -> bool:
-    """Whether both say the same value, or the same text when white space, case and LaTeX's decoration are put aside.
+    """Whether both have the same value, or the same text apart from white space, case and LaTeX formatting.
 
-    `50%` is the number 0.5, and also matches a bare 50, for questions that ask for a percentage. A unit on one side
-    alone is passed over; `5 m` is not `5 cm`.
+    `50%` is the number 0.5, and also matches a bare 50, for questions that ask for a percentage. A unit on only one
+    side is ignored; `5 m` is not `5 cm`.
     """
     (ours, unit), (theirs, wanted_unit) = (_without_unit(_plain_text(text)) for text in (answer, reference))
     if not ours or (unit and wanted_unit and unit != wanted_unit):
@@ -172,12 +166,12 @@ def same_answer(answer: str, reference: str, tolerance: float) -> bool:
 
 
 def normalise(text: str) -> str:
-    """Without LaTeX's spacing and dollar signs, markdown, units and a leading `x =`; arguments of LaTeX in braces."""
+    """Remove LaTeX spacing, dollar signs, markdown, units and a leading `x =`; put LaTeX arguments into braces."""
     return _without_unit(_plain_text(text))[0]
 
 
 def value_of(text: str) -> tuple[Fraction | None, bool]:
-    """The value of a normalised text that is one rational number; and whether it had a percent sign."""
+    """The value of a normalized text that is one rational number; and whether it had a percent sign."""
     bare = re.sub(r"\s*\\?%$", "", text)
     quantity = parse_quantity(bare)
     rational = quantity is not None and (quantity.radicand, quantity.power) == (1, 0)
@@ -185,7 +179,7 @@ def value_of(text: str) -> tuple[Fraction | None, bool]:
 
 
 def without_emphasis(text: str) -> str:
-    """Without markdown's `**bold**`, `*italic*` and backticks; `2*3*4` and `2**3` stay."""
+    """Remove markdown's `**bold**`, `*italic*` and backticks; `2*3*4` and `2**3` stay."""
     return _ITALIC.sub(r"\2", _BOLD.sub(r"\2", text))
 
 
@@ -222,7 +216,7 @@ def _with_braces(text: str, command: str, count: int) -> str:
 
 
 def _argument(text: str, place: int) -> tuple[str, int]:
-    """The argument of a LaTeX command that begins at `place`, in braces, and where it ends; as it is where unclear."""
+    """The argument of a LaTeX command at `place`, in braces, and where it ends; unchanged where it is unclear."""
     start = place + len(text[place:]) - len(text[place:].lstrip())
     if text[start : start + 1] != "{":
         token = re.compile(r"[0-9A-Za-z]|\\[A-Za-z]+").match(text, start)
@@ -241,12 +235,12 @@ def _argument(text: str, place: int) -> tuple[str, int]:
 
 
 def _is_prose(text: str) -> bool:
-    """Whether there are words beside `and` and `or`; what LaTeX calls by name is none."""
+    """Whether the text has words other than `and`, `or` and LaTeX command names."""
     return bool(set(_PROSE_WORD.findall(text.lower())) - {"and", "or"})
 
 
 def _mathematics_in(sentence: str) -> str | None:
-    """The mathematics that a sentence ends with."""
+    """The mathematics at the end of a sentence."""
     formulas = list(_MATHS.finditer(sentence))
     last = formulas[-1] if formulas else None
     if last is not None and not any(character.isdigit() for character in sentence[last.end() :]):
@@ -256,13 +250,13 @@ def _mathematics_in(sentence: str) -> str | None:
 
 
 def _right_side(text: str) -> str | None:
-    """What stands after the last equals sign: 7 in `3 + 4 = 7`."""
+    """The text after the last equals sign: 7 in `3 + 4 = 7`."""
     left, sign, right = text.rpartition("=")
     return right.strip() if sign and left.strip() and right.strip() and left[-1:] not in "<>!" else None
 
 
 def _last_number(text: str) -> str | None:
-    """The last value of a sentence, unless it is part of a larger expression or one of two: `2 + 3`, `5x`, `7 or 8`."""
+    """The last value of a sentence; None where it is part of an expression or of a choice: `2 + 3`, `5x`, `7 or 8`."""
     matches = list(_ANY_NUMBER.finditer(text))
     if not matches:
         return None
@@ -275,17 +269,17 @@ def _last_number(text: str) -> str | None:
     return None if in_expression or one_of_two else matches[-1].group().strip() + unit
 
 
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that it has no time limit of its own here
+logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
 
 
 def compare_by_math_verify(prompt: str, completion: str, answer: str) -> float:  # noqa: ARG001 a reward's parameters
-    """1.0 where the completion's final answer is the known one, else 0.0."""
+    """1.0 where the completion's final answer equals the known one, else 0.0."""
     return float(math_verified(completion, answer))
 
 
 def math_verified(completion: str, reference: str) -> bool:
     """Whether math-verify finds the completion's final answer equal to the reference."""
-    # Only LaTeX is looked for: math-verify hands other expressions to sympy's parse_expr, which evaluates Python.
+    # Only LaTeX is parsed: math-verify passes other expressions to sympy's parse_expr, which evaluates Python.
     latex = [LatexExtractionConfig()]
     known = parse(as_latex(reference), latex, parsing_timeout=0)
     for answer in final_answers(completion):
@@ -297,7 +291,7 @@ def math_verified(completion: str, reference: str) -> bool:
 
 
 def as_latex(text: str) -> str:
-    """The text between dollar signs, as math-verify wants LaTeX marked."""
+    """The text between dollar signs, which math-verify needs to recognize LaTeX."""
     text = without_emphasis(text[:MAX_CHARACTERS]).replace("\\$", "").strip(" .,;:*_`\n")
     inner = text.replace("$", " ").replace("\\(", " ").replace("\\)", " ").replace("\\[", " ").replace("\\]", " ")
     return f"${inner.strip()}$"

@@ -1,19 +1,14 @@
-"""Mathematical answers as small trees, compared by value: numbers, units, terms.
-
-Numbers in a model's text, as exact fractions. No text makes these functions raise, and none is ever evaluated.
-
-Units behind a number: which letters are one, and which of them are the same.
-
-The mathematical answers that are compared by value, as small trees.
+"""Mathematical answers as small trees that are compared by value: numbers, units, terms.
 
 A text becomes one of
 
 - `Quantity`: q * sqrt(n) * pi^k with q a fraction, n squarefree, such as `6\\pi`, `\frac{\\sqrt{3}}{2}`, `1,234.50`;
-- `Group`: a set, a list, a union, a sum or a product, whose order does not matter; a tuple or an interval, whose does;
-- `Words`: everything else, compared letter by letter.
+- `Group`: a set, a list, a union, a sum or a product, which are unordered; a tuple or an interval, which are ordered;
+- `Words`: everything else, compared character by character.
 
-Nothing is computed from what the model wrote: `2+2` is a sum and not 4, `14/2`, `\\sqrt{16}` and `2/4` are words, for
-otherwise repeating the question would be an answer to it. No text makes these functions raise, and none is evaluated.
+Numbers are exact fractions, and a known unit after a number is split off. Nothing is computed from what the model
+wrote: `2+2` is a sum and not 4; `14/2`, `\\sqrt{16}` and `2/4` are words. Otherwise repeating the question would count
+as an answer. No text makes these functions raise, and none is evaluated.
 """
 
 from __future__ import annotations
@@ -23,22 +18,22 @@ import re
 from dataclasses import dataclass
 from fractions import Fraction
 
-MAX_DIGITS = 100  # a longer numeral, or a larger exponent, is no number: exact arithmetic on it could take for ever
+MAX_DIGITS = 100  # longer numerals and larger exponents are rejected: exact arithmetic on them could run forever
 
 _NUMERAL = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,4})?|\.[0-9]+"
-# A dash is a sign only where it touches its number and does not follow another: "3-4" holds 3 and 4, "= -4" holds -4.
+# A dash is a sign only if it touches its number and follows no other: "3-4" contains 3 and 4, "= -4" contains -4.
 NUMERAL = re.compile(rf"(?P<sign>(?<![0-9A-Za-z)\]}}%.])[-+])?(?P<currency>[$€£])?(?P<digits>{_NUMERAL})")
 DASHES = str.maketrans({"−": "-", "–": "-", "‑": "-"})  # minus, en dash, non-breaking hyphen
 
 
 def numerals(text: str) -> list[str]:
-    """Every number in the text as it is written, with its sign and without its currency or thousands separators."""
+    """Every number in the text as written, with its sign, without currency or thousands separators."""
     found = NUMERAL.finditer(text.translate(DASHES))
     return [(match["sign"] or "") + match["digits"].replace(",", "") for match in found]
 
 
 def last_numeral(text: str) -> str | None:
-    """The last number in the text as it is written."""
+    """The last number in the text as written."""
     return found[-1] if (found := numerals(text)) else None
 
 
@@ -55,19 +50,19 @@ def number(text: str) -> Fraction | None:
 
 
 def plain_numeral(text: str) -> str | None:
-    """A text that is one number as `numerals` gives it, `6250` for `$6,250`; None for any other text."""
+    """A text that is one number, in the form of `numerals`: `6250` for `$6,250`; None for any other text."""
     match = NUMERAL.fullmatch(text.translate(DASHES))
     return None if match is None else (match["sign"] or "") + match["digits"].replace(",", "")
 
 
 def last_number(text: str) -> Fraction | None:
-    """The value of the last number in the text; None where there is none, or it is out of all proportion."""
+    """The value of the last number in the text; None where there is none or it exceeds MAX_DIGITS."""
     written = last_numeral(text)
     return None if written is None else number(written)
 
 
 def close(value: Fraction, reference: Fraction, tolerance: float) -> bool:
-    """Whole numbers are equal or they are not; other numbers are equal within `tolerance` times |reference|."""
+    """Whether two numbers match: exactly for whole numbers, otherwise within `tolerance` times |reference|."""
     if value == reference:
         return True
     if value.denominator == reference.denominator == 1:
@@ -80,7 +75,7 @@ _NAMES = {
     "cm": "cm centimeter centimetre",
     "m": "m meter metre",
     "km": "km kilometer kilometre",
-    "in": "inch inches",  # not `in`, which is a word: there are 7 in all
+    "in": "inch inches",  # not `in`, which is also a word: "there are 7 in all"
     "ft": "ft foot feet",
     "yd": "yd yard",
     "mi": "mi mile",
@@ -132,7 +127,7 @@ UNIT = re.compile(
 
 
 def split_unit(text: str) -> tuple[str, str | None]:
-    """The text without the unit behind its number, and that unit where it is one that is known by name."""
+    """The text without the unit after its number, and that unit where it is a known one."""
     match = UNIT.fullmatch(text)
     if match is None:
         return text, None
@@ -143,7 +138,7 @@ def split_unit(text: str) -> tuple[str, str | None]:
 
 
 def known_unit(words: str) -> str | None:
-    """`square meters` is m^2, `km per hour` km/h; None where any word is no unit, such as `apples`."""
+    """`square meters` is m^2, `km per hour` km/h; None where any word is not a unit, such as `apples`."""
     named: list[str] = []
     pending = ""
     for word in _WORD.findall(words):
@@ -204,14 +199,14 @@ class Words:
 
 @dataclass(frozen=True)
 class Group:
-    """Several answers in one. `kind` tells sets, lists, sums and the brackets of tuples and intervals apart."""
+    """Several answers in one. `kind` distinguishes sets, lists, sums, and the brackets of tuples and intervals."""
 
     kind: str
     members: tuple[Term, ...]
 
     @property
     def ordered(self) -> bool:
-        """Whether the order of the members matters: in a tuple and in an interval."""
+        """Whether the order of the members matters: True for tuples and intervals."""
         return self.kind[0] in "(["
 
 
@@ -219,7 +214,7 @@ Term = Quantity | Words | Group
 
 
 def same_term(ours: Term, theirs: Term, tolerance: float) -> bool:
-    """Whether two trees say the same; numbers as `close` has it, members in any order unless they are ordered."""
+    """Whether two trees are equal: numbers by `close`, members in any order unless the group is ordered."""
     match ours, theirs:
         case Quantity(), Quantity():
             like = (ours.radicand, ours.power) == (theirs.radicand, theirs.power)
@@ -246,7 +241,7 @@ def _same_members(ours: tuple[Term, ...], theirs: tuple[Term, ...], tolerance: f
 
 
 def parse_term(text: str, depth: int = 0) -> Term:
-    """The tree of a normalised text; see `math_answer.normalise`."""
+    """The tree of a normalized text; see `math_answer.normalise`."""
     if (quantity := parse_quantity(text)) is not None:
         return quantity
     if depth < 4:
@@ -257,7 +252,7 @@ def parse_term(text: str, depth: int = 0) -> Term:
 
 
 def words(text: str) -> Words:
-    """The text itself; the brackets round one letter, as in `(B)`, are put aside."""
+    """The text itself, without the brackets around a single letter, as in `(B)`."""
     squeezed = "".join(text.split()).casefold().rstrip(".")
     return Words(squeezed[1:-1] if re.fullmatch(r"\([a-z]\)", squeezed) else squeezed)
 
@@ -276,7 +271,7 @@ def parse_quantity(text: str) -> Quantity | None:
 
 
 def _term(text: str) -> Quantity | None:
-    """A coefficient, a root and a power of pi, of which two may be left out."""
+    """A coefficient, a root and a power of pi, two of which may be absent."""
     plain = number(text) if re.match(r"[0-9.$€£]", text) else None
     if plain is not None:
         return Quantity(plain)
@@ -304,7 +299,7 @@ def _scientific(text: str) -> Quantity | None:
 
 
 def _fraction(text: str) -> Quantity | None:
-    r"""`a/b` and `\frac{a}{b}` in lowest terms, with a whole part before or a root or pi behind; b may hold a root."""
+    r"""`a/b` and `\frac{a}{b}` in lowest terms, with a whole part before or a root or pi after; b may hold a root."""
     match = _SLASHED.fullmatch(text)
     behind = Quantity(Fraction(1))
     if match is None:
@@ -322,7 +317,7 @@ def _fraction(text: str) -> Quantity | None:
         return None
     value = top.value / bottom.value / bottom.radicand
     if 1 not in (top.radicand, bottom.radicand) or 1 not in (top.radicand * bottom.radicand, behind.radicand):
-        return None  # a product of two roots is for whoever answers to work out
+        return None  # a product of two roots is not simplified
     root = top.radicand * bottom.radicand * behind.radicand
     value += int(match["whole"] or 0)
     return Quantity(value, root, top.power + behind.power)
@@ -371,19 +366,19 @@ def _bracketed(text: str, depth: int) -> Group | None:
     if not all(parts) or not (1 if braces else 2) <= len(parts) <= MAX_MEMBERS:
         return None
     if braces and len(parts) == 1 and not text.startswith("\\{"):
-        return None  # braces that only hold LaTeX together
+        return None  # braces that only group LaTeX
     kind = "set" if braces else text[0] + text[-1]
     return Group(kind, _members(parts, depth))
 
 
 def _sum(text: str, depth: int) -> Group | None:
-    """`3+2x` is `2x+3`; the members of a sum are not added up."""
+    """`3+2x` equals `2x+3`; the members of a sum are not added up."""
     parts = _signed_parts(text)
     return Group("sum", _members(parts, depth)) if 1 < len(parts) <= MAX_MEMBERS else None
 
 
 def _product(text: str, depth: int) -> Group | None:
-    """`2(x+1)(x-3)` is `2(x-3)(x+1)`; nothing is multiplied out."""
+    """`2(x+1)(x-3)` equals `2(x-3)(x+1)`; nothing is multiplied out."""
     match = _FACTORS.fullmatch("".join(text.split()))
     if match is None:
         return None
@@ -414,7 +409,7 @@ def without_name(text: str) -> str:
 
 
 def split_top(text: str, separator: str) -> list[str]:
-    """The parts between separators that are inside no bracket; a number's thousands stay together."""
+    """The parts between separators outside brackets; the thousands of a number stay together."""
     parts, depth, start = [], 0, 0
     for place, character in enumerate(text):
         depth += (character in _OPENING) - (character in _CLOSING)

@@ -1,7 +1,7 @@
 """A reward model's score of each rollout, read at its last real token.
 
-A model with the policy's tokenizer reads the very tokens that were sampled. One with another tokenizer reads the answer
-as text: the conversation is rendered anew with its own chat template and tokenizer.
+A reward model with the policy's tokenizer reads the sampled tokens. One with another tokenizer reads text: the
+conversation is rendered again with its own chat template and tokenizer.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ LoadShared = Callable[[Path, str], ScalarModel]
 
 @dataclass(frozen=True)
 class RewardModelReward:
-    """Scores answers without gradients, in micro-batches of so many tokens.
+    """Scores answers without gradients, in micro-batches with a token budget.
 
-    A rollout that is longer than the model's context is not scored, rather than scored in part.
+    A rollout that is longer than the model's context gets no score, rather than a score of its beginning.
     """
 
     model: RewardModel
     vocabulary: LoadedModel  # its backbone and its tokenizer
     micro_batch_tokens: int
     reads: Literal["tokens", "text"] = "tokens"
-    trained_here: bool = True  # by `tether train reward`, which ends an answer with the end token alone
+    trained_here: bool = True  # by `tether train reward`, which puts only the end token after an answer
     notices: tuple[str, ...] = ()
 
     @classmethod
     def load(
         cls, part: ModelPart, policy: LoadedModel | None, load_shared: LoadShared | None = None
     ) -> RewardModelReward:
-        """The model of a recipe's part. Without a policy, as in a reward server, it reads text."""
+        """The reward model of a recipe part. Without a policy, as in a reward server, it reads text."""
         folder = reward_model_folder(find_model(part.path))
         if part.shared:
             model: RewardModel = _load_shared(part, folder, policy, load_shared)
@@ -90,13 +90,13 @@ class RewardModelReward:
         return dataclasses.replace(reward, notices=(notice,))
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score for each rollout."""
+        """One score per rollout."""
         rows = [self._row(rollout) for rollout in rollouts]
         values = iter(self.values([row for row in rows if isinstance(row, Tensor)]))
         return [Score(next(values)) if isinstance(row, Tensor) else row for row in rows]
 
     def _row(self, rollout: Rollout) -> Tensor | Score:
-        """The tokens that are scored, or why there are none."""
+        """The tokens to score, or a failed score."""
         row = rollout.token_ids
         if self.reads == "text":
             try:
@@ -108,10 +108,10 @@ class RewardModelReward:
         return row if len(row) <= self.vocabulary.context_length else failed("too_long")
 
     def encode(self, prompt: Prompt, completion: str, *, ended: bool) -> list[int]:
-        """An answer to a prompt as the model's own tokens; what was cut off has no end token.
+        """A prompt and its answer in the model's own tokens; an answer that was cut off gets no end token.
 
-        A model of another maker was trained on whole conversations in its chat template, whatever that puts after the
-        answer's end token.
+        A reward model that Tether did not train expects a whole conversation in its chat template, including whatever
+        the template puts after the answer's end token.
         """
         tokenizer: Any = self.vocabulary.tokenizer
         template = getattr(tokenizer, "chat_template", None)
@@ -127,9 +127,9 @@ class RewardModelReward:
             return prompt_token_ids(tokenizer, prompt) + after + ([self.vocabulary.end_id] if ended else [])
         except DataError:
             raise
-        except Exception as error:  # templates refuse roles and orders of turns with exceptions of their own
+        except Exception as error:  # templates raise their own exceptions for roles and orders of turns
             reason = " ".join(str(error).split())
-            raise DataError(f"the reward model's chat template refuses prompt {prompt.id!r}: {reason}") from error
+            raise DataError(f"the reward model's chat template rejects prompt {prompt.id!r}: {reason}") from error
 
     @torch.no_grad()
     def values(self, rows: Sequence[Tensor]) -> list[float]:
@@ -163,7 +163,7 @@ def _load_shared(
 
 
 def reading_text(reward: RewardFn) -> RewardFn:
-    """The reward with every reward model reading text, for answers of models whose tokenizers differ."""
+    """The reward with every reward model reading text, for answers of models with different tokenizers."""
     if isinstance(reward, RewardModelReward):
         return dataclasses.replace(reward, reads="text")
     if isinstance(reward, CombinedReward):
@@ -172,7 +172,7 @@ def reading_text(reward: RewardFn) -> RewardFn:
 
 
 def load_vocabulary(path: Path, backbone: PreTrainedModel) -> LoadedModel:
-    """A reward model's backbone with the tokenizer that was saved beside it, as a model of its own would have them."""
+    """A reward model's backbone with the tokenizer that was saved beside it."""
     tokenizer = load_tokenizer(path)
     known = embedding_count(backbone)
     ends = find_ends(tokenizer, backbone.config, None, known)
@@ -185,7 +185,7 @@ def load_vocabulary(path: Path, backbone: PreTrainedModel) -> LoadedModel:
 
 
 def _context(backbone: PreTrainedModel) -> int:
-    """How many tokens the model can read. RoBERTa's kind counts positions from beyond its padding token's id."""
+    """The model's context length. RoBERTa models number positions from above their padding token's id."""
     context = int(getattr(backbone.config.get_text_config(), "max_position_embeddings", None) or NO_LIMIT)
     for name, module in backbone.named_modules():
         if name.endswith("position_embeddings") and isinstance(module, nn.Embedding):

@@ -1,4 +1,4 @@
-"""From a recipe's `reward.parts` to one reward."""
+"""Build one reward from a recipe's `reward.parts`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tether.seeds import derive_seed
 from tether.types import Rollout, Score
 
 Functions = Mapping[str, Callable[..., Any]]
-"""The functions that a Python program passes, by the names of their parts."""
+"""The functions that a Python program passes, keyed by part name."""
 
 
 def build_reward(
@@ -32,11 +32,11 @@ def build_reward(
     timeout: float = CALL_SECONDS,
     functions: Functions | None = None,
 ) -> RewardFn:
-    """The parts combined; where there are none, the task's own reward.
+    """The parts combined; without parts, the task's own reward.
 
     `load_shared` loads a reward model onto the backbone that the run's roles share. Without a policy, as in a reward
-    server, a reward model reads texts by its own tokenizer. `timeout` is the most seconds that a call of Python code
-    in this process may take; 0: no limit. `functions` has the functions of the parts of kind object.
+    server, a reward model reads text with its own tokenizer. `timeout` is the maximum number of seconds for a call of
+    Python code in this process; 0 means no limit. `functions` has the functions of the parts of kind object.
     """
     own, functions = in_limits(own, "the task's reward", timeout), functions or {}
     if not parts:
@@ -80,7 +80,7 @@ def object_reward(part: ObjectPart, functions: Functions, *, seed: int, limit: f
     """The function that a Python program passed under the part's name."""
     if part.label not in functions:
         raise ConfigError(
-            f"reward.parts: {part.label} is a function that was passed from Python, and a recipe cannot hold it: pass "
+            f"reward.parts: {part.label} is a function that was passed from Python, and a recipe cannot store it: pass "
             f"it again (reward={part.label}), or put it into a file and use {{kind: function, function: "
             f"my_file.py:{part.label}}}"
         )
@@ -89,7 +89,7 @@ def object_reward(part: ObjectPart, functions: Functions, *, seed: int, limit: f
 
 
 def math_verify_reward(part: MathVerifyPart, *, seed: int) -> RewardFn:
-    """1 or 0 from worker processes; an answer that takes too long, and a prompt without an answer, is not scored."""
+    """1 or 0 from worker processes; an answer that takes too long, or a prompt without an answer, gets no score."""
     if find_spec("math_verify") is None:
         raise ConfigError(
             "reward.parts: kind math_verify needs the package math-verify, which is not installed: "

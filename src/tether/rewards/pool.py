@@ -1,12 +1,8 @@
-"""Worker processes and threads for reward calls, with a time limit that holds.
+"""Worker processes and threads for reward calls, with an enforced time limit.
 
-Several calls at the same time, with results in the order of what they were called with.
-
-Processes that run a user's function: with a time limit that holds, several at once, replaced where one is lost.
-
-A worker is `python -m tether.rewards.worker`, told by name which function to import. Requests and replies are lines of
-JSON over its pipes. Each worker leads a process group of its own: Ctrl-C in the terminal does not reach it, and what
-the function started is killed with it.
+A worker is `python -m tether.rewards.worker`; its first request names the function to import. Requests and replies are
+lines of JSON over its pipes. A worker that is lost is replaced. Each worker leads its own process group: Ctrl-C in the
+terminal does not reach it, and processes that the function started are killed with it.
 """
 
 from __future__ import annotations
@@ -34,10 +30,10 @@ Result = TypeVar("Result")
 
 
 def in_order(function: Callable[[Item], Result], items: Sequence[Item], at_once: int) -> list[Result]:
-    """`[function(item) for item in items]` by up to `at_once` threads.
+    """`[function(item) for item in items]` on up to `at_once` threads.
 
-    The first exception is raised here, and no further item is begun. The threads are daemons: neither an exception nor
-    Ctrl-C waits for calls that are under way.
+    The first exception is raised here, and no further item is started. The threads are daemons: neither an exception
+    nor Ctrl-C waits for running calls.
     """
     if at_once <= 1 or len(items) <= 1:
         return [function(item) for item in items]
@@ -72,13 +68,13 @@ def in_order(function: Callable[[Item], Result], items: Sequence[Item], at_once:
     return [results[place] for place in range(len(items))]
 
 
-START_SECONDS = 300.0  # in which a worker must have imported the function
-ROOT = str(Path(__file__).parents[2])  # the folder that `tether` is imported from
+START_SECONDS = 300.0  # time limit for a worker to import the function
+ROOT = str(Path(__file__).parents[2])  # the folder from which `tether` is imported
 _pools: weakref.WeakSet[WorkerPool] = weakref.WeakSet()
 
 
 class LostError(Exception):
-    """A worker gave no reply: `timeout`, or `worker_died` with how it ended."""
+    """A worker gave no reply: `timeout`, or `worker_died` with its exit status."""
 
     def __init__(self, reason: str, text: str) -> None:
         super().__init__(text)
@@ -86,7 +82,7 @@ class LostError(Exception):
 
 
 class Worker:
-    """One process, started and asked by one thread at a time."""
+    """One process, used by one thread at a time."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(  # noqa: S603 (this Python and a constant)
@@ -98,7 +94,7 @@ class Worker:
         )
 
     def ask(self, request: Mapping[str, Any], seconds: float | None) -> dict[str, Any]:
-        """The reply to a request. Raises LostError where none came in time, or ever."""
+        """The reply to a request. Raises LostError where none arrives in time."""
         line = json.dumps(request).encode() + b"\n"
         expired = threading.Event()
 
@@ -116,7 +112,7 @@ class Worker:
             self.process.stdin.write(line)
             self.process.stdin.flush()
             answer = self.process.stdout.readline()
-        except (OSError, ValueError):  # it is gone, or was closed from another thread
+        except (OSError, ValueError):  # the process ended, or another thread closed the pipe
             pass
         finally:
             if timer is not None:
@@ -129,14 +125,14 @@ class Worker:
         raise LostError("worker_died", f"the process that ran the function {ending(self.process.wait())}")
 
     def kill(self) -> None:
-        """End the process, and what it started, at once."""
+        """Kill the process and everything that it started."""
         with contextlib.suppress(OSError):
             if hasattr(os, "killpg") and self.process.poll() is None:
                 os.killpg(self.process.pid, signal.SIGKILL)  # it leads its group
         self.process.kill()
 
     def close(self) -> None:
-        """Kill it, and let go of its pipes."""
+        """Kill it and close its pipes."""
         self.kill()
         self.process.wait()
         for pipe in (self.process.stdin, self.process.stdout):
@@ -146,10 +142,10 @@ class Worker:
 
 
 class WorkerPool:
-    """Up to `size` workers for one function, started when they are needed."""
+    """Up to `size` workers for one function, started on demand."""
 
     def __init__(self, setup: Mapping[str, Any], size: int, seconds: float | None, grace: float = 0.0) -> None:
-        """`setup` is a worker's first request; `seconds` the limit of each later one, to which `grace` is added."""
+        """`setup` is a worker's first request; `seconds` limits each later one, and `grace` is added to it."""
         now = consent.current()
         self.setup = {**setup, "path": sys.path, "seconds": seconds}
         self.setup |= {"folder": str(now.root), "allowed": list(now.given)}
@@ -163,7 +159,7 @@ class WorkerPool:
         _pools.add(self)
 
     def describe(self) -> dict[str, Any]:
-        """What a worker says of the function; starts one where none is there."""
+        """The worker's description of the function; starts a worker where there is none."""
         self._closed = False
         worker = self._idle.get()
         try:
@@ -174,7 +170,7 @@ class WorkerPool:
             self._idle.put(worker)
 
     def map(self, requests: Sequence[Mapping[str, Any]]) -> list[dict[str, Any] | LostError]:
-        """A reply to each request, in order; LostError for one whose worker was lost, which is replaced."""
+        """A reply to each request, in order; LostError where the worker was lost, which is then replaced."""
         self._closed = False
         try:
             return in_order(self._ask, requests, self.size)
@@ -193,7 +189,7 @@ class WorkerPool:
     def _ask(self, request: Mapping[str, Any]) -> dict[str, Any] | LostError:
         worker = self._idle.get()
         if worker is not None and worker.process.poll() is not None:
-            self._forget(worker)  # it ended between two steps; nothing of this request is lost with it
+            self._forget(worker)  # it ended between two steps, before this request
             worker = None
         try:
             worker = worker or self._start()
@@ -218,7 +214,7 @@ class WorkerPool:
             reply = worker.ask(self.setup, START_SECONDS)
         except LostError as lost:
             self._forget(worker)
-            text = f"{self.setup['function']} could not be started in a process of its own: {lost.text}"
+            text = f"{self.setup['function']} could not be started in its own process: {lost.text}"
             raise DataError(text) from lost
         if "refused" in reply:
             self._forget(worker)
@@ -241,7 +237,7 @@ atexit.register(close_workers)
 
 
 def ending(code: int) -> str:
-    """How a process ended, in words."""
+    """A description of how a process ended."""
     if code >= 0:
         return f"ended by itself with exit code {code}"
     try:

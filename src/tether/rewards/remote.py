@@ -1,15 +1,12 @@
-"""A reward model behind HTTP: requests with a deadline, and failures that are masked, never scored zero.
-
-One HTTP POST with a deadline that holds for all of it: name, connection, headers and body.
-
-A socket's own timeout starts anew with every byte, so a server that drips could hold a run for ever. The exchange
-therefore runs in a thread of its own, and at the deadline its socket is shut.
-
-A reward model behind HTTP. What it cannot score is masked and counted by reason, never read as zero.
+"""A reward model behind HTTP. What it cannot score is masked and counted by reason, never treated as zero.
 
 The protocol, version 1 (docs/rewards.md): POST `{"version": 1, "items": [{"id", "prompt", "messages", "completion",
 "answer", "finish"}]}`, answered by `{"scores": [{"id", "value"}]}` in any order, with `"value": null` and an `"error"`
 for an item that cannot be scored.
+
+Every request has one deadline for name lookup, connection, headers and body. A socket's own timeout restarts with every
+byte, so a slow server could block a run forever. The exchange therefore runs in its own thread, and its socket is shut
+down at the deadline.
 """
 
 from __future__ import annotations
@@ -41,7 +38,7 @@ CHUNK = 65_536
 
 
 class PostError(Exception):
-    """Why there is no answer, in one word; and whether asking again may help."""
+    """Why there is no answer, in one word; and whether a retry may help."""
 
     def __init__(self, reason: str, *, retriable: bool = False) -> None:
         super().__init__(reason)
@@ -50,10 +47,10 @@ class PostError(Exception):
 
 
 def post_json(url: str, body: bytes, *, token: str | None, timeout_seconds: float, max_bytes: int) -> bytes:
-    """The body of a 200 answer. Raises PostError for anything else.
+    """The body of a 200 response. Raises PostError for anything else.
 
-    Retriable: timeout, connection (refused, reset, or closed before the answer was whole), status_5xx. Not retriable:
-    redirect (never followed), any other status, too_large (the rest is not read). No proxy is used.
+    Retriable: timeout, connection (refused, reset, or closed before the response was complete), status_5xx. Not
+    retriable: redirect (never followed), any other status, too_large (the rest is not read). No proxy is used.
     """
     exchange = _Exchange(url, body, token, timeout_seconds, max_bytes)
     exchange.start()
@@ -67,7 +64,7 @@ def post_json(url: str, body: bytes, *, token: str | None, timeout_seconds: floa
 
 
 class _Exchange(threading.Thread):
-    """The request and its answer; `outcome` is set once the thread has ended."""
+    """The request and its response; `outcome` is set when the thread ends."""
 
     def __init__(self, url: str, body: bytes, token: str | None, timeout_seconds: float, max_bytes: int) -> None:
         super().__init__(daemon=True, name="tether-reward-request")
@@ -78,7 +75,7 @@ class _Exchange(threading.Thread):
         self.outcome: bytes | PostError = PostError("connection", retriable=True)
 
     def run(self) -> None:
-        """Ask, and keep what came of it."""
+        """Send the request and store the outcome."""
         try:
             self.outcome = self._talk()
         except PostError as error:
@@ -89,7 +86,7 @@ class _Exchange(threading.Thread):
             self.outcome = PostError("connection", retriable=True)
 
     def cut(self) -> None:
-        """End the exchange from outside: whatever it waits for fails at once."""
+        """Abort the exchange from another thread: its blocking call fails at once."""
         self.is_cut = True
         if self.socket is not None:
             with contextlib.suppress(OSError):
@@ -130,7 +127,7 @@ class _Exchange(threading.Thread):
             read += chunk
             if len(read) > self.max_bytes:
                 raise PostError("too_large")
-        if response.length:  # the server promised more than it sent
+        if response.length:  # the server announced more bytes than it sent
             raise PostError("connection", retriable=True)
         return bytes(read)
 
@@ -143,13 +140,11 @@ def _check_status(status: int) -> None:
 
 
 VERSION = 1
-MAX_WAIT = 60.0  # seconds before any retry
+MAX_WAIT = 60.0  # seconds before a retry
 
 
 class RemoteReward:
-    """Posts rollouts in batches, some of them at the same time; each batch is tried again, with growing waits, where
-    that may help.
-    """
+    """Posts rollouts in batches, several at the same time; retries a batch with growing waits where that may help."""
 
     def __init__(
         self, part: RemotePart, *, token: str | None, seed: int, sleep: Callable[[float], None] = time.sleep
@@ -160,7 +155,7 @@ class RemoteReward:
         self.sleep = sleep
 
     def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score for each rollout."""
+        """One score per rollout."""
         starts = range(0, len(rollouts), self.part.batch_size)
         batches = in_order(
             lambda start: self._batch(start, rollouts[start : start + self.part.batch_size]),
@@ -189,13 +184,13 @@ class RemoteReward:
         raise AssertionError("the last attempt returns")
 
     def wait(self, start: int, attempt: int) -> float:
-        """Seconds before trying again: doubled each time, and spread over half to one and a half of that."""
+        """Seconds before the next attempt: doubled each time, with a random factor of 0.5 to 1.5."""
         spread = 0.5 + random.Random(derive_seed(self.seed, "backoff", start, attempt)).random()  # noqa: S311
         return min(self.part.backoff_seconds * 2**attempt * spread, MAX_WAIT)
 
 
 def item(id: str, rollout: Rollout) -> dict[str, Any]:
-    """What the server is told of one rollout."""
+    """The JSON of one rollout for the server."""
     return {
         "id": id,
         "prompt": rollout.prompt.messages[-1]["content"],
@@ -207,9 +202,9 @@ def item(id: str, rollout: Rollout) -> dict[str, Any]:
 
 
 def read_scores(answer: bytes, ids: Sequence[str]) -> list[Score]:
-    """The scores by id. What is wrong with one item fails that item alone; an unreadable answer fails all.
+    """The scores by id. A faulty item fails alone; an unreadable response fails all items.
 
-    Scores for ids that were not asked about are passed over.
+    Scores for unknown ids are ignored.
     """
     try:
         scores = json.loads(answer)["scores"]
@@ -246,6 +241,6 @@ def token_from(variable: str | None) -> str | None:
     if not token:
         raise ConfigError(f"reward.parts: token_env names {variable}, which is not set: export {variable}=...")
     if not (token.isascii() and token.isprintable()):
-        raise ConfigError(f"reward.parts: the token in {variable} has characters that no HTTP header can hold")
+        raise ConfigError(f"reward.parts: the token in {variable} has characters that an HTTP header cannot contain")
     remember_secret(token)
     return token

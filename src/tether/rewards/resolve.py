@@ -1,12 +1,9 @@
-"""Importing an object that a recipe names as `package.module:name` or `file.py:name`.
+"""Import an object that a recipe names as `package.module:name` or `file.py:name`.
 
-Importing the user's own code: from its source alone, and from the working folder for that code alone.
-
-The working folder is not on `sys.path`. A finder at the end of Python's list serves it, so that a `queue.py` there
-hides nothing, and it answers only imports which the user's own code makes: a library that looks for an optional package
-never finds a file of the working folder. Bytecode is neither read nor written: what runs is what was digested.
-
-Finding an object that a recipe names as `package.module:name` or `file.py:name`.
+The working folder is not on `sys.path`. A finder at the end of Python's list serves it, so a `queue.py` there hides no
+library module. The finder answers only imports from the user's own code, so a library that looks for an optional
+package never finds a file of the working folder. Bytecode is neither read nor written: the code that runs is the code
+that was digested.
 """
 
 from __future__ import annotations
@@ -30,11 +27,11 @@ from tether.rewards.agree import Code, agree_to_code, is_allowed, locate
 from tether.rewards.calling import explain
 from tether.user_code import is_its_own
 
-FILES = "tether_user_file"  # the prefix of the names that modules read from files have in sys.modules
+FILES = "tether_user_file"  # prefix, in sys.modules, of modules loaded from files
 
 
 class SourceLoader(_SourceFileLoader):
-    """Compiles the source; a `.pyc` beside it may hold other code."""
+    """Compiles the source; ignores `.pyc` files, which may hold different code."""
 
     def get_code(self, fullname: str) -> CodeType:
         """The code of a module."""
@@ -46,16 +43,16 @@ LOADERS = ((SourceLoader, SOURCE_SUFFIXES), (ExtensionFileLoader, EXTENSION_SUFF
 
 
 class _Finders:
-    """The finders of the user's modules; one pair for a process."""
+    """The finders of the user's modules; one pair per process."""
 
     def __init__(self) -> None:
         self.folders: list[Path] = []
-        self.served: set[str] = set()  # modules that were found here
-        self.asked = threading.local()  # the name that a recipe gives, while it is imported
+        self.served: set[str] = set()  # names of the modules found here
+        self.asked = threading.local()  # the name from the recipe, during its import
         self.first, self.last = _First(self), _Last(self)
 
     def add(self, folders: Sequence[Path]) -> None:
-        """Serve these folders too."""
+        """Add folders to search."""
         self.folders += [folder for folder in folders if folder not in self.folders]
         if self.first not in sys.meta_path:
             sys.meta_path.insert(0, self.first)
@@ -63,7 +60,7 @@ class _Finders:
             sys.meta_path.append(self.last)
 
     def find(self, name: str, folders: Sequence[Path | str]) -> ModuleSpec | None:
-        """The module in the first of the folders that holds it."""
+        """The module in the first folder that has it."""
         spaces: list[str] = []
         for folder in folders:
             spec = FileFinder(str(folder), *LOADERS).find_spec(name)
@@ -80,13 +77,13 @@ class _Finders:
 
 
 class _First:
-    """First of all finders: the module that a recipe names, and those inside packages that were found here."""
+    """The first finder: serves the module that a recipe names, and modules inside packages found here."""
 
     def __init__(self, ours: _Finders) -> None:
         self.ours = ours
 
     def find_spec(self, name: str, path: Sequence[str] | None = None, target: object = None) -> ModuleSpec | None:
-        """The module named, or one of a package of the user's."""
+        """The named module, or one inside a package of the user's."""
         del target
         if path is None:
             place = getattr(self.ours.asked, "place", None)
@@ -95,7 +92,7 @@ class _First:
 
 
 class _Last:
-    """Last of all finders: what nobody else has, where the user's own code asks for it."""
+    """The last finder: serves modules that no other finder has, for imports from the user's own code."""
 
     def __init__(self, ours: _Finders) -> None:
         self.ours = ours
@@ -112,7 +109,7 @@ _finders = _Finders()
 
 
 def _asked_by_user_code() -> bool:
-    """Whether the import that is under way stands in a module which was loaded here."""
+    """Whether the current import statement is in a module that was loaded here."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None:
         file = frame.f_code.co_filename
@@ -123,7 +120,7 @@ def _asked_by_user_code() -> bool:
 
 
 def import_module_from(folder: Path, name: str) -> ModuleType:
-    """A module by its name alone, also from `folder`, which comes last: for a name that the user typed."""
+    """Import a module by a name that the user typed; `folder` is searched last."""
     _finders.add([folder.resolve()])
     _finders.asked.name = name.partition(".")[0]
     try:
@@ -133,7 +130,7 @@ def import_module_from(folder: Path, name: str) -> ModuleType:
 
 
 def import_code(code: Code, root: Path) -> ModuleType:
-    """The module, imported; one of the same name from another folder makes room for it."""
+    """Import the module; replaces a module of the same name from another folder."""
     if code.file is None:
         return importlib.import_module(code.module)
     assert code.folder is not None
@@ -159,7 +156,7 @@ def _forget(top: str) -> None:
 
 
 def _from_file(file: Path, root: Path) -> ModuleType:
-    """The module in a file; its own folder can be imported from, as for a script."""
+    """Import a file as a module; it can import from its own folder, like a script."""
     name = f"{FILES}.{file.relative_to(root).with_suffix('').as_posix().replace('/', '.')}"
     if (known := sys.modules.get(name)) is not None and known.__file__ == str(file):
         return known
@@ -177,7 +174,7 @@ def _from_file(file: Path, root: Path) -> ModuleType:
 
 
 def resolve(reference: str, field: str) -> Any:
-    """The object that `reference` names; `field` is the recipe's key, for the error."""
+    """The object that `reference` names; `field` is the recipe key, for errors."""
     place, colon, name = reference.rpartition(":")
     if not (place and colon and name):
         raise ConfigError(f"{field}: {reference!r} is neither package.module:name nor file.py:name")
@@ -202,7 +199,7 @@ def resolve(reference: str, field: str) -> Any:
 
 
 def check_code(reference: str, field: str) -> None:
-    """Raise where `resolve` would refuse the name, and tell the user what is about to run; nothing is imported."""
+    """Raise where `resolve` would reject the name, and announce the code that will run; imports nothing."""
     if reference not in BUILT_IN:
         _checked(reference, field)
 
@@ -216,13 +213,13 @@ def _checked(reference: str, field: str) -> Code:
 
 
 def _attribute(found: Any, code: Code, place: str, name: str, field: str) -> Any:
-    """What a name leads to in a module; what the module only imported from a library is not its own."""
+    """The object behind a name in a module; rejects objects that the module only imported from a library."""
     for step in name.split("."):
         if not hasattr(found, step):
             raise ConfigError(f"{field}: {place} has no {name!r}")
         found = getattr(found, step)
         if isinstance(found, ModuleType):
-            raise ConfigError(f"{field}: {place}:{name} leads through a module, {step}: name what stands in {place}")
+            raise ConfigError(f"{field}: {place}:{name} leads through a module, {step}: name what is in {place}")
     defined = inspect.isroutine(found) or inspect.isclass(found)
     made = not defined or "<locals>" in getattr(found, "__qualname__", "")  # by a call in the user's code
     home = place if made else getattr(found, "__module__", None)
@@ -230,8 +227,8 @@ def _attribute(found: Any, code: Code, place: str, name: str, field: str) -> Any
         top = str(home).partition(".")[0]
         also = "" if _is_never_called(top) or home is None else f", or allow it with --allow-code {top}"
         raise ConfigError(
-            f"{field}: {name} in {place} is {home or 'a built-in'}'s, which {place} only imports: write a function of "
-            f"your own around it{also}"
+            f"{field}: {name} in {place} belongs to {home or 'a built-in'}, and {place} only imports it: write a "
+            f"function of your own around it{also}"
         )
     return found
 
@@ -241,7 +238,7 @@ def _is_never_called(top: str) -> bool:
 
 
 def _is_of(home: str | None, code: Code, place: str) -> bool:
-    """Whether an object of module `home` belongs to the code that was named, or to the user's other code."""
+    """Whether an object of module `home` belongs to the named code, or to other code of the user's."""
     if home is None:
         return False
     top = home.partition(".")[0]

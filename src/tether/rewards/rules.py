@@ -1,4 +1,4 @@
-"""Rewards that a few lines can check: length, patterns, JSON, an exact or a numeric answer, whether it ended."""
+"""Simple rule rewards: length, patterns, JSON, an exact or a numeric answer, whether the answer ended."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def rule_reward(part: RulePart) -> RewardFn:
 
 
 def length_value(completion: str, part: LengthPart) -> float:
-    """1 - (units outside the limits) / falloff, and never below 0; within the limits it is 1."""
+    """1 within the limits; outside, 1 - (units outside the limits) / falloff, at least 0."""
     length = len(completion.split()) if part.unit == "words" else len(completion)
     least = part.target if part.target is not None else part.min or 0
     most = part.target if part.target is not None else part.max
@@ -55,12 +55,12 @@ def length_value(completion: str, part: LengthPart) -> float:
 
 
 def json_is_valid(completion: str, keys: Sequence[str], *, fenced: bool) -> bool:
-    """Whether the completion, or what stands in its ``` fence, is strict JSON (no NaN) with these keys at the top."""
+    """Whether the completion, or its ``` fenced block, is strict JSON (no NaN) with these top-level keys."""
     text = completion.strip()
     if fenced and (fence := _FENCE.search(text)):
         text = fence[1]
     try:
-        # Whole numbers are not built: Python refuses those of more than 4,300 digits, and JSON does not.
+        # Integers are kept as text: Python rejects those of more than 4,300 digits, and JSON allows them.
         value = json.loads(text, parse_constant=_refuse, parse_int=len, parse_float=len)
     except (ValueError, RecursionError):
         return False
@@ -68,20 +68,20 @@ def json_is_valid(completion: str, keys: Sequence[str], *, fenced: bool) -> bool
 
 
 def exact_match(completion: str, answer: str, part: ExactPart) -> bool:
-    """Whether both texts are the same once normalised; an empty one equals nothing."""
+    """Whether both texts are equal after normalization; an empty text equals nothing."""
     found = normalise(extract(completion, part.extract, answer) or "", ignore_case=part.ignore_case)
     return bool(found) and found == normalise(answer, ignore_case=part.ignore_case)
 
 
 def normalise(text: str, *, ignore_case: bool) -> str:
-    """NFKC, one space for any white space, no quotes or punctuation around it; `$6,250` is `6250`."""
+    """NFKC, single spaces, no quotes or punctuation around the text; `$6,250` becomes `6250`."""
     text = " ".join(unicodedata.normalize("NFKC", text).split()).strip(" .,;:!?\"'`*“”‘’")
     text = plain_numeral(text) or text
     return text.casefold() if ignore_case else text
 
 
 def numeric_match(completion: str, answer: str, tolerance: float) -> bool | None:
-    """Whether the completion's last number is the answer; None where the prompt's answer is no number."""
+    """Whether the completion's last number is the answer; None where the prompt's answer is not a number."""
     wanted = number(answer)
     if wanted is None:
         return None

@@ -1,8 +1,6 @@
-"""A reward server from the standard library: loopback by default, one bearer token.
+"""A reward server on Python's standard library: loopback by default, one bearer token, one request at a time.
 
-What a reward server answers: from a request's JSON to scores, with no HTTP in sight.
-
-A reward server from the standard library: loopback by default, one bearer token, one request scored at a time.
+`RewardService` turns a request's JSON into scores; `RewardServer` and `RewardHandler` are the HTTP around it.
 """
 
 from __future__ import annotations
@@ -46,19 +44,19 @@ FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "error": "err
 
 
 class BadRequestError(Exception):
-    """The whole request makes no sense; the message says why."""
+    """The whole request is invalid; the message says why."""
 
 
 @dataclass
 class RewardService:
-    """Scores requests one at a time: a model is not shared by two threads."""
+    """Scores one request at a time, because threads cannot share a model."""
 
     reward: RewardFn
     model: RewardModelReward | None = None  # the first reward model, where there is one
     lock: threading.Lock = field(default_factory=threading.Lock)
 
     def answer(self, body: bytes) -> dict[str, Any]:
-        """The response to a request; raises BadRequestError where nothing in it can be scored."""
+        """The response to a request; raises BadRequestError where the request is invalid."""
         items = read_items(body)
         rollouts: dict[str, Rollout] = {}
         errors: dict[str, str] = {}
@@ -72,7 +70,7 @@ class RewardService:
         return {"scores": [_entry(id, scores.get(id), errors.get(id)) for id in items]}
 
     def rollout(self, id: str, item: dict[str, Any], place: int) -> Rollout:
-        """One item as a rollout, encoded by the reward model's own tokenizer where there is one."""
+        """One item as a rollout, encoded with the reward model's tokenizer where there is one."""
         prompt = Prompt(id, _messages(item), _text(item, "answer", optional=True))
         completion = _text(item, "completion") or ""
         finish = item.get("finish", "stop")
@@ -83,7 +81,7 @@ class RewardService:
         return Rollout(prompt, place, 0, tokens, mask, nothing, nothing, completion, FINISHES[finish])
 
     def encode(self, prompt: Prompt, completion: str, *, ended: bool) -> tuple[torch.Tensor, torch.Tensor]:
-        """Token ids and response mask; reward models read the text once more, each by its own tokenizer."""
+        """Token ids and response mask; every reward model encodes the text again with its own tokenizer."""
         if self.model is None:
             return torch.zeros(0, dtype=torch.long), torch.zeros(0, dtype=torch.bool)
         tokens = torch.tensor(self.model.encode(prompt, completion, ended=ended))
@@ -91,7 +89,7 @@ class RewardService:
 
 
 def build_service(target: str) -> RewardService:
-    """From a reward model's folder, or a part as in a recipe: `ended`, `{kind: json}`, `[{...}, {...}]`."""
+    """Build from a reward model's folder, or from parts as in a recipe: `ended`, `{kind: json}`, `[{...}, {...}]`."""
     reward = build_reward(reward_parts(target), own=None, policy=None, seed=0)
     assert isinstance(reward, CombinedReward)
     models = [part.reward for part in reward.parts if isinstance(part.reward, RewardModelReward)]
@@ -99,7 +97,7 @@ def build_service(target: str) -> RewardService:
 
 
 def read_items(body: bytes) -> dict[str, dict[str, Any]]:
-    """The items of a request by id."""
+    """The items of a request, by id."""
     try:
         request = json.loads(body)
     except (ValueError, RecursionError):
@@ -113,12 +111,12 @@ def read_items(body: bytes) -> dict[str, dict[str, Any]]:
         raise BadRequestError('every item must be an object with an "id" that is text')
     by_id = {item["id"]: item for item in items}
     if len(by_id) != len(items):
-        raise BadRequestError("two items have one id")
+        raise BadRequestError("two items have the same id")
     return by_id
 
 
 def reward_parts(target: str) -> Sequence[Any]:
-    """The parts that a word of the command line names: a reward model's folder, its run's, or parts as in a recipe."""
+    """The parts that a command-line argument names: a reward model's folder, its run's folder, or recipe parts."""
     if Path(target).expanduser().is_dir():
         given: Any = {"kind": "model", "path": find_model(target)}
     else:
@@ -140,7 +138,7 @@ def _messages(item: dict[str, Any]) -> tuple[Message, ...]:
     if messages is None:
         return (Message(role="user", content=_text(item, "prompt") or ""),)
     if not isinstance(messages, list) or not messages:
-        raise DataError("messages must be a list that is not empty")
+        raise DataError("messages must be a non-empty list")
     if not all(isinstance(message, dict) for message in messages):
         raise DataError("every message must be {role, content}")
     return tuple(
@@ -163,16 +161,16 @@ def _entry(id: str, score: Score | None, error: str | None) -> dict[str, Any]:
 
 
 TOKEN_VARIABLE = "TETHER_REWARD_TOKEN"  # noqa: S105 (the variable's name, not a secret)
-MAX_BYTES = 32_000_000  # of a request
-HEADER_SECONDS = 10.0  # in which the head of a request must have arrived
-READ_SECONDS = 30.0  # in which its body must have arrived
+MAX_BYTES = 32_000_000  # per request
+HEADER_SECONDS = 10.0  # time limit for the header of a request
+READ_SECONDS = 30.0  # time limit for the body
 MAX_CONNECTIONS = 128  # each has a thread
-WRONG_TOKENS = Rate(10.0, 100)  # from one address
+WRONG_TOKENS = Rate(10.0, 100)  # per address
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
 class RewardServer(ThreadingHTTPServer):
-    """Listens; what it answers is the service's business."""
+    """Accepts connections; the service computes the responses."""
 
     daemon_threads = True
     request_queue_size = 128
@@ -181,19 +179,19 @@ class RewardServer(ThreadingHTTPServer):
         self.service, self.token, self.max_bytes = service, token, max_bytes
         self.strangers = RateLimit(WRONG_TOKENS)
         self.header_seconds, self.max_connections = HEADER_SECONDS, MAX_CONNECTIONS
-        self._open: dict[socket.socket, float | None] = {}  # until when its request must be there; None: it is
+        self._open: dict[socket.socket, float | None] = {}  # deadline of each request; None: it has arrived
         self._lock = Lock()
         self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
         super().__init__((host, port), RewardHandler)
 
     @property
     def url(self) -> str:
-        """Where to post."""
+        """The URL to post to."""
         host = str(self.server_address[0])
         return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/score"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Take a connection; where there are too many, the one that has been waited for longest goes."""
+        """Accept a connection; above the maximum, close the one with the earliest deadline."""
         with self._lock:
             if len(self._open) >= self.max_connections:
                 slow = next((one for one, until in self._open.items() if until is not None), None)
@@ -203,19 +201,19 @@ class RewardServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """A connection is over."""
+        """Close a connection."""
         with self._lock:
             self._open.pop(request, None)
         super().shutdown_request(request)
 
     def wait_for(self, request: socket.socket, seconds: float | None) -> None:
-        """Give a connection so long for what it sends next; None: all of it is there."""
+        """Give a connection `seconds` to send the next part; None: the request is complete."""
         with self._lock:
             if request in self._open:
                 self._open[request] = None if seconds is None else time.monotonic() + seconds
 
     def service_actions(self) -> None:
-        """Twice a second: hang up on whoever takes too long to ask."""
+        """Twice a second: close connections past their deadline."""
         now = time.monotonic()
         with self._lock:
             late = [one for one, until in self._open.items() if until is not None and until < now]
@@ -223,13 +221,13 @@ class RewardServer(ThreadingHTTPServer):
             _hang_up(one)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that hangs up is no event."""
+        """Ignore clients that disconnect."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
 
 class RewardHandler(BaseHTTPRequestHandler):
-    """POST /score with the token; GET /health without."""
+    """POST /score with the token; GET /health without it."""
 
     server: RewardServer  # pyright: ignore[reportIncompatibleVariableOverride]
     timeout = READ_SECONDS
@@ -239,33 +237,33 @@ class RewardHandler(BaseHTTPRequestHandler):
     error_content_type = "application/json"
 
     def do_GET(self) -> None:
-        """Whether the server is up."""
+        """Report that the server is up."""
         if self.path == "/health":
             self._send(HTTPStatus.OK, {"status": "ok", "version": VERSION})
         else:
             self._send(HTTPStatus.NOT_FOUND, {"error": "GET /health, or POST /score"})
 
     def do_POST(self) -> None:
-        """Scores for a batch."""
+        """Return scores for a batch."""
         if self.path not in ("/", "/score"):
             return self._send(HTTPStatus.NOT_FOUND, {"error": "POST to /score"})
         network = network_of(str(self.client_address[0]))
         given = self.headers.get("Authorization", "").encode("latin-1", "replace")
         if given and (
             wait := self.server.strangers.take(network)
-        ):  # before it is looked at: a right one looks no better
+        ):  # checked before the token, so that a correct guess gets the same response
             return self._send(HTTPStatus.TOO_MANY_REQUESTS, {"error": f"too many wrong tokens: wait {wait} s"}, wait)
         if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
             return self._send(HTTPStatus.UNAUTHORIZED, {"error": "the bearer token is missing or wrong"})
         self.server.strangers.give_back(network)
         length = self.headers.get("Content-Length", "")
         if not length.isdecimal() or not length.isascii():
-            return self._send(HTTPStatus.LENGTH_REQUIRED, {"error": "say the Content-Length"})
+            return self._send(HTTPStatus.LENGTH_REQUIRED, {"error": "Content-Length is required"})
         if len(length) > 12 or int(length) > self.server.max_bytes:
             return self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"at most {self.server.max_bytes} bytes"})
         body = self._read(int(length))
         if body is None:
-            return self._send(HTTPStatus.REQUEST_TIMEOUT, {"error": "the request did not arrive whole"})
+            return self._send(HTTPStatus.REQUEST_TIMEOUT, {"error": "the request did not arrive completely"})
         try:
             return self._send(HTTPStatus.OK, self.server.service.answer(body))
         except BadRequestError as error:
@@ -275,10 +273,10 @@ class RewardHandler(BaseHTTPRequestHandler):
             return self._send(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": reason})
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Requests are not logged: they hold what people wrote."""
+        """Log nothing: requests contain users' texts."""
 
     def _read(self, length: int) -> bytes | None:
-        """The body; None where it has not arrived by the deadline."""
+        """The body; None where it did not arrive before the deadline."""
         self.server.wait_for(self.connection, READ_SECONDS)
         deadline, body = time.monotonic() + READ_SECONDS, bytearray()
         while len(body) < length and time.monotonic() < deadline:
@@ -305,13 +303,13 @@ class RewardHandler(BaseHTTPRequestHandler):
 
 
 def _hang_up(connection: socket.socket) -> None:
-    """Wake the thread that reads from it; that one closes it."""
+    """Shut the socket down, so that the thread that reads from it wakes and closes it."""
     with suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
 
 
 def serve(target: str, *, host: str, port: int, json_output: bool) -> int:
-    """Serve until interrupted; says where, and with which token, once it listens."""
+    """Serve until interrupted; prints the address and the token once it listens."""
     service = build_service(target)
     chosen = os.environ.get(TOKEN_VARIABLE, "").strip()
     token = chosen or secrets.token_urlsafe(24)
@@ -342,7 +340,9 @@ def serve(target: str, *, host: str, port: int, json_output: bool) -> int:
 def _welcome(target: str, url: str, token: str | None) -> str:
     export = f"export {TOKEN_VARIABLE}={token}" if token else f"the token is the one in {TOKEN_VARIABLE}"
     part = f"reward:\n  parts:\n    - {{kind: remote, url: {url!r}, token_env: {TOKEN_VARIABLE}}}"
-    return f"Scoring with {target} at {url}. Ctrl-C ends it.\n\nWhere the run is:  {export}\nIn its recipe:\n\n{part}\n"
+    return (
+        f"Scoring with {target} at {url}. Ctrl-C stops it.\n\nWhere the run is:  {export}\nIn its recipe:\n\n{part}\n"
+    )
 
 
 def _interrupt(*_: object) -> None:

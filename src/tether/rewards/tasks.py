@@ -1,17 +1,13 @@
 """Tasks: prompts with a reward, from a recipe's `task` section.
 
-A task small enough for a two-layer model from scratch: answer with characters of the kind that was asked for.
-
-Questions that make themselves and check their own answers: the `reasoning-gym` package as a task.
-
+`MatchCase` is small enough for a two-layer model trained from scratch: answer with characters of the requested kind.
+`ReasoningTask` generates questions and checks answers with the `reasoning-gym` package: set
 `task.name: reasoning-gym:chain_sum`; `task.options` holds the settings below and any of the data set's own.
 
-Item i of a data set with seed s is made from s + i alone, so neighbouring seeds share all but one of their items. Here
-training uses s + i below 2^31 and held-out items those from 2^31 on: the two never meet, whatever their sizes. Easy
-data sets have few questions, and the same one can still come from two seeds; `unseen_questions: true` takes every
-held-out question out of training.
-
-From a recipe's `task` section to a task.
+Item i of a data set with seed s depends on s + i alone, so neighboring seeds share all but one of their items. Training
+therefore uses s + i below 2^31 and held-out items use s + i from 2^31 on: the two never overlap. Easy data sets have
+few questions, and the same one can come from two seeds; `unseen_questions: true` removes every held-out question from
+training.
 """
 
 from __future__ import annotations
@@ -54,7 +50,7 @@ KINDS = {"lower": string.ascii_lowercase, "UPPER": string.ascii_uppercase, "1234
 class MatchCase:
     """Prompts `lower:`, `UPPER:` and `12345:`; the score is the fraction of `length` characters of that kind.
 
-    The most is 1. An answer that ends early scores only what it has, so stopping is not a way out.
+    The maximum is 1. An answer that ends early scores only the characters it has, so stopping early does not pay.
     """
 
     def __init__(self, length: int = 8) -> None:
@@ -81,40 +77,40 @@ class MatchCase:
         return score
 
     def fraction(self, rollout: Rollout) -> float:
-        """How much of the answer is of the kind that was asked for."""
+        """The fraction of the answer that is of the requested kind."""
         assert rollout.prompt.answer is not None
         wanted = KINDS[rollout.prompt.answer]
         return sum(character in wanted for character in rollout.completion[: self.length]) / self.length
 
 
 PREFIX = "reasoning-gym:"
-HELD_OUT_SEEDS = 2**31  # training seeds are below, held-out seeds from here to 2^32, which is the most numpy takes
-RIGHT = 0.99  # scorers give wrong prose that holds the answer somewhere a little; only this much counts as right
+HELD_OUT_SEEDS = 2**31  # training seeds are below, held-out seeds from here to 2^32, numpy's maximum
+RIGHT = 0.99  # minimum score of a correct answer: scorers give small scores to wrong prose that contains the answer
 
 _EVALUATES = "its scorer runs the model's answer as Python code"
 REFUSED = {
     **dict.fromkeys(("binary_matrix", "countdown", "intermediate_integration", "n_queens"), _EVALUATES),
     **dict.fromkeys(("polynomial_multiplication", "puzzle24", "simple_integration"), _EVALUATES),
     **dict.fromkeys(("spiral_matrix", "string_insertion"), _EVALUATES),
-    "composite": "it mixes data sets, and could let in one that is refused",
-    "pool_matrix": "its questions do not follow from its seed, so training and held-out ones cannot be told apart",
+    "composite": "it mixes data sets and could include a rejected one",
+    "pool_matrix": "its questions do not depend on its seed, so training and held-out ones cannot be separated",
 }
 
 
 class ReasoningOptions(Settings):
-    """The task's own options; all others go to the data set."""
+    """The task's own options; all others are passed to the data set."""
 
-    size: Positive = Field(default=4096, le=2**30, description="Training questions.")
-    held_out: Positive = Field(default=256, le=2**30, description="Held-out questions.")
-    seed: Count = Field(default=0, lt=2**30, description="Moves both ranges of seeds along.")
-    extract: Extract = Field(default="auto", description="What of the completion is the answer.")
+    size: Positive = Field(default=4096, le=2**30, description="Number of training questions.")
+    held_out: Positive = Field(default=256, le=2**30, description="Number of held-out questions.")
+    seed: Count = Field(default=0, lt=2**30, description="Offset of both ranges of seeds.")
+    extract: Extract = Field(default="auto", description="Which part of the completion is the answer.")
     partial: bool = Field(default=False, description="Keep the scorer's partial credit.")
-    instruction: str = Field(default="", description="A line put after every question.")
-    unseen_questions: bool = Field(default=False, description="Take the held-out questions out of training.")
+    instruction: str = Field(default="", description="A line added after every question.")
+    unseen_questions: bool = Field(default=False, description="Remove the held-out questions from training.")
 
 
 class ReasoningTask:
-    """One data set of reasoning-gym: prompts by seed, and its scorer, contained and thresholded."""
+    """One data set of reasoning-gym: prompts by seed, and its scorer with a time limit and a threshold."""
 
     def __init__(self, dataset: str, options: Mapping[str, Option]) -> None:
         self.dataset = dataset
@@ -142,13 +138,13 @@ class ReasoningTask:
         return self._held_out
 
     def reward(self) -> RewardFn:
-        """1 where the data set's scorer says right, else 0; with `partial`, what the scorer says."""
+        """1 where the data set's scorer accepts the answer, else 0; with `partial`, the scorer's own value."""
         return lambda rollouts: [self.score(rollout) for rollout in rollouts]
 
     def score(self, rollout: Rollout) -> Score:
-        """A scorer that raises on what the model wrote has been given a wrong answer: 0, and `scorer_error` counts it.
+        """The score of one answer. If the scorer raises, the answer is wrong: it scores 0 and counts as `scorer_error`.
 
-        A prompt that is not of this task has no entry to check against, and no valid score.
+        A prompt from another task has no entry to check against, and gets no valid score.
         """
         if rollout.prompt.id not in self.entries:
             return failed("not_of_this_task")
@@ -181,12 +177,12 @@ class ReasoningTask:
 
 
 def _create(dataset: str, options: Mapping[str, Any], *, seed: int, size: int) -> Any:
-    """The data set, or a ConfigError that says what it knows."""
+    """The data set, or a ConfigError that lists the known names."""
     factory = _factory()
     if dataset not in factory.DATASETS:
         raise ConfigError(f"task.name: reasoning-gym has no data set {dataset!r}: {_near(dataset, factory.DATASETS)}")
     if dataset in REFUSED:
-        raise ConfigError(f"task.name: reasoning-gym:{dataset} is refused, for {REFUSED[dataset]}")
+        raise ConfigError(f"task.name: reasoning-gym:{dataset} is not supported: {REFUSED[dataset]}")
     known = {field.name for field in dataclasses.fields(factory.DATASETS[dataset][1])}
     if unknown := sorted(set(options) - known):
         every = sorted((known - {"seed", "size"}) | set(ReasoningOptions.model_fields))
@@ -195,7 +191,7 @@ def _create(dataset: str, options: Mapping[str, Any], *, seed: int, size: int) -
     try:
         return factory.create_dataset(dataset, **options, seed=seed, size=size)
     except (AssertionError, TypeError, ValueError) as error:
-        raise ConfigError(f"task.options: {dataset} refuses them: {error}") from error
+        raise ConfigError(f"task.options: {dataset} rejects them: {error}") from error
 
 
 def _check_oracle(dataset: str, options: Mapping[str, Any]) -> None:
@@ -225,7 +221,7 @@ BUILT_IN = {TOY_TASK: MatchCase}
 
 @dataclass(frozen=True)
 class RecipeTask:
-    """What a recipe asks, read and checked. `scorer` is None where the recipe's reward.parts are all that scores."""
+    """A recipe's prompts and reward, read and checked. `scorer` is None where only reward.parts score."""
 
     training: Sequence[Prompt]
     evaluation: Sequence[Prompt]
@@ -237,7 +233,7 @@ class RecipeTask:
         return self.training
 
     def held_out(self) -> Sequence[Prompt]:
-        """Prompts never trained on."""
+        """Prompts that are never trained on."""
         return self.evaluation
 
     def reward(self) -> RewardFn | None:
@@ -246,7 +242,7 @@ class RecipeTask:
 
 
 def build_task(settings: TaskSettings, data: PromptSettings | None = None, passed: Task | None = None) -> RecipeTask:
-    """The task that is named or `passed`, or the user's own prompts; with the recipe's own reward where given."""
+    """The task that is named or `passed`, or the user's own prompts; with the recipe's reward where it has one."""
     own = named_reward(settings.reward, "task.reward") if settings.reward else None
     if settings.prompts is not None:
         training, held_out, notices = _own_prompts(settings, data or PromptSettings())
@@ -261,7 +257,7 @@ def build_task(settings: TaskSettings, data: PromptSettings | None = None, passe
 
 
 def prompts_without_code(settings: TaskSettings, data: PromptSettings) -> Sequence[Prompt]:
-    """The training prompts, for who only looks at them: no code that the recipe names is run."""
+    """The training prompts, for commands that only inspect them: runs no code that the recipe names."""
     if settings.prompts is not None:
         return _own_prompts(settings, data)[0]
     name = settings.task_name or ""
@@ -271,7 +267,7 @@ def prompts_without_code(settings: TaskSettings, data: PromptSettings) -> Sequen
 
 
 def fitted(task: RecipeTask, rule: PromptRule, model: TextModel) -> RecipeTask:
-    """The task without the prompts that are too long for the model, and saying so."""
+    """The task without prompts that are too long for the model, with notices about them."""
     train = rule.apply(task.training, model.tokenizer, "training prompts")
     held_out = rule.apply(task.evaluation, model.tokenizer, "held-out prompts") if task.evaluation else None
     notices = (*task.notices, *train.notices, *(held_out.notices if held_out else ()))
@@ -300,7 +296,7 @@ def _own_prompts(settings: TaskSettings, data: PromptSettings) -> tuple[list[Pro
 
 
 def _asked_of_task(settings: TaskSettings, passed: Task | None) -> tuple[list[Prompt], list[Prompt], RewardFn | None]:
-    """A task's prompts, those held out and its reward; what its code does wrong is told as the task's fault."""
+    """A task's prompts, held-out prompts and reward; errors of its code name the task."""
     name = settings.task_name
     try:
         with apart(), redirect_stdout(sys.stderr):
@@ -317,15 +313,15 @@ def _asked_of_task(settings: TaskSettings, passed: Task | None) -> tuple[list[Pr
     for prompts, what in ((training, "prompts()"), (held_out, "held_out()")):
         wrong = [prompt for prompt in prompts if not isinstance(prompt, Prompt)]
         if wrong:
-            raise DataError(f"task.name: {what} of {name} gave a {type(wrong[0]).__name__}: it must give Prompts")
+            raise DataError(f"task.name: {what} of {name} returned a {type(wrong[0]).__name__}: it must return Prompts")
     if scorer is not None and not callable(scorer):
-        raise DataError(f"task.name: reward() of {name} gave a {type(scorer).__name__}: it must give a function")
+        raise DataError(f"task.name: reward() of {name} returned a {type(scorer).__name__}: it must return a function")
     return training, held_out, None if scorer is None else _task_reward(scorer)
 
 
 def _task_reward(scorer: Callable[..., Any]) -> RewardFn:
-    """A task's reward, called by its signature where the names of its parameters say `text` or `trl`."""
-    with suppress(ConfigError):  # a function of rollouts may name its parameter as it likes
+    """A task's reward, called by its signature where its parameter names mean `text` or `trl`."""
+    with suppress(ConfigError):  # a function of rollouts may use any parameter name
         if read_signature(scorer, "auto", "reward()", "task.name").takes != "rollouts":
             part = FunctionPart(kind="function", name="task_reward", function="object:task_reward")
             return FunctionReward(part, field="task.name: reward()", seed=0, function=scorer)
@@ -341,7 +337,7 @@ def _named(settings: TaskSettings) -> Task:
         return ReasoningTask(name.removeprefix(PREFIX), settings.options)
     if name.startswith(OBJECT):
         raise ConfigError(
-            f"task.name: {name.removeprefix(OBJECT)} is a task that was passed from Python, and a recipe cannot hold "
+            f"task.name: {name.removeprefix(OBJECT)} is a task that was passed from Python, and a recipe cannot store "
             "it: pass it again (task=...), or name a factory of it, such as my_file.py:make_task"
         )
     if ":" in name:
@@ -354,7 +350,7 @@ def _named(settings: TaskSettings) -> Task:
 
 
 def _make(factory: Callable[..., Task], settings: TaskSettings) -> Task:
-    """What the factory makes of the options; an option that it does not take is the recipe's mistake."""
+    """Call the factory with the options; an option that it does not accept is an error of the recipe."""
     try:
         signature(factory).bind(**settings.options)
     except TypeError as error:

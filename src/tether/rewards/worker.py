@@ -1,7 +1,7 @@
 """The process that runs a user's function for `tether.rewards.pool`: lines of JSON in, lines of JSON out.
 
-It ends when its parent is gone: a thread reads the requests, and at their end ends the process, whatever the function
-is doing. A function that also keeps Python's lock is ended by a timer of the operating system.
+It ends when its parent ends: a thread reads the requests and exits the process at their end, even during a call. If the
+function also holds the GIL, a timer of the operating system ends the process.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from tether.rewards import consent
 from tether.rewards.calling import Caller, CallError, Outcome, explain, read_signature
 from tether.rewards.resolve import resolve
 
-GRACE = 10.0  # seconds past the limit, by which the parent has killed this process unless it is gone itself
+GRACE = 10.0  # seconds past the limit; by then a living parent has killed this process
 
 
 def main() -> int:
-    """Answer requests until there are no more."""
+    """Answer requests until the pipe closes."""
     source, replies = take_pipes()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's affair
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     requests: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
     threading.Thread(target=read_requests, args=(source, requests), daemon=True).start()
     setup = requests.get()
     sys.path[:] = setup["path"]
-    agreed = {"folder": Path(setup["folder"]), "given": tuple(setup["allowed"])}  # the parent told and asked
+    agreed = {"folder": Path(setup["folder"]), "given": tuple(setup["allowed"])}  # the parent has already asked
     try:
         with consent.consenting(**agreed):
             function = resolve(setup["function"], setup["field"])
@@ -52,12 +52,12 @@ def main() -> int:
 
 
 def answer(caller: Caller, request: dict[str, Any], seconds: float | None) -> dict[str, Any]:
-    """The outcomes of a request's samples; `failed` where the function cannot be used for them."""
+    """The outcomes of a request's samples; `failed` where the function cannot score them."""
     seed_generators(request["seed"])
     samples = request["samples"]
     rollouts = []
     if caller.signature.takes == "rollouts":
-        from tether.rewards.combine import rollout_from  # torch is imported only where a function wants tensors
+        from tether.rewards.combine import rollout_from  # torch is imported only for functions of rollouts
 
         rollouts = [rollout_from(sample) for sample in samples]
     set_timer(None if seconds is None else seconds + GRACE)
@@ -65,7 +65,7 @@ def answer(caller: Caller, request: dict[str, Any], seconds: float | None) -> di
         outcomes: list[Outcome] = caller.outcomes(samples, rollouts)
     except CallError as error:
         return {"failed": str(error)}
-    except BaseException as error:  # no order comes this way: Ctrl-C is ignored here
+    except BaseException as error:  # Ctrl-C is ignored here, so everything comes from the function
         return {"failed": f"raised {explain(error)}"}
     finally:
         set_timer(None)
@@ -73,7 +73,7 @@ def answer(caller: Caller, request: dict[str, Any], seconds: float | None) -> di
 
 
 def take_pipes() -> tuple[TextIO, TextIO]:
-    """The pipes to the parent; the function's own standard input is empty and its output goes to standard error."""
+    """The pipes to the parent; the function gets an empty standard input, and its output goes to standard error."""
     source = os.fdopen(os.dup(0), encoding="utf-8")
     replies = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)
@@ -83,7 +83,7 @@ def take_pipes() -> tuple[TextIO, TextIO]:
 
 
 def read_requests(source: TextIO, requests: queue.SimpleQueue[dict[str, Any]]) -> None:
-    """Hand over each request; at their end, end this process and what the function started."""
+    """Queue each request; at their end, end this process and what the function started."""
     for line in source:
         requests.put(json.loads(line))
     if hasattr(os, "killpg") and os.getpgrp() == os.getpid():
@@ -98,7 +98,7 @@ def reply(replies: TextIO, message: dict[str, Any]) -> None:
 
 
 def seed_generators(seed: int) -> None:
-    """Make what the function draws depend on the answers alone, not on which worker gets them."""
+    """Seed the random generators, so that results depend on the answers and not on which worker gets them."""
     random.seed(seed)
     if "numpy" in sys.modules:
         sys.modules["numpy"].random.seed(seed % 2**32)
@@ -107,7 +107,7 @@ def seed_generators(seed: int) -> None:
 
 
 def set_timer(seconds: float | None) -> None:
-    """Have the operating system end this process after so many seconds; None: no longer."""
+    """Let the operating system end this process after `seconds`; None cancels the timer."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_REAL, seconds or 0.0)
 
