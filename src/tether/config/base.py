@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -37,6 +37,17 @@ MAX_GROUP = 100  # characters
 TAG = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.:+-]{0,39}")
 
 Tag = Annotated[str, Field(pattern=f"^{TAG.pattern}$")]
+
+
+
+class InWords(NamedTuple):
+    """What help and errors call a type of text, in its annotation."""
+
+    words: str
+
+
+CodeReference = Annotated[str, Field(pattern=r"^.+:.+$"), InWords("file.py:name")]
+"""Code of the user's: `file.py:name` or `package.module:name`. `tether.config.allowed_code.code_names` lists each key."""
 
 Paths = str | tuple[str, ...]
 """A file, a glob, a folder, a dataset's id; or several of them."""

@@ -10,6 +10,7 @@ from tether.config.base import (
     MAX_GROUP,
     MAX_NOTE,
     MAX_TAGS,
+    CodeReference,
     Count,
     Fraction,
     NonNegative,
@@ -46,6 +47,10 @@ class ModelSettings(Settings):
     )
     quantize: Literal["none", "8bit", "4bit"] = Field(
         default="none", description="Hold the frozen base in fewer bits, through bitsandbytes; for roles.mode lora."
+    )
+    loader: CodeReference | None = Field(
+        default=None,
+        description="Your own function that loads model.path and returns (model, tokenizer); see docs/extending.md.",
     )
 
 
@@ -115,8 +120,10 @@ class RolloutSettings(Settings):
         default="auto",
         description="Answers decoded at once; auto is 64, and on a GPU what its free memory holds, up to 1024.",
     )
-    engine: Literal["auto", "transformers"] = Field(
-        default="auto", description="auto takes the decoder written for the model where there is one; general never."
+    engine: Literal["auto", "transformers"] | CodeReference = Field(
+        default="auto",
+        description="auto uses the decoder written for the model's family if there is one, transformers never does; or "
+        "your own function from the policy to an engine (docs/extending.md).",
     )
     importance_sampling_cap: float | None = Field(
         default=None,
@@ -263,6 +270,9 @@ class RunSettings(Settings):
         description="Where the plan says that the run does not fit into free memory: refuse, warn, or do not ask.",
     )
     doctor_every: Count = Field(default=5, description="Look for what goes wrong every so many steps; 0: never.")
+    doctor_rules: tuple[CodeReference, ...] = Field(
+        default=(), description="Your own rules for the doctor, beside the shipped ones; see docs/extending.md."
+    )
     note: str | None = Field(
         default=None, max_length=MAX_NOTE, description="A note about the run; Studio can change it later."
     )
@@ -312,8 +322,8 @@ class StoreSettings(Settings):
     top_logprobs: Count = Field(
         default=5, description="Tokens that the policy held likeliest, kept beside each sampled one; 0: none."
     )
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        default=(), description="Where metrics go as well."
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"] | CodeReference, ...] = Field(
+        default=(), description="Where metrics go as well: shipped trackers, or your own class (docs/extending.md)."
     )
 
 
