@@ -74,8 +74,17 @@ class Controllers:
         )
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How often one update runs over its rollouts; `tether plan` counts memory and time with it."""
+
+    epochs: int = 1  # of the policy, in minibatches
+    critic_epochs: int = 0  # further ones, of the critic alone
+    whole_batch: bool = False  # the policy takes one step over all rollouts, in place of minibatches
+
+
 class UpdateRule(Protocol):
-    """How a batch of experience becomes optimiser steps."""
+    """How a batch of experience becomes optimiser steps. A rule may state its `passes`; without it has one epoch."""
 
     def __call__(
         self,
@@ -147,6 +156,12 @@ class Algorithm:
     def needs_reference(self) -> bool:
         """Whether the KL to the reference acts anywhere."""
         return self.advantage_settings.kl_apply_to != "none"
+
+    @property
+    def passes(self) -> Passes:
+        """How often an update runs over its rollouts, as the update rule states it; one epoch where it does not."""
+        stated = getattr(self.update, "passes", None)
+        return stated if isinstance(stated, Passes) else Passes()
 
     def _checked(self, estimated: object, mask: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the estimator gave, or an error that names it: a wrong shape would broadcast and train on nonsense."""
@@ -253,6 +268,11 @@ class MinibatchEpochs:
     minibatch_size: int
     max_kl: float | None = None
     measure_after: bool = False
+
+    @property
+    def passes(self) -> Passes:
+        """Its epochs."""
+        return Passes(self.epochs)
 
     def __call__(
         self,
