@@ -163,6 +163,23 @@ class Algorithm:
         stated = getattr(self.update, "passes", None)
         return stated if isinstance(stated, Passes) else Passes()
 
+    def check(self) -> None:
+        """Raise where a field is no part that the loop can use, such as a class in place of an object of it."""
+        parts: dict[str, object] = {"estimator": self.estimator, "objective": self.objective, "update": self.update}
+        for field, part in parts.items():
+            wrong = f"algorithm {self.name}: {field} is"
+            if isinstance(part, type) and field != "objective":
+                raise ConfigError(f"{wrong} the class {part.__name__}: pass an object of it, {part.__name__}(...)")
+            if not callable(part):
+                raise ConfigError(f"{wrong} a {type(part).__name__}: pass a function, or an object that can be called")
+        size, rules = cast("tuple[Any, Any]", (self.minibatch_size, self.advantage_settings))
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"algorithm {self.name}: minibatch_size is {size!r}: it must be at least 1")
+        if not isinstance(rules, AdvantageSettings):
+            raise ConfigError(
+                f"algorithm {self.name}: advantage_settings is a {type(rules).__name__}: pass AdvantageSettings(...)"
+            )
+
     def _checked(self, estimated: object, mask: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the estimator gave, or an error that names it: a wrong shape would broadcast and train on nonsense."""
         name = f"algorithm {self.name}: {type(self.estimator).__name__}"

@@ -13,6 +13,7 @@ from rich.table import Table
 
 from tether.doctor.doctor import AUDITS, Doctor, Examination
 from tether.doctor.findings import SEVERITIES, Finding, Healthy, TooLittle
+from tether.doctor.own_rules import own_rules
 from tether.reports.run_table import open_for, printing
 from tether.reports.safe_text import visible
 from tether.store.read import read_run
@@ -25,8 +26,9 @@ HEADINGS = {"alarm": "Alarms", "warning": "Warnings", "note": "Notes"}
 def examine_and_print(options: argparse.Namespace) -> int:
     """Read a run, ask every audit, and say what they found."""
     with open_for(options) as opened:
+        rules = own_rules(options.rule, "--rule")
         run = read_run(opened, options.run)
-        examination = Doctor().examination(run)
+        examination = Doctor(rules=rules).examination(run)
     if options.json:
         print(json.dumps(as_json(run, examination), allow_nan=False))
     else:
@@ -66,10 +68,10 @@ def print_examination(console: Console, run: RecordedRun, examination: Examinati
 
 def _print_finding(console: Console, finding: Finding) -> None:
     console.print(f"  [{STYLES[finding.severity]}]{escape(finding.title)}[/] [dim]({escape(finding.audit)})[/dim]")
-    lines = [("saw", finding.saw), ("why", finding.why)]
+    lines = [("saw", finding.saw), *([("why", finding.why)] if finding.why else [])]
     lines += [("change" if place == 0 else "", cure) for place, cure in enumerate(finding.change)]
     lines += [("example" if place == 0 else "", text) for place, text in enumerate(finding.examples)]
-    lines += [("more", f"{finding.link}   curve: {finding.metric}")]
+    lines += [("more", f"{finding.link}   curve: {finding.metric}" if finding.metric else finding.link)]
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", style="dim", min_width=7)
     table.add_column()

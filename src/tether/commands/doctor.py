@@ -13,6 +13,7 @@ EPILOG = """examples:
   tether doctor ppo --verify              whether every file and record of it is what was written
   tether doctor ppo --verify --repair     and put back what can be put back
   tether doctor --verify                  the same for every run, and for the votes
+  tether doctor ppo --rule my_rule.py:rule    with a rule of your own as well
 """
 
 
@@ -27,6 +28,13 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         help="a run's name as `tether runs` lists it, or its folder; --verify needs none",
     )
     add_workspace_options(parser)
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="FILE.PY:NAME",
+        help="a rule of your own: a function of the run that returns findings; can be given more than once",
+    )
     parser.add_argument("--verify", action="store_true", help="check files and records against their digests instead")
     parser.add_argument("--repair", action="store_true", help="with --verify: put back what the run keeps a copy of")
 
@@ -35,6 +43,8 @@ def run(options: argparse.Namespace) -> int:
     """Examine and print; 0 whatever was found, for looking worked. With --verify 6 where something is damaged."""
     if options.repair and not options.verify:
         raise UsageError("--repair goes with --verify: tether doctor RUN --verify --repair")
+    if options.verify and options.rule:
+        raise UsageError("--rule looks at what training did, and --verify at files: give one of them")
     if options.verify:
         return _verify(options)
     if options.run is None:

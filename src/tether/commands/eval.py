@@ -9,6 +9,7 @@ EPILOG = """examples:
   tether eval runs/ppo                                     on the task it was trained on
   tether eval runs/ppo --against runs/sft --prompts held_out.jsonl --judge runs/reward
   tether eval runs/ppo --against smollm2-135m --prompts held_out.jsonl --judge mine:rule --judge http://host/judge
+  tether eval runs/ppo --metric my_metric.py:politeness
   tether eval smollm2-135m --task reasoning-gym:chain_sum --task-options '{min_digits: 1, max_digits: 1}'
 """
 
@@ -39,6 +40,14 @@ def add_options(parser: argparse.ArgumentParser) -> None:
         metavar="WHO",
         help="who says which answer is better: task, package.module:function of (prompt, completion, answer), the "
         "folder of a reward model, or the address of a judge (http://...); may be given more than once",
+    )
+    judged.add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="FILE.PY:NAME",
+        help="a metric of your own, reported beside the others: a function of (prompt, completion, **columns) that "
+        "gives a number; can be given more than once",
     )
     judged.add_argument("--judge-token-env", metavar="NAME", help="the variable that holds a remote judge's token")
     judged.add_argument("--judge-timeout", type=float, default=30.0, metavar="S", help="seconds for one request (30)")

@@ -33,6 +33,7 @@ from tether.evaluation.measure import (
     measure,
     print_report,
 )
+from tether.evaluation.own_metrics import own_metrics
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.models.precision import AUTO
 from tether.progress import working
@@ -68,6 +69,7 @@ def evaluate(options: argparse.Namespace, console: Console) -> EvaluationReport:
     temperature = rollout.get("temperature", 1.0) if options.temperature is None else options.temperature
     sampling = Sampling(options.max_new_tokens or rollout.get("max_new_tokens", 128), temperature)
     names = [options.model, *([options.against] if options.against else [])]
+    metrics = own_metrics(options.metric, "--metric", derive_seed(options.seed, "metrics"))
     models = [load(name, options, console) for name in names]
     question = fitting(ask(options, models[0]), models, sampling, lambda text: console.print(text, markup=False))
     if question.reward is not None:
@@ -83,6 +85,7 @@ def evaluate(options: argparse.Namespace, console: Console) -> EvaluationReport:
         seed=options.seed,
         max_num_seqs=options.max_num_seqs or "auto",
         quiet=console.quiet,
+        metrics=metrics,
     )
 
 

@@ -39,7 +39,6 @@ TAG = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.:+-]{0,39}")
 Tag = Annotated[str, Field(pattern=f"^{TAG.pattern}$")]
 
 
-
 class InWords(NamedTuple):
     """What help and errors call a type of text, in its annotation."""
 
@@ -47,7 +46,7 @@ class InWords(NamedTuple):
 
 
 CodeReference = Annotated[str, Field(pattern=r"^.+:.+$"), InWords("file.py:name")]
-"""Code of the user's: `file.py:name` or `package.module:name`. `tether.config.allowed_code.code_names` lists each key."""
+"""The user's code: `file.py:name` or `package.module:name`. `tether.config.allowed_code.code_names` lists every key."""
 
 Paths = str | tuple[str, ...]
 """A file, a glob, a folder, a dataset's id; or several of them."""

@@ -17,7 +17,7 @@ REPAIR = "return (model, tokenizer), a causal language model of transformers and
 
 @dataclass(frozen=True)
 class OwnLoader:
-    """A function from `model.path` to `(model, tokenizer)`. `label` names it in errors: `model.loader: mine.py:load`."""
+    """A function from `model.path` to `(model, tokenizer)`; `label` is `model.loader: mine.py:load`, for errors."""
 
     function: Callable[..., Any]
     label: str
