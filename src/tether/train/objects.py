@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
 from dataclasses import dataclass, field, replace
+from functools import wraps
 from inspect import Parameter, isclass, signature
 from pathlib import Path
 from typing import Any
@@ -156,9 +157,12 @@ class Objects:
         """The loader of the model that was given."""
         if self.loader is None:
             return None
-        return OwnLoader(
-            lambda *path, **known: self._called("loader", self.loader, *path, **known), self.label("loader")
-        )
+
+        @wraps(self.loader)
+        def load(*arguments: Any, **named: Any) -> Any:
+            return self._called("loader", self.loader, *arguments, **named)
+
+        return OwnLoader(load, self.label("loader"))
 
     def _called(self, role: str, function: Any, *arguments: Any, **named: Any) -> Any:
         """What the user's function returns; an exception of code that a recipe names is told with its line."""
