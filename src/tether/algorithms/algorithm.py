@@ -387,7 +387,8 @@ class GAE:
     ) -> tuple[Tensor, Tensor | None]:
         """A_t = sum_k (gamma lam)^k delta_(t+k)."""
         del group_ids
-        assert values is not None, "GAE needs a critic"
+        if values is None:
+            raise ConfigError("GAE reads the critic's values, and this algorithm has no critic: set needs_critic=True")
         return gae(rewards, values, mask, gamma=self.gamma, lam=self.lam, final_values=final_values)
 
 

@@ -25,8 +25,8 @@ HEADINGS = {"alarm": "Alarms", "warning": "Warnings", "note": "Notes"}
 
 def examine_and_print(options: argparse.Namespace) -> int:
     """Read a run, ask every audit, and say what they found."""
+    rules = own_rules(options.rule, "--rule")
     with open_for(options) as opened:
-        rules = own_rules(options.rule, "--rule")
         run = read_run(opened, options.run)
         examination = Doctor(rules=rules).examination(run)
     if options.json:
