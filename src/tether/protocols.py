@@ -1,4 +1,4 @@
-"""The seams that users extend, by an object from Python. A recipe can name a reward or a task: `package.module:name`.
+"""The parts of a run that users replace: pass an object from Python, or name code in a recipe (`file.py:name`).
 
 docs/extending.md has an example of each.
 """
@@ -131,6 +131,30 @@ class PolicyModel(TrainedModel, Protocol):
 
     def distributions(self, batch: Sequences) -> Tensor:
         """(N, V) whole log-distributions at the N tokens of `batch.response_mask`, in row-major order."""
+        ...
+
+
+class TextMetric(Protocol):
+    """A number for one answer, reported by an evaluation with its interval. Columns of the record come by name."""
+
+    def __call__(self, prompt: str, completion: str, **columns: Any) -> float:
+        """The value for this answer."""
+        ...
+
+
+class DoctorRule(Protocol):
+    """Looks at what a run recorded (`tether.store.recorded.RecordedRun`) for something wrong."""
+
+    def __call__(self, run: Any, /) -> Any:
+        """A `tether.doctor.findings.Finding`, a list of them, or None."""
+        ...
+
+
+class ModelLoader(Protocol):
+    """Loads a model in place of Tether. Parameters called dtype, device and seed are given where it has them."""
+
+    def __call__(self, path: str, /, **known: Any) -> tuple[Any, Any]:
+        """`(model, tokenizer)`, of transformers, for `model.path`."""
         ...
 
 

@@ -27,7 +27,8 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, flags=re.DOTALL)
 FILES = {match[1]: text for _, text in BLOCKS if (match := re.match(r"# (\w+\.\w+)\n", text))}
 PROGRAMS = [name for name in FILES if name.endswith(".py") and not name.startswith("test_")]
 TESTS = [name for name in FILES if name.startswith("test_")]
-COMMANDS = [line.removeprefix("$ ") for kind, text in BLOCKS if kind == "console" for line in text.splitlines()]
+COMMANDS = [text.strip() for kind, text in BLOCKS if kind == "console"]
+NO_RUN = ("my_metric.py",)  # programs that train nothing
 SMALL = {"rollout.prompts_per_step": 2, "rollout.samples_per_prompt": 2, "rollout.max_new_tokens": 4}
 
 
@@ -48,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 def test_every_block_is_a_file_or_a_command():
     assert all(kind == "console" or text.split()[1] in FILES for kind, text in BLOCKS)
     assert len(FILES) == sum(kind != "console" for kind, _ in BLOCKS), "two blocks have one name"
-    assert len(PROGRAMS) >= 7 and len(TESTS) == 5 and len(COMMANDS) == 2
+    assert len(PROGRAMS) >= 11 and len(TESTS) == 8 and len(COMMANDS) == 8
     assert all(text.count('__name__ == "__main__"') == 1 for name, text in FILES.items() if name in PROGRAMS)
 
 
@@ -58,16 +59,31 @@ def test_the_program_runs(name, folder, capsys):
     if name == "my_tracker.py":
         assert [line.partition(",")[0] for line in Path("scores.csv").read_text().splitlines()] == ["0", "1"]
     runs = list(Path("runs").glob("*/finished.json"))
-    assert len(runs) == 1 and tether.load_run(runs[0].parent).finished
+    assert len(runs) == (name not in NO_RUN) and all(tether.load_run(run.parent).finished for run in runs)
     if name == "my_engine.py":
         assert "PlainEngine samples without a cache: it is slow." in " ".join(capsys.readouterr().err.split())
 
 
-@pytest.mark.parametrize("line", COMMANDS)
-def test_the_command_runs(line, folder):
-    program, *words = shlex.split(line)
-    assert program == "tether" and cli.main(words) == 0
-    assert len(list(Path("runs").glob("*/finished.json"))) == 1
+@pytest.mark.parametrize("lines", COMMANDS)
+def test_the_commands_run(lines, folder, capsys):
+    for line in lines.splitlines():
+        program, *words = shlex.split(line.removeprefix("$ "))
+        assert program == "tether" and cli.main(words) == 0
+    runs = [file.parent for file in Path("runs").glob("*/finished.json")]
+    assert len(runs) == lines.count("tether train")
+    shown = capsys.readouterr()
+    if "my_cispo.yaml" in lines:
+        assert "cispo/capped" in tether.load_run(runs[0]).metrics_rows()[-1]
+    if "my_engine.yaml" in lines:
+        assert "PlainEngine samples without a cache: it is slow." in " ".join(shown.err.split())
+    if "my_tracker.yaml" in lines:
+        assert [line.partition(",")[0] for line in (runs[0] / "scores.csv").read_text().splitlines()] == ["0", "1"]
+    if "my_rule.yaml" in lines:
+        assert "The score is not above 0" in shown.err and "The score is not above 0 (low-score)" in shown.out
+    if "my_metric.py" in lines:
+        assert "vowels" in shown.out
+    if "my_loader.yaml" in lines:
+        assert tether.load_run(runs[0]).generate(["red:"], max_new_tokens=2)
 
 
 def test_the_page_s_tests_pass(folder):
@@ -82,7 +98,7 @@ def test_the_page_s_tests_pass(folder):
 
 
 def test_dr_grpo_of_the_page_is_what_the_recipe_calls_so(folder):
-    mine = runpy.run_path("my_dr_grpo.py")["DR_GRPO"]
+    mine = runpy.run_path("my_dr_grpo.py")["dr_grpo"]
     settings = {
         "rollout": {"prompts_per_step": 4, "samples_per_prompt": 4, "max_new_tokens": 16},
         "grpo.scale_by_std": False,
@@ -96,7 +112,8 @@ def test_dr_grpo_of_the_page_is_what_the_recipe_calls_so(folder):
         tether.grpo("tiny-bytes", ["red:", "blue:", "gold:", "grey:"], _short, steps=2, progress=False, **more)
         for more in ({"settings": settings}, {"settings": settings, "algorithm": mine})
     ]
-    assert runs[0].settings["grpo"]["scale_by_std"] is False and mine.name == "dr-grpo"
+    assert runs[0].settings["grpo"]["scale_by_std"] is False
+    assert runs[1].settings["run"]["objects"] == ["reward _short", "algorithm dr_grpo"]
     rows = [run.metrics_rows() for run in runs]
     for name in ("score", "policy_loss", "advantage_std", "grad_norm/policy", "entropy"):
         assert rows[1][-1][name] == pytest.approx(rows[0][-1][name], rel=1e-5, abs=1e-7), name

@@ -68,8 +68,17 @@ class Controllers:
         )
 
 
+@dataclass(frozen=True)
+class Passes:
+    """How often one update runs over its rollouts; `tether plan` counts memory and time with it."""
+
+    epochs: int = 1  # of the policy, in minibatches
+    critic_epochs: int = 0  # further ones, of the critic alone
+    whole_batch: bool = False  # the policy takes one step over all rollouts, in place of minibatches
+
+
 class UpdateRule(Protocol):
-    """How a batch of experience becomes optimizer steps."""
+    """How a batch of experience becomes optimiser steps. A rule may state its `passes`; without it has one epoch."""
 
     def __call__(
         self,
@@ -141,6 +150,29 @@ class Algorithm:
     def needs_reference(self) -> bool:
         """Whether the KL to the reference is used."""
         return self.advantage_settings.kl_apply_to != "none"
+
+    @property
+    def passes(self) -> Passes:
+        """How often an update runs over its rollouts, as the update rule states it; one epoch where it does not."""
+        stated = getattr(self.update, "passes", None)
+        return stated if isinstance(stated, Passes) else Passes()
+
+    def check(self) -> None:
+        """Raise where a field is no part that the loop can use, such as a class in place of an object of it."""
+        parts: dict[str, object] = {"estimator": self.estimator, "objective": self.objective, "update": self.update}
+        for field, part in parts.items():
+            wrong = f"algorithm {self.name}: {field} is"
+            if isinstance(part, type) and field != "objective":
+                raise ConfigError(f"{wrong} the class {part.__name__}: pass an object of it, {part.__name__}(...)")
+            if not callable(part):
+                raise ConfigError(f"{wrong} a {type(part).__name__}: pass a function, or an object that can be called")
+        size, rules = cast("tuple[Any, Any]", (self.minibatch_size, self.advantage_settings))
+        if not isinstance(size, int) or size < 1:
+            raise ConfigError(f"algorithm {self.name}: minibatch_size is {size!r}: it must be at least 1")
+        if not isinstance(rules, AdvantageSettings):
+            raise ConfigError(
+                f"algorithm {self.name}: advantage_settings is a {type(rules).__name__}: pass AdvantageSettings(...)"
+            )
 
     def _checked(self, estimated: object, mask: Tensor) -> tuple[Tensor, Tensor | None]:
         """The estimator's result, checked: a wrong shape would broadcast and train on wrong advantages."""
@@ -248,6 +280,11 @@ class MinibatchEpochs:
     max_kl: float | None = None
     measure_after: bool = False
 
+    @property
+    def passes(self) -> Passes:
+        """Its epochs."""
+        return Passes(self.epochs)
+
     def __call__(
         self,
         learner: Learner,
@@ -342,7 +379,8 @@ class GAE:
     ) -> tuple[Tensor, Tensor | None]:
         """A_t = sum_k (gamma lam)^k delta_(t+k)."""
         del group_ids
-        assert values is not None, "GAE needs a critic"
+        if values is None:
+            raise ConfigError("GAE reads the critic's values, and this algorithm has no critic: set needs_critic=True")
         return gae(rewards, values, mask, gamma=self.gamma, lam=self.lam, final_values=final_values)
 
 

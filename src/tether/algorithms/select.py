@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 from tether.algorithms.algorithm import Algorithm
 from tether.algorithms.grpo import grpo
@@ -10,29 +12,25 @@ from tether.algorithms.ppo import ppo
 from tether.algorithms.reinforce import reinforce
 from tether.algorithms.rloo import rloo
 from tether.algorithms.trpo import trpo
-from tether.config.recipes import GRPORecipe, PPORecipe, ReinforceRecipe, RLOORecipe, RLRecipe, TRPORecipe
+from tether.config.recipes import RLRecipe
+
+BUILDERS: dict[str, Callable[..., Algorithm]] = {
+    "ppo": ppo,
+    "reinforce": reinforce,
+    "rloo": rloo,
+    "grpo": grpo,
+    "trpo": trpo,
+}
+"""By method: a function from its own section of the recipe, `kl` and `reward` to its algorithm."""
 
 
 def build_algorithm(recipe: RLRecipe) -> Algorithm:
-    """The algorithm of a recipe that learns from rollouts."""
-    algorithm = _by_method(recipe)
+    """The algorithm of the recipe's method; `recipe.algorithm`, which is code, takes its place when a run begins."""
+    if recipe.method not in BUILDERS:
+        raise ValueError(f"{recipe.method} does not learn from rollouts")
+    own: Any = getattr(recipe, recipe.method)
+    algorithm = BUILDERS[recipe.method](own, recipe.kl, recipe.reward)
     advantage_settings = replace(
         algorithm.advantage_settings, importance_sampling_cap=recipe.rollout.importance_sampling_cap
     )
     return replace(algorithm, advantage_settings=advantage_settings)
-
-
-def _by_method(recipe: RLRecipe) -> Algorithm:
-    match recipe:
-        case PPORecipe():
-            return ppo(recipe.ppo, recipe.kl, recipe.reward)
-        case ReinforceRecipe():
-            return reinforce(recipe.reinforce, recipe.kl, recipe.reward)
-        case RLOORecipe():
-            return rloo(recipe.rloo, recipe.kl, recipe.reward)
-        case GRPORecipe():
-            return grpo(recipe.grpo, recipe.kl, recipe.reward)
-        case TRPORecipe():
-            return trpo(recipe.trpo, recipe.kl, recipe.reward)
-        case _:
-            raise ValueError(f"{recipe.method} does not learn from rollouts")

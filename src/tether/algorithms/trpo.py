@@ -15,6 +15,7 @@ from tether.algorithms.algorithm import (
     Controllers,
     ExtraGradient,
     MinibatchEpochs,
+    Passes,
     TokenObjective,
     advantage_settings,
     reference_controller,
@@ -58,6 +59,11 @@ class TrustRegionStep:
     """
 
     settings: TRPOSettings
+
+    @property
+    def passes(self) -> Passes:
+        """One step of the policy over the whole batch, then the critic's epochs."""
+        return Passes(1, self.settings.critic_epochs, whole_batch=True)
 
     def __call__(
         self,

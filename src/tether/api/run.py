@@ -11,18 +11,22 @@ from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from tether.api.given import prompts_of, reward_of
+from tether.config.allowed_code import is_code
 from tether.config.recipes import Recipe, RLRecipe
+from tether.doctor.doctor import Doctor
+from tether.doctor.findings import Finding
+from tether.doctor.own_rules import own_rules
 from tether.errors import ConfigError
 from tether.evaluation.sample_answers import sample_answers, unique_prompts
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.ops.sampling import check_sampling
-from tether.protocols import Sampling, Tracker
+from tether.protocols import DoctorRule, ModelLoader, Sampling, Tracker
 from tether.reports.export_data import copy_model
 from tether.seeds import derive_seed
 from tether.store.folder import RunFolder
 from tether.store.read import OpenWorkspace, RunSummary, find_run, open_workspace, read_run, recorded
 from tether.store.recorded import Event
-from tether.train.objects import Objects
+from tether.train.objects import KEYS, Objects
 from tether.train.resume import checkpoint_model, forked_recipe, resumable_recipe, run_folder, stored_recipe
 
 if TYPE_CHECKING:
@@ -146,7 +150,13 @@ class Run:
         file = self.path / "report.json"
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
 
-    # -- model ----------------------------------------------------------------------------------------------------
+    def doctor(self, rules: Sequence[DoctorRule] = ()) -> list[Finding]:
+        """What is wrong with the run, the gravest first; your own `rules` are asked beside the shipped ones."""
+        own = own_rules(rules, "rules")
+        with self._opened() as opened:
+            return Doctor(rules=own).examine(read_run(opened, str(self.path)))
+
+    # -- its model ------------------------------------------------------------------------------------------------
 
     @property
     def model_path(self) -> Path:
@@ -239,6 +249,8 @@ class Run:
         engine: Any = None,
         algorithm: Any = None,
         trackers: Sequence[Tracker] | None = None,
+        doctor_rules: Sequence[DoctorRule] | None = None,
+        loader: ModelLoader | None = None,
         on_step: Callable[[Any], object] | None = None,
         progress: bool = True,
     ) -> Run:
@@ -249,7 +261,7 @@ class Run:
         from tether.api.training import go
 
         recipe = resumable_recipe(self.path)
-        objects = self._with(reward, task, engine, algorithm, trackers)
+        objects = self._with(reward, task, engine, algorithm, trackers, doctor_rules, loader)
         if reward is not None:
             _check_weights(recipe, reward)
         self.release()
@@ -268,6 +280,8 @@ class Run:
         engine: Any = None,
         algorithm: Any = None,
         trackers: Sequence[Tracker] | None = None,
+        doctor_rules: Sequence[DoctorRule] | None = None,
+        loader: ModelLoader | None = None,
         on_step: Callable[[Any], object] | None = None,
         progress: bool = True,
     ) -> Run:
@@ -279,9 +293,10 @@ class Run:
 
         given = dict(settings or {})
         given |= {key: value for key, value in (("run.steps", steps), ("run.name", name)) if value is not None}
-        objects = self._with(reward, task, engine, algorithm, trackers)
+        objects = self._with(reward, task, engine, algorithm, trackers, doctor_rules, loader)
         if reward is not None:
             given["reward.parts"] = reward_of(reward)[0]
+        given = _without_named(self._recipe(), objects) | given
         passed = {name.partition(" ")[0] for name in objects.names()}
         kept = [name for name in self._recipe().run.objects if name.partition(" ")[0] not in passed]
         if kept or passed:
@@ -290,10 +305,20 @@ class Run:
         self.release()
         return go(_with_url(child, self._store_url), objects, on_step=on_step, progress=progress, forked=forked)
 
-    def _with(self, reward: Any, task: Any, engine: Any, algorithm: Any, trackers: Sequence[Tracker] | None) -> Objects:
-        """The objects that this run holds, replaced by the ones passed here."""
+    def _with(
+        self,
+        reward: Any,
+        task: Any,
+        engine: Any,
+        algorithm: Any,
+        trackers: Sequence[Tracker] | None,
+        doctor_rules: Sequence[DoctorRule] | None,
+        loader: ModelLoader | None,
+    ) -> Objects:
+        """The objects that this run holds, with those that are passed in their place."""
         functions = None if reward is None else reward_of(reward)[1]
         changed = {"rewards": functions, "task": task, "engine": engine, "algorithm": algorithm, "trackers": trackers}
+        changed |= {"doctor_rules": doctor_rules, "loader": loader}
         return replace(self._objects, **{role: one for role, one in changed.items() if one is not None})
 
     # -- reading --------------------------------------------------------------------------------------------------
@@ -321,6 +346,16 @@ def _with_url(recipe: Recipe, url: str | None) -> Recipe:
     if url is None:
         return recipe
     return recipe.model_copy(update={"store": recipe.store.model_copy(update={"url": url})})
+
+
+def _without_named(recipe: Recipe, objects: Objects) -> dict[str, Any]:
+    """Settings that take out the code which the recipe names where an object is passed in its place."""
+    named = {"loader": recipe.model.loader}
+    if isinstance(recipe, RLRecipe):
+        engine = recipe.rollout.engine
+        named |= {"algorithm": recipe.algorithm, "engine": engine if is_code(engine) else None}
+    replaced = [role for role, reference in named.items() if reference and getattr(objects, role) is not None]
+    return {KEYS[role]: "auto" if role == "engine" else None for role in replaced}
 
 
 def _check_weights(recipe: Recipe, reward: Any) -> None:

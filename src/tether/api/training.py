@@ -18,15 +18,16 @@ from tether.config.recipes import RECIPES, Recipe, RLRecipe
 from tether.errors import ConfigError, Stopped
 from tether.evaluation.judges import ScoreJudge
 from tether.evaluation.measure import EvaluationReport, NamedJudge, Question, fitting, for_all, measure
+from tether.evaluation.own_metrics import own_metrics
 from tether.models.load import load_causal_lm
 from tether.ops.sampling import check_sampling
 from tether.progress import working
-from tether.protocols import Sampling, Task, Tracker
+from tether.protocols import DoctorRule, ModelLoader, Sampling, Task, Tracker
 from tether.rewards.agree import agree_to_recipe
 from tether.rewards.parts import build_reward
 from tether.seeds import derive_seed
 from tether.store.find import find_model, find_run_or_model, run_config
-from tether.train.objects import Objects, name_of
+from tether.train.objects import KEYS, Objects, name_of
 from tether.train.run import Forked, Watch, interruptions, progress_bar, tell, train_watched
 from tether.user_code import Interrupted
 
@@ -60,14 +61,16 @@ def ppo(
     engine: Any = None,
     algorithm: Any = None,
     trackers: Sequence[Tracker] = (),
+    doctor_rules: Sequence[DoctorRule] = (),
+    loader: ModelLoader | None = None,
 ) -> Run:
     """Train a model by PPO so that its answers to the prompts get more reward.
 
     `prompts` is a file, a list of texts or mappings, or a `datasets.Dataset`. `held_out` is the same, or the fraction
     of the prompts to hold out. `reward` is a function `f(prompt, completion, **columns)` that returns a number, or any
     other form that docs/python.md lists. `settings` are keys of the recipe, such as {"rollout.samples_per_prompt": 4}.
-    `on_step` is called with a `Step` after each step, and may return False to stop. `task` replaces prompts and
-    reward. `engine`, `algorithm` and `trackers` are objects of `tether.protocols` and `tether.algorithms`.
+    `on_step` is called with a `Step` after each step, and may return False to stop. `task` stands in for prompts and
+    reward. `engine`, `algorithm`, `trackers`, `doctor_rules` and `loader` are your own parts: docs/extending.md.
 
     Ctrl-C stops the run after the current step and raises `Stopped`, whose `run` can be resumed.
     """
@@ -91,6 +94,8 @@ def grpo(
     engine: Any = None,
     algorithm: Any = None,
     trackers: Sequence[Tracker] = (),
+    doctor_rules: Sequence[DoctorRule] = (),
+    loader: ModelLoader | None = None,
 ) -> Run:
     """Train a model by GRPO: like `ppo`, with advantages relative to a group of answers and no critic."""
     return _from_rollouts("grpo", locals())
@@ -110,6 +115,8 @@ def sft(
     on_step: OnStep | None = None,
     progress: bool = True,
     trackers: Sequence[Tracker] = (),
+    doctor_rules: Sequence[DoctorRule] = (),
+    loader: ModelLoader | None = None,
 ) -> Run:
     """Fine-tune a model on demonstrations: a file, or a list of mappings such as {"prompt": ..., "completion": ...}."""
     return _from_records("sft", data, locals())
@@ -129,6 +136,8 @@ def reward_model(
     on_step: OnStep | None = None,
     progress: bool = True,
     trackers: Sequence[Tracker] = (),
+    doctor_rules: Sequence[DoctorRule] = (),
+    loader: ModelLoader | None = None,
 ) -> Run:
     """Train a reward model on preferences: mappings such as {"prompt": ..., "chosen": ..., "rejected": ...}.
 
@@ -151,6 +160,8 @@ def dpo(
     on_step: OnStep | None = None,
     progress: bool = True,
     trackers: Sequence[Tracker] = (),
+    doctor_rules: Sequence[DoctorRule] = (),
+    loader: ModelLoader | None = None,
 ) -> Run:
     """Train a model on preferences by DPO, without a reward model; `preferences` as for `reward_model`."""
     return _from_records("dpo", preferences, locals())
@@ -168,13 +179,18 @@ def train_recipe(
     engine: Any = None,
     algorithm: Any = None,
     trackers: Sequence[Tracker] = (),
+    doctor_rules: Sequence[DoctorRule] = (),
+    loader: ModelLoader | None = None,
 ) -> Run:
     """Train from a recipe file, with `settings` overriding its keys: `tether train METHOD RECIPE` from Python.
 
     `method` is one of `tether train --help`: sft, reward, ppo, reinforce, rloo, grpo, trpo, dpo.
     """
     given: dict[str, Any] = {}
-    objects = _objects(given, reward, task, engine, algorithm, trackers)
+    own = {"engine": engine, "algorithm": algorithm, "loader": loader}
+    objects = _objects(
+        given, {**own, "reward": reward, "task": task, "trackers": trackers, "doctor_rules": doctor_rules}
+    )
     path = None if recipe is None else str(recipe)
     return _begin(method, path, _merged(settings, given), objects, on_step, progress)
 
@@ -195,7 +211,7 @@ def _from_rollouts(method: str, arguments: dict[str, Any]) -> Run:
     if prompts is not None:
         given["task.prompts"] = source_of(prompts, directory, "prompts", texts=True)
     given |= _held_out("task", arguments["held_out"], directory, texts=True)
-    objects = _objects(given, reward, task, *(arguments[name] for name in ("engine", "algorithm", "trackers")))
+    objects = _objects(given, arguments)
     settings = _merged(arguments["settings"], given)
     return _begin(method, None, settings, objects, arguments["on_step"], arguments["progress"])
 
@@ -205,8 +221,8 @@ def _from_records(method: str, records: Any, arguments: dict[str, Any]) -> Run:
     given = _common(arguments) | {"run.epochs": arguments["epochs"]}
     given["data.train"] = source_of(records, directory, "preferences" if method != "sft" else "data")
     given |= _held_out("data", arguments["held_out"], directory)
+    objects = _objects(given, arguments)
     settings = _merged(arguments["settings"], given)
-    objects = Objects(trackers=arguments["trackers"])
     return _begin(method, None, settings, objects, arguments["on_step"], arguments["progress"])
 
 
@@ -232,16 +248,21 @@ def _sets_reward(settings: Mapping[str, Any]) -> bool:
     return any(str(key).partition(".")[0] in ("reward", "task") for key in settings)
 
 
-def _objects(
-    given: dict[str, Any], reward: Any, task: Any, engine: Any, algorithm: Any, trackers: Sequence[Tracker]
-) -> Objects:
-    """The objects among the arguments; their settings that a recipe can express are added to `given`."""
-    functions: dict[str, Callable[..., Any]] = {}
-    if reward is not None:
-        given["reward.parts"], functions = reward_of(reward)
-    if task is not None:
+def _objects(given: dict[str, Any], arguments: Mapping[str, Any]) -> Objects:
+    """The objects among the arguments; what a recipe can say of them, such as the name of code, is put into `given`."""
+    passed: dict[str, Any] = {"trackers": arguments["trackers"], "doctor_rules": arguments["doctor_rules"]}
+    if arguments.get("reward") is not None:
+        given["reward.parts"], passed["rewards"] = reward_of(arguments["reward"])
+    if (task := arguments.get("task")) is not None:
         given["task.name"] = task if isinstance(task, str) else f"{OBJECT}{name_of(task)}"
-    objects = Objects(functions, None if isinstance(task, str) else task, engine, algorithm, trackers)
+        passed["task"] = None if isinstance(task, str) else task
+    for role, key in KEYS.items():
+        one = arguments.get(role)
+        if isinstance(one, str):
+            given[key] = one
+        else:
+            passed[role] = one
+    objects = Objects(**passed)
     if objects.names():
         given["run.objects"] = objects.names()
     return objects
@@ -274,9 +295,10 @@ def _begin(
     progress: bool,
 ) -> Run:
     recipe = load_recipe(method, path, settings=settings)
-    if objects.names() and not isinstance(recipe, RLRecipe):
+    others = [name for name in objects.names() if not name.startswith("loader ")]
+    if others and not isinstance(recipe, RLRecipe):
         rollouts = ", ".join(name for name, kind in RECIPES.items() if issubclass(kind, RLRecipe))
-        raise ConfigError(f"{method} trains on records and takes no {objects.names()[0]}: that is for {rollouts}")
+        raise ConfigError(f"{method} learns from records, and takes no {others[0]}: that is for {rollouts}")
     agree_to_recipe(recipe, path, [f"--{key}" for key in settings])
     return go(recipe, objects, on_step=on_step, progress=progress)
 
@@ -352,6 +374,7 @@ def evaluate(
     prompts: Any,
     reward: Any = None,
     *,
+    metrics: Sequence[Callable[..., float] | str] = (),
     against: str | Path | Run | None = None,
     n: int = 1,
     max_new_tokens: int | None = None,
@@ -364,9 +387,10 @@ def evaluate(
     """Measure a model's answers to prompts: `report.metrics["score"]` has a mean and its 95 % interval.
 
     `prompts` and `reward` are as for `ppo`. With `against`, a second model answers the same prompts with the same
-    random draws: `report.differences` has the difference of each metric, and `report.win_rates["reward"]` the fraction
-    of prompts where the first model's answer got the higher reward. Length and temperature default to those of the
-    model's run.
+    random draws: `report.differences` has the difference of each metric, `report.win_rates["reward"]` how often the
+    first model's answer got the higher reward. Length and temperature are by default those of the model's run.
+    `metrics` are functions of your own, `f(prompt, completion, **columns)`, or names of them such as `mine.py:f`: each
+    is reported under its name.
     """
     if n < 1:
         raise ConfigError(f"n is {n}: it must be at least 1")
@@ -379,6 +403,9 @@ def evaluate(
     check_sampling(sampling)
     asked = prompts_of(prompts)
     parts, functions = reward_of(reward) if reward is not None else ([], {})
+    own = own_metrics(metrics, "metrics", derive_seed(seed, "metrics"))
+    for metric in own:
+        metric.check(asked)
     checked = load_recipe("ppo", settings={"reward.parts": parts})
     assert isinstance(checked, RLRecipe)
     console = Console(stderr=True, quiet=not progress)
@@ -393,4 +420,4 @@ def evaluate(
         scorer = for_all(scorer, models)
         question = Question(question.prompts, scorer)
         judges.append(NamedJudge("reward", ScoreJudge(scorer), None))
-    return measure(names, models, question, judges, sampling, samples=n, seed=seed, quiet=not progress)
+    return measure(names, models, question, judges, sampling, samples=n, seed=seed, quiet=not progress, metrics=own)

@@ -23,6 +23,7 @@ EPILOG = """examples:
   tether doctor ppo --verify              check every file and record of the run against its digest
   tether doctor ppo --verify --repair     and restore what the run keeps a copy of
   tether doctor --verify                  check every run, and the votes
+  tether doctor ppo --rule my_rule.py:rule    add a rule of your own
 """
 
 
@@ -36,11 +37,20 @@ def doctor_command(words: list[str]) -> int:
         help="a run's name as `tether runs` lists it, or its folder; optional with --verify",
     )
     add_workspace_options(parser)
+    parser.add_argument(
+        "--rule",
+        action="append",
+        default=[],
+        metavar="FILE.PY:NAME",
+        help="a rule of your own: a function of the run that returns findings; can be given more than once",
+    )
     parser.add_argument("--verify", action="store_true", help="check files and records against their digests instead")
     parser.add_argument("--repair", action="store_true", help="with --verify: restore what the run keeps a copy of")
     options = parser.parse_args(words)
     if options.repair and not options.verify:
         raise UsageError("--repair goes with --verify: tether doctor RUN --verify --repair")
+    if options.verify and options.rule:
+        raise UsageError("--rule looks at what training did, and --verify at files: give one of them")
     if options.verify:
         return _verify(options)
     if options.run is None:
@@ -82,12 +92,14 @@ HEADINGS = {"alarm": "Alarms", "warning": "Warnings", "note": "Notes"}
 def examine_and_print(options: argparse.Namespace) -> int:
     """Read a run, run every audit, and print the findings."""
     from tether.doctor.doctor import Doctor
+    from tether.doctor.own_rules import own_rules
     from tether.reports.run_table import open_for, printing
     from tether.store.read import read_run
 
+    rules = own_rules(options.rule, "--rule")
     with open_for(options) as opened:
         run = read_run(opened, options.run)
-        examination = Doctor().examination(run)
+        examination = Doctor(rules=rules).examination(run)
     if options.json:
         print(json.dumps(examination_as_json(run, examination), allow_nan=False))
     else:
@@ -140,10 +152,10 @@ def _print_finding(console: Console, finding: Finding) -> None:
     from tether.reports.safe_text import visible
 
     console.print(f"  [{STYLES[finding.severity]}]{escape(finding.title)}[/] [dim]({escape(finding.audit)})[/dim]")
-    lines = [("saw", finding.saw), ("why", finding.why)]
+    lines = [("saw", finding.saw), *([("why", finding.why)] if finding.why else [])]
     lines += [("change" if place == 0 else "", cure) for place, cure in enumerate(finding.change)]
     lines += [("example" if place == 0 else "", text) for place, text in enumerate(finding.examples)]
-    lines += [("more", f"{finding.link}   curve: {finding.metric}")]
+    lines += [("more", f"{finding.link}   curve: {finding.metric}" if finding.metric else finding.link)]
     table = Table.grid(padding=(0, 2))
     table.add_column(justify="right", style="dim", min_width=7)
     table.add_column()

@@ -36,6 +36,7 @@ EPILOG = """examples:
   tether eval runs/ppo                                     on the task it was trained on
   tether eval runs/ppo --against runs/sft --prompts held_out.jsonl --judge runs/reward
   tether eval runs/ppo --against smollm2-135m --prompts held_out.jsonl --judge mine:rule --judge http://host/judge
+  tether eval runs/ppo --metric my_metric.py:politeness
   tether eval smollm2-135m --task reasoning-gym:chain_sum --task-options '{min_digits: 1, max_digits: 1}'
 """
 
@@ -89,6 +90,14 @@ def eval_parser() -> CommandParser:
     judged.add_argument(
         "--judge-timeout", type=float, default=30.0, metavar="S", help="seconds before a request times out (30)"
     )
+    judged.add_argument(
+        "--metric",
+        action="append",
+        default=[],
+        metavar="FILE.PY:NAME",
+        help="a metric of your own, reported beside the others: a function of (prompt, completion, **columns) that "
+        "returns a number; repeatable",
+    )
     sampled = parser.add_argument_group("how answers are sampled")
     sampled.add_argument("--samples", type=count, default=1, metavar="N", help="answers to each prompt (1)")
     sampled.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the run's, or 1)")
@@ -103,7 +112,9 @@ def eval_parser() -> CommandParser:
 def evaluate_models(options: argparse.Namespace, console: Console) -> EvaluationReport:
     """Load, sample, score, compare."""
     from tether.evaluation.measure import Question, fitting, for_all, measure
+    from tether.evaluation.own_metrics import own_metrics
     from tether.protocols import Sampling
+    from tether.seeds import derive_seed
     from tether.store.find import find_run_or_model, run_config
 
     options.model = find_run_or_model(options.model)
@@ -112,6 +123,7 @@ def evaluate_models(options: argparse.Namespace, console: Console) -> Evaluation
     temperature = rollout.get("temperature", 1.0) if options.temperature is None else options.temperature
     sampling = Sampling(options.max_new_tokens or rollout.get("max_new_tokens", 128), temperature)
     names = [options.model, *([options.against] if options.against else [])]
+    metrics = own_metrics(options.metric, "--metric", derive_seed(options.seed, "metrics"))
     models = [load_named(name, options, console) for name in names]
     question = fitting(ask(options, models[0]), models, sampling, lambda text: console.print(text, markup=False))
     if question.reward is not None:
@@ -127,6 +139,7 @@ def evaluate_models(options: argparse.Namespace, console: Console) -> Evaluation
         seed=options.seed,
         max_num_seqs=options.max_num_seqs or "auto",
         quiet=console.quiet,
+        metrics=metrics,
     )
 
 

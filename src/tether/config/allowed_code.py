@@ -174,11 +174,26 @@ def not_typed(names: Iterable[CodeName], flags: Sequence[str]) -> tuple[CodeName
 
 
 def code_names(recipe: Recipe) -> tuple[CodeName, ...]:
-    """All names in a recipe."""
-    names = names_in(recipe.task, recipe.reward.parts) if isinstance(recipe, RLRecipe) else ()
+    """All names in a recipe. A new key that holds a `CodeReference` is added here."""
+    names = list(names_in(recipe.task, recipe.reward.parts) if isinstance(recipe, RLRecipe) else ())
     if recipe.store.url is not None:
-        names = (*names, CodeName("store.url", without_secrets(recipe.store.url), is_address=True))
-    return names
+        names.append(CodeName("store.url", without_secrets(recipe.store.url), is_address=True))
+    if recipe.model.loader is not None:
+        names.append(CodeName("model.loader", recipe.model.loader))
+    if isinstance(recipe, RLRecipe):
+        if recipe.algorithm is not None:
+            names.append(CodeName("algorithm", recipe.algorithm))
+        if is_code(recipe.rollout.engine):
+            names.append(CodeName("rollout.engine", recipe.rollout.engine))
+    lists = {"store.trackers": recipe.store.trackers, "run.doctor_rules": recipe.run.doctor_rules}
+    for field, references in lists.items():
+        names += [CodeName(f"{field}[{place}]", each) for place, each in enumerate(references) if is_code(each)]
+    return tuple(names)
+
+
+def is_code(word: str) -> bool:
+    """Whether a word names the user's code, where it may also be one of Tether's own words."""
+    return ":" in word
 
 
 def names_of_record(record: Mapping[str, Any]) -> tuple[CodeName, ...]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Annotated
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
@@ -30,6 +30,16 @@ MAX_GROUP = 100  # characters
 TAG = re.compile(r"[A-Za-z0-9_.][A-Za-z0-9_.:+-]{0,39}")
 
 Tag = Annotated[str, Field(pattern=f"^{TAG.pattern}$")]
+
+
+class InWords(NamedTuple):
+    """What help and errors call a type of text, in its annotation."""
+
+    words: str
+
+
+CodeReference = Annotated[str, Field(pattern=r"^.+:.+$"), InWords("file.py:name")]
+"""The user's code: `file.py:name` or `package.module:name`. `tether.config.allowed_code.code_names` lists every key."""
 
 Paths = str | tuple[str, ...]
 """A file, a glob, a folder, a dataset id, or several of them."""

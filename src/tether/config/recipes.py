@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 
-from tether.config.base import Count, Fraction, NonNegative, Paths, Positive, PositiveFloat, Settings
+from tether.config.base import CodeReference, Count, Fraction, NonNegative, Paths, Positive, PositiveFloat, Settings
 from tether.config.sections import (
     AggregationSettings,
     CheckpointSettings,
@@ -196,8 +196,11 @@ class Recipe(Settings):
 
     @model_validator(mode="after")
     def _critic_from_has_a_critic(self) -> Recipe:
-        if self.roles.critic_init is not None and not self.needs_critic:
-            raise ValueError(f"roles.critic_init is set, but this recipe ({self.method}) trains no critic: remove it")
+        own_algorithm = getattr(self, "algorithm", None) is not None  # it says itself whether it has a critic
+        if self.roles.critic_init is not None and not self.needs_critic and not own_algorithm:
+            raise ValueError(
+                f"roles.critic_init is set, but this recipe ({self.method}) trains no critic: leave it out"
+            )
         return self
 
 
@@ -210,6 +213,11 @@ class RLRecipe(Recipe):
     reward: RewardSettings = Field(default_factory=RewardSettings)
     kl: KLSettings = Field(default_factory=KLSettings)
     evaluation: EvaluationSettings = Field(default_factory=EvaluationSettings)
+    algorithm: CodeReference | None = Field(
+        default=None,
+        description="Your own algorithm, in place of the method's: an Algorithm, or a function that returns one from "
+        "the method's algorithm or from the recipe; see docs/extending.md.",
+    )
 
     @model_validator(mode="after")
     def _own_prompts(self) -> RLRecipe:

@@ -24,6 +24,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from tether.config.base import InWords
 from tether.config.recipes import RECIPES
 
 REQUIRED: Any = type("Required", (), {"__repr__": lambda _: "required"})()
@@ -74,7 +75,8 @@ class Leaf:
         items = [
             item for kind in union_members(self.annotation) if get_origin(kind) is tuple for item in get_args(kind)
         ]
-        return any(item is str or get_origin(item) is Literal for item in items)
+        kinds = [kind for item in items for kind in (union_members(item) if _is_union(item) else [item])]
+        return any(kind is str or get_origin(kind) is Literal for kind in kinds)
 
     @property
     def takes_null(self) -> bool:
@@ -148,6 +150,10 @@ def union_members(annotation: Any) -> list[Any]:
     return [annotation]
 
 
+def _is_union(annotation: Any) -> bool:
+    return get_origin(annotation) in (Union, types.UnionType)
+
+
 def kinds_of(annotation: Any) -> dict[str, type[BaseModel]]:
     """For a list of settings with a `kind`: each kind's class by name; else empty."""
     parts = get_args(annotation)
@@ -171,12 +177,14 @@ def in_words(annotation: Any, bounds: list[Any] | tuple[Any, ...] = ()) -> str:
         return f"list of {len(parts)} {in_words(parts[0], bounds)}s"
     if origin is tuple and (kinds := kinds_of(annotation)):
         return f"list of mappings, each with a kind: {', '.join(kinds)}"
-    if origin is tuple and get_origin(parts[0]) is Literal:
+    if origin is tuple and any(get_origin(kind) is Literal for kind in union_members(parts[0])):
         return f"list of words, each {in_words(parts[0])}"
     if origin is tuple:
         return f"list of {in_words(parts[0], bounds)}s"
     if origin is dict:
         return "mapping of names to values"
+    if words := [bound.words for bound in bounds if isinstance(bound, InWords)]:
+        return words[0]
     name = {bool: "true or false", int: "whole number", float: "number", str: "text"}.get(annotation, str(annotation))
     return name + _bounds_in_words(bounds)
 
@@ -199,6 +207,13 @@ def as_yaml(value: Any) -> str:
     return json.dumps(value, default=str)
 
 
+TOP, NO_SECTION = "top level", "Keys that are in no section."
+
+
+def _summary(settings: type[BaseModel]) -> str:
+    return (settings.__doc__ or "").strip().partition("\n")[0]
+
+
 def print_fields(method: str, summary: str) -> None:
     """Print every key of a method's recipe, by section."""
     recipe_class = RECIPES[method]
@@ -208,10 +223,11 @@ def print_fields(method: str, summary: str) -> None:
     with console.capture() as captured:  # rich would exit on a closed pipe
         console.print(f"Usage: tether train {method} [RECIPE.yaml] [--section.key VALUE ...] [--json]", markup=False)
         console.print(f"\n{summary[0].upper()}{summary[1:]}.", markup=False)
-        for section, settings in sections(recipe_class).items():
+        abouts = {name: _summary(settings) for name, settings in sections(recipe_class).items()}
+        abouts |= {"": NO_SECTION} if any("." not in leaf.key for leaf in leaves) else {}
+        for section, about in abouts.items():
             inside = [leaf for leaf in leaves if leaf.key.rpartition(".")[0] == section]
-            about = (settings.__doc__ or "").strip().partition("\n")[0]
-            console.print(f"\n[bold]{section}[/bold]  {escape(about)}")
+            console.print(f"\n[bold]{section or TOP}[/bold]  {escape(about)}")
             table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
             table.add_column(style="cyan", no_wrap=True, width=widths[0])
             table.add_column(style="green", width=widths[1])
@@ -231,8 +247,8 @@ def fields_table() -> str:
     """Markdown: one heading and one table per section; a section that methods share appears once."""
     blocks: list[str] = []
     for section, methods in _shared_sections():
-        settings = sections(RECIPES[methods[0]])[section]
-        summary = (settings.__doc__ or "").strip().partition("\n")[0]
+        settings = sections(RECIPES[methods[0]]).get(section)
+        summary = "A key of its own, in no section." if settings is None else _summary(settings)
         whom = "every method" if len(methods) == len(RECIPES) else ", ".join(methods)
         rows = ["| key | default | takes | meaning |", "|---|---|---|---|"]
         rows += [_row(leaf, methods) for leaf in describe(RECIPES[methods[0]]) if leaf.section == section]

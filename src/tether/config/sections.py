@@ -10,6 +10,7 @@ from tether.config.base import (
     MAX_GROUP,
     MAX_NOTE,
     MAX_TAGS,
+    CodeReference,
     Count,
     Fraction,
     NonNegative,
@@ -46,6 +47,10 @@ class ModelSettings(Settings):
     )
     quantize: Literal["none", "8bit", "4bit"] = Field(
         default="none", description="Quantize the frozen base with bitsandbytes; for roles.mode lora."
+    )
+    loader: CodeReference | None = Field(
+        default=None,
+        description="Your own function that loads model.path and returns (model, tokenizer); see docs/extending.md.",
     )
 
 
@@ -115,8 +120,10 @@ class RolloutSettings(Settings):
         default="auto",
         description="Answers decoded at once; auto is 64, or on a GPU what fits its free memory, up to 1024.",
     )
-    engine: Literal["auto", "transformers"] = Field(
-        default="auto", description="auto: the model's fast decoder if there is one; transformers: never use it."
+    engine: Literal["auto", "transformers"] | CodeReference = Field(
+        default="auto",
+        description="auto: the model's fast decoder if there is one; transformers: never use it; or your own function "
+        "from the policy to an engine (docs/extending.md).",
     )
     importance_sampling_cap: float | None = Field(
         default=None,
@@ -259,6 +266,9 @@ class RunSettings(Settings):
         description="If the planned memory exceeds the free memory: refuse, warn, or skip the check.",
     )
     doctor_every: Count = Field(default=5, description="Run the doctor every this many steps; 0 disables it.")
+    doctor_rules: tuple[CodeReference, ...] = Field(
+        default=(), description="Your own rules for the doctor, beside the shipped ones; see docs/extending.md."
+    )
     note: str | None = Field(
         default=None, max_length=MAX_NOTE, description="A note about the run; Studio can change it later."
     )
@@ -308,8 +318,8 @@ class StoreSettings(Settings):
     top_logprobs: Count = Field(
         default=5, description="Number of most probable tokens to store beside each sampled one; 0 stores none."
     )
-    trackers: tuple[Literal["tensorboard", "wandb", "trackio"], ...] = Field(
-        default=(), description="Trackers that also receive the metrics."
+    trackers: tuple[Literal["tensorboard", "wandb", "trackio"] | CodeReference, ...] = Field(
+        default=(), description="Trackers that also receive the metrics, or your own class (docs/extending.md)."
     )
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from tether.doctor.answer_metrics import measured
 from tether.doctor.drift import entropy_collapse, kl_runaway, length_drift, mode_collapse, never_ends, repeating
-from tether.doctor.findings import SEVERITIES, Audit, Finding, TooLittle, Verdict
+from tether.doctor.findings import SEVERITIES, Audit, Finding, Healthy, TooLittle, Verdict
 from tether.doctor.learning import (
     clip,
     critic,
@@ -22,6 +22,7 @@ from tether.doctor.learning import (
     not_finite,
     not_training,
 )
+from tether.doctor.own_rules import OwnRule
 from tether.doctor.sampling import negative_kl, rollout_mismatch
 from tether.doctor.scores import few_prompts, flat_scores, held_out, over_optimisation, reward_failures, score_collapse
 from tether.store.recorded import RecordedRun, StoredRollout
@@ -56,22 +57,25 @@ STEPS_READ = 12  # maximum number of steps whose rollouts are read: enough for a
 
 @dataclass(frozen=True)
 class Examination:
-    """The verdict of every audit on one run, by audit name."""
+    """What every audit said of one run, by its name, and what the user's own rules found."""
 
     verdicts: Mapping[str, Verdict]
+    of_rules: Sequence[Finding] = ()
 
     @property
     def findings(self) -> list[Finding]:
         """The findings, most severe first."""
         found = [verdict for verdict in self.verdicts.values() if isinstance(verdict, Finding)]
+        found += self.of_rules
         return sorted(found, key=lambda finding: SEVERITIES.index(finding.severity))
 
 
 @dataclass(frozen=True)
 class Doctor:
-    """Examines a run with each of its audits."""
+    """Looks at a run with each of its audits, and with the user's own rules."""
 
     audits: Sequence[Audit] = AUDITS
+    rules: Sequence[OwnRule] = ()
 
     def examine(self, run: RecordedRun) -> list[Finding]:
         """The findings of a run, most severe first."""
@@ -80,7 +84,10 @@ class Doctor:
     def examination(self, run: RecordedRun) -> Examination:
         """The verdict of every audit, including those that found nothing."""
         run = with_measures(run)
-        return Examination({audit.name: audit.examine(run) for audit in self.audits})
+        verdicts: dict[str, Verdict] = {audit.name: audit.examine(run) for audit in self.audits}
+        by_rule = [(rule.name, rule.findings(run)) for rule in self.rules]
+        verdicts |= {name: Healthy("Your own rule found nothing.") for name, found in by_rule if not found}
+        return Examination(verdicts, [finding for _, found in by_rule for finding in found])
 
 
 def with_measures(run: RecordedRun) -> RecordedRun:
@@ -121,8 +128,12 @@ class LiveDoctor:
         self._latest: deque[Mapping[str, float]] = deque(maxlen=self.latest_steps)
         self._first_rollouts: tuple[int, Sequence[StoredRollout]] | None = None
         self._rollouts: deque[tuple[int, Sequence[StoredRollout]]] = deque(maxlen=self.kept_rollouts)
-        self._said: dict[str, int] = {}
+        self._said: dict[tuple[str, str], int] = {}
         self._steps = 0
+
+    def add_rules(self, rules: Sequence[OwnRule]) -> None:
+        """Look with these rules of the user's as well."""
+        self.doctor = dataclasses.replace(self.doctor, rules=(*self.doctor.rules, *rules))
 
     def see(self, step: int, metrics: Mapping[str, float], rollouts: Sequence[StoredRollout] = ()) -> list[Finding]:
         """Add one step; every `every`-th call returns new findings, other calls return nothing."""
@@ -138,12 +149,13 @@ class LiveDoctor:
     def _look(self) -> list[Finding]:
         run = self._recorded()
         found = [verdict for audit in self.doctor.audits if isinstance(verdict := _ask(audit, run), Finding)]
+        found += [finding for rule in self.doctor.rules for finding in rule.findings(run)]
         new = [finding for finding in found if self._graver(finding)]
-        self._said |= {finding.audit: SEVERITIES.index(finding.severity) for finding in new}
+        self._said |= {_key(finding): SEVERITIES.index(finding.severity) for finding in new}
         return sorted(new, key=lambda finding: SEVERITIES.index(finding.severity))
 
     def _graver(self, finding: Finding) -> bool:
-        return SEVERITIES.index(finding.severity) < self._said.get(finding.audit, len(SEVERITIES))
+        return SEVERITIES.index(finding.severity) < self._said.get(_key(finding), len(SEVERITIES))
 
     def _recorded(self) -> RecordedRun:
         """The kept steps as a run; the metrics of rollouts are already included."""
@@ -157,6 +169,11 @@ class LiveDoctor:
             rollout_steps=sorted(kept),
             rollouts=lambda step: kept.get(step, ()),
         )
+
+
+def _key(finding: Finding) -> tuple[str, str]:
+    """By what a finding is known again: a rule's name, empty for Tether's own, and the audit's."""
+    return finding.rule, finding.audit
 
 
 def _ask(audit: Audit, run: RecordedRun) -> Verdict:

@@ -33,18 +33,19 @@ class Finding:
     audit: str  # the audit's name, which is also the anchor in docs/doctor.md
     severity: Severity
     title: str
-    saw: str  # what was observed, with numbers and steps
-    why: str  # why it matters
-    change: tuple[str, ...]  # repairs, the most likely first; each names a recipe key where there is one
-    metric: str  # the metric whose curve shows it
-    first_step: int
-    last_step: int
-    examples: tuple[str, ...] = ()  # tokens or answers as the model wrote them
+    saw: str  # with numbers and steps
+    why: str = ""  # it matters
+    change: tuple[str, ...] = ()  # what to do, most likely cure first; each names a key of the recipe where one does it
+    metric: str = ""  # whose curve this is about
+    first_step: int = 0
+    last_step: int = 0
+    examples: tuple[str, ...] = ()  # tokens or answers, as the model wrote them
+    rule: str = ""  # the user's own rule that found it; empty: one of Tether's
 
     @property
     def link(self) -> str:
-        """The section of the guide that explains it."""
-        return f"{GUIDE}#{self.audit}"
+        """Where the guide explains it, or the user's rule that found it."""
+        return self.rule or f"{GUIDE}#{self.audit}"
 
     def as_json(self) -> dict[str, Any]:
         """Plain values, including the link."""

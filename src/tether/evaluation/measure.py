@@ -24,6 +24,7 @@ from tether.errors import ConfigError
 from tether.evaluation.evaluate import Evaluation, WinRate, compare, differences, evaluate_model, with_kl
 from tether.evaluation.judges import Judge
 from tether.evaluation.metrics import LEVEL, Estimate
+from tether.evaluation.own_metrics import OwnMetric
 from tether.models.load import LoadedModel
 from tether.models.precision import dtype_name
 from tether.models.tokenizer import tokenizer_difference
@@ -183,10 +184,14 @@ def measure(
     seed: int,
     max_num_seqs: int | Literal["auto"] = "auto",
     quiet: bool,
+    metrics: Sequence[OwnMetric] = (),
 ) -> EvaluationReport:
     """Sample and score the answers of one model, or of two, which are then compared."""
-    rewards = {SCORE: question.reward} if question.reward else {}
+    rewards: dict[str, RewardFn] = {SCORE: question.reward} if question.reward else {}
     rewards |= {judge.name: judge.reward for judge in judges if judge.reward and judge.name != "task"}
+    for metric in metrics:
+        metric.check(question.prompts)
+        rewards[metric.name] = metric
     evaluations: list[Evaluation] = []
     for name, model in zip(names, models, strict=True):
         with working(f"{name}: sampling {len(question.prompts)} x {samples} answers", quiet=quiet):

@@ -33,6 +33,7 @@ from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.ends import ends_notice, find_ends
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
 from tether.models.lora import inject_lora, load_config, load_lora, merge_lora, saved_config
+from tether.models.own_loader import OwnLoader
 from tether.models.precision import hold_in, resolve_dtype
 
 transformers_logging.disable_progress_bar()  # its bars for reading and writing shards would tear Tether's own
@@ -74,6 +75,7 @@ def load_causal_lm(
     attention: str = "auto",
     quantize: str = "none",
     verify: bool = True,
+    loader: OwnLoader | None = None,
 ) -> LoadedModel:
     """The model at `path`: "tiny-bytes" (built in code from `seed`), the name of an embedded model (fetched into the
     cache where it is absent), a local folder (of a whole model, or of adapters), or a Hugging Face id.
@@ -81,9 +83,13 @@ def load_causal_lm(
     Only safetensors are read and no code of the checkpoint is run. A Hugging Face id is looked for in the local
     cache first, and only then on the network. With `quantize` its linear layers are held in 8 or 4 bits and frozen. A
     model that Tether saved is refused where its files are not what was written; without `verify` the caller compares.
+    A `loader` of the user's reads `path` instead; what it returns is prepared in the same way.
     """
     place = resolve_device(device)
     kind = resolve_dtype(dtype, place)
+    if loader is not None:
+        model, tokenizer = loader(path, dtype=kind, device=place, seed=seed, attention=attention)
+        return _prepared(model, tokenizer, [], kind, place)
     check_model_path(path)
     fewer_bits = quantization(quantize, kind, place)
     if fewer_bits is not None and (path == TINY or (Path(path).expanduser() / ADAPTER_CONFIG).is_file()):
@@ -104,11 +110,22 @@ def load_causal_lm(
         model, tokenizer, notices = _load_pretrained(resolve_model_path(path), kind, attention, seed, fewer_bits)
         if verify:
             check_saved(Path(path).expanduser())
+    return _prepared(model, tokenizer, notices, kind if fewer_bits is None else None, place)
+
+
+def _prepared(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    notices: list[str],
+    dtype: torch.dtype | None,
+    device: torch.device,
+) -> LoadedModel:
+    """The model without dropout, in its precision on its device; with dtype None (quantized) it stays as it is."""
     disable_dropout(model)
     train_every_embedding(model)
     keep_scale(model)
-    if fewer_bits is None:
-        hold_in(model, kind, place)
+    if dtype is not None:
+        hold_in(model, dtype, device)
     return describe(model, tokenizer, notices)
 
 

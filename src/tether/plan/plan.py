@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 
+from tether.algorithms.algorithm import Algorithm
 from tether.config.load import change_settings
 from tether.config.recipes import Recipe, RLRecipe
 from tether.plan.machine import CUDA_OWN, Machine, device_memory, seconds_of
@@ -42,6 +43,7 @@ class Plan:
     memory: Memory
     seconds: dict[str, float]  # of each phase
     machine: Machine
+    algorithm: Algorithm | None = None  # the run's own; None: the one that the recipe's method builds
 
     @property
     def fits(self) -> bool:
@@ -79,13 +81,18 @@ class Plan:
         }
 
 
-def make_plan(recipe: Recipe, shape: Shape, lengths: Lengths, machine: Machine) -> Plan:
-    """What the recipe will cost there. Its precisions are said aloud: see tether.models.precision.with_precision."""
-    work, critic = work_of(recipe, lengths), critic_shape_of(recipe)
+def make_plan(
+    recipe: Recipe, shape: Shape, lengths: Lengths, machine: Machine, algorithm: Algorithm | None = None
+) -> Plan:
+    """What the recipe will cost there. Its precisions are explicit: see tether.models.precision.with_precision.
+
+    `algorithm` is the one that a run trains with; by default the one that the recipe's method builds.
+    """
+    work, critic = work_of(recipe, lengths, algorithm), critic_shape_of(recipe)
     memory = memory_of(recipe, shape, work, machine.kind, critic)
     seconds = seconds_of(recipe, shape, work, memory, machine, critic)
     named = (recipe.method, recipe.model.path, recipe.model.dtype)
-    return Plan(*named, shape, lengths, work, memory, seconds, machine)
+    return Plan(*named, shape, lengths, work, memory, seconds, machine, algorithm)
 
 
 SMALLEST_MICRO = 256  # tokens: below that a device idles
@@ -160,7 +167,7 @@ def candidates(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str, str]]:
 def _try(recipe: Recipe, plan: Plan, changes: list[tuple[str, str, str]]) -> Change:
     """The plan under some changes; named after the last of them."""
     flags = [word for key, value, _ in changes for word in (f"--{key}", value)]
-    changed = make_plan(change_settings(recipe, flags), plan.shape, plan.lengths, plan.machine)
+    changed = make_plan(change_settings(recipe, flags), plan.shape, plan.lengths, plan.machine, plan.algorithm)
     key, value, note = changes[-1]
     return Change(key, value, plan.memory.peak - changed.memory.peak, changed.memory.peak, changed.fits, note)
 
@@ -237,7 +244,7 @@ def whole_fits(recipe: Recipe, plan: Plan, free: int) -> Judgement:
     tokens = recipe.optimizer.micro_batch_tokens
     while (tokens := tokens // 2) >= max(SMALLEST_MICRO, plan.work.longest_row):
         smaller = change_settings(recipe, ["--optimizer.micro_batch_tokens", str(tokens)])
-        if _needed(smaller, make_plan(smaller, plan.shape, plan.lengths, machine)) <= free:
+        if _needed(smaller, make_plan(smaller, plan.shape, plan.lengths, machine, plan.algorithm)) <= free:
             return Judgement(
                 "split",
                 f"Passes of {recipe.optimizer.micro_batch_tokens} tokens do not fit ({about}): each batch is split "
@@ -245,7 +252,7 @@ def whole_fits(recipe: Recipe, plan: Plan, free: int) -> Judgement:
                 "gradient.",
                 tokens,
             )
-    tightened = make_plan(recipe, plan.shape, plan.lengths, machine)
+    tightened = make_plan(recipe, plan.shape, plan.lengths, machine, plan.algorithm)
     return Judgement("refused", _refusal(recipe, tightened, f"about {_size(needed)} are needed at the most", free))
 
 

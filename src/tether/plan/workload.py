@@ -17,18 +17,10 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from tether.config.recipes import (
-    DPORecipe,
-    GRPORecipe,
-    PPORecipe,
-    Recipe,
-    ReinforceRecipe,
-    RewardRecipe,
-    RLOORecipe,
-    RLRecipe,
-    SFTRecipe,
-    TRPORecipe,
-)
+from tether.algorithms.algorithm import Algorithm
+from tether.algorithms.select import build_algorithm
+from tether.algorithms.trpo import TrustRegionStep
+from tether.config.recipes import DPORecipe, Recipe, RewardRecipe, RLRecipe, SFTRecipe
 from tether.data.chat import Encoder, prompt_token_ids
 from tether.errors import ConfigError
 from tether.hub.catalog import EMBEDDED, cached_model, check_digests, looks_like_path
@@ -280,22 +272,31 @@ class Work:
         return self.rows * self.answer_tokens if self.prompts else 0
 
 
-def work_of(recipe: Recipe, lengths: Lengths) -> Work:
-    """What an iteration of this recipe does."""
-    return _from_rollouts(recipe, lengths) if isinstance(recipe, RLRecipe) else _from_records(recipe, lengths)
+def work_of(recipe: Recipe, lengths: Lengths, algorithm: Algorithm | None = None) -> Work:
+    """What an iteration of this recipe does; `algorithm` is a run's own, by default the one of the recipe's method."""
+    if not isinstance(recipe, RLRecipe):
+        return _from_records(recipe, lengths)
+    work = _from_rollouts(recipe, lengths, algorithm or build_algorithm(recipe))
+    if algorithm is None and recipe.algorithm is not None:
+        return replace(work, why=f"{work.why} (as {recipe.method}: a plan does not run {recipe.algorithm})")
+    return work
 
 
-def _from_rollouts(recipe: RLRecipe, lengths: Lengths) -> Work:
-    rollout = recipe.rollout
+def _from_rollouts(recipe: RLRecipe, lengths: Lengths, algorithm: Algorithm) -> Work:
+    rollout, passes, minibatch = recipe.rollout, algorithm.passes, algorithm.minibatch_size
     rows = rollout.prompts_per_step * rollout.samples_per_prompt
-    epochs, minibatch, critic_alone = _updates(recipe)
     each = math.ceil(rows / minibatch)
-    if isinstance(recipe, TRPORecipe):
-        steps = 1 + critic_alone * each
-        why = f"{rows} rollouts: 1 trust-region step of the policy, then {_epochs(critic_alone, minibatch, each)}"
+    alone = _epochs(passes.critic_epochs, minibatch, each)
+    if passes.whole_batch:
+        steps = passes.epochs + passes.critic_epochs * each
+        plural = "s" if passes.epochs > 1 else ""
+        kind = "trust-region step" if isinstance(algorithm.update, TrustRegionStep) else "step"
+        why = f"{rows} rollouts: {passes.epochs} {kind}{plural} of the policy"
+        why += f", then {alone}" if passes.critic_epochs else ""
     else:
-        steps = epochs * each
-        why = f"{rows} rollouts, {_epochs(epochs, minibatch, each)}"
+        steps = (passes.epochs + passes.critic_epochs) * each
+        why = f"{rows} rollouts, {_epochs(passes.epochs, minibatch, each)}"
+        why += f", then the critic alone: {alone}" if passes.critic_epochs else ""
     models = [part for part in recipe.reward.parts if part.kind == "model"]
     return Work(
         rows=rows,
@@ -304,13 +305,13 @@ def _from_rollouts(recipe: RLRecipe, lengths: Lengths) -> Work:
         answer_tokens=rollout.max_new_tokens,
         prompts=rollout.prompts_per_step,
         prompt_tokens=lengths.mean,
-        epochs=epochs,
+        epochs=passes.epochs,
         minibatch=min(minibatch, rows),
         steps=steps,
         why=why,
-        critic=recipe.roles.critic if recipe.needs_critic else None,
-        critic_alone=critic_alone,
-        reference=recipe.kl.apply_to != "none",
+        critic=recipe.roles.critic if algorithm.needs_critic else None,
+        critic_alone=passes.critic_epochs,
+        reference=algorithm.needs_reference,
         rewards=len(models),
         policy=True,
     )
@@ -319,23 +320,6 @@ def _from_rollouts(recipe: RLRecipe, lengths: Lengths) -> Work:
 def _epochs(epochs: int, minibatch: int, each: int) -> str:
     plural = "s" if epochs > 1 else ""
     return f"{epochs} epoch{plural}, minibatches of {minibatch}: {epochs * each} step{'s' if epochs * each > 1 else ''}"
-
-
-def _updates(recipe: RLRecipe) -> tuple[int, int, int]:
-    """(epochs, rows of a minibatch, epochs of the critic alone)."""
-    match recipe:
-        case PPORecipe():
-            return recipe.ppo.epochs, recipe.ppo.minibatch_size, 0
-        case RLOORecipe():
-            return recipe.rloo.epochs, recipe.rloo.minibatch_size, 0
-        case GRPORecipe():
-            return recipe.grpo.epochs, recipe.grpo.minibatch_size, 0
-        case ReinforceRecipe():
-            return 1, recipe.reinforce.minibatch_size, 0
-        case TRPORecipe():
-            return 1, recipe.trpo.minibatch_size, recipe.trpo.critic_epochs
-        case _:
-            raise ValueError(f"{recipe.method} does not learn from rollouts")
 
 
 def _from_records(recipe: Recipe, lengths: Lengths) -> Work:

@@ -1,7 +1,7 @@
 """Trackers, which also receive the metrics: TensorBoard, Weights & Biases, trackio, or any `Tracker` object.
 
-Trackers run in a separate thread, so a slow one delays no step. One that raises is disabled after one warning. One that
-hangs at the end is abandoned after a timeout.
+Trackers run in a thread of their own, so that a slow one costs no step. A tracker that raises is disabled after one
+notice, and one that hangs is abandoned at the end of the run.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout, suppress
 from dataclasses import dataclass
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -34,24 +35,74 @@ class TrackedRun:
     config: Mapping[str, Any]
 
 
+@dataclass(frozen=True)
+class NamedTracker:
+    """A tracker of the user's that `store.trackers` names: its class, or a function that makes it from the run."""
+
+    name: str  # file.py:name
+    make: Callable[[TrackedRun], Tracker]
+
+    @property
+    def field(self) -> str:
+        """For errors."""
+        return f"store.trackers: {self.name}"
+
+    def check(self) -> None:
+        """Raise, before a model is loaded, where it cannot make a tracker."""
+        if not callable(self.make):
+            raise ConfigError(f"{self.field} is a {type(self.make).__name__}: name the tracker's class")
+        try:
+            signature(self.make).bind(None)
+        except TypeError:
+            raise ConfigError(
+                f"{self.field} does not take the run: give it one parameter, as in def __init__(self, run)"
+            ) from None
+        except ValueError:  # a callable whose parameters Python cannot tell
+            pass
+        if isinstance(self.make, type):
+            check_tracker(self.make, self.field)
+
+    def __call__(self, run: TrackedRun) -> Tracker:
+        """The tracker of a run."""
+        tracker = self.make(run)
+        check_tracker(tracker, f"{self.field} gave a {type(tracker).__name__}, which")
+        return tracker
+
+
+def check_tracker(tracker: object, label: str) -> None:
+    """Raise where a method of `tether.protocols.Tracker` is missing."""
+    missing = [name for name in ("record", "close") if not callable(getattr(tracker, name, None))]
+    if missing:
+        raise ConfigError(f"{label} has no method {missing[0]} (tether.protocols.Tracker)")
+
+
 def open_trackers(
-    names: Sequence[str], place: TrackedRun, notify: Callable[[str], None], trackers: Sequence[Tracker] = ()
+    names: Sequence[str],
+    place: TrackedRun,
+    notify: Callable[[str], None],
+    trackers: Sequence[Tracker | NamedTracker] = (),
 ) -> Trackers:
     """Open the trackers with these names, and add the `trackers` that a program passed.
 
-    An unknown name raises ConfigError. A tracker that cannot be opened is reported and left out.
+    A name of the user's code is opened by its `NamedTracker` among `trackers`. An unknown name is an error; a tracker
+    that cannot be opened is left out with a notice.
     """
     opened: dict[str, Tracker] = {}
+    known = TRACKERS | {each.name: each for each in trackers if isinstance(each, NamedTracker)}
     for name in names:
-        if name not in TRACKERS:
+        if name not in known:
             raise ConfigError(f"store.trackers: {name} is not known; choose from {', '.join(TRACKERS)}")
         try:
-            opened[name] = TRACKERS[name](place)
-        except ImportError as error:
-            notify(f"{name} is not installed and gets no metrics: pip install 'tether-rl[{name}]' ({error})")
+            opened[name] = known[name](place)
+        except ConfigError:
+            raise
         except (Exception, SystemExit) as error:
-            notify(f"{name} could not be opened and gets no metrics ({type(error).__name__}: {error})")
-    passed = {f"tracker {place + 1} ({type(each).__name__})": each for place, each in enumerate(trackers)}
+            if isinstance(error, ImportError) and name in TRACKERS:
+                notify(f"{name} is not installed, and gets no metrics: pip install 'tether-rl[{name}]' ({error})")
+            else:
+                notify(f"{name} could not be opened, and gets no metrics ({type(error).__name__}: {error})")
+    objects = [each for each in trackers if not isinstance(each, NamedTracker)]
+    passed = {f"tracker {place + 1} ({type(each).__name__})": each for place, each in enumerate(objects)}
     return Trackers(opened | passed, notify)
 
 

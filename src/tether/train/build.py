@@ -12,7 +12,6 @@ import torch
 
 from tether.algorithms.algorithm import ExtraGradient
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
-from tether.algorithms.select import build_algorithm
 from tether.config.recipes import (
     DPORecipe,
     DPOSettings,
@@ -41,6 +40,7 @@ from tether.learner.learner import Learner, LearnerSettings
 from tether.models.backbones import recompute_layers
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel, load_causal_lm, resolve_device
+from tether.models.own_loader import OwnLoader
 from tether.models.roles import ActorCritic, ReferencePolicy, Roles, Sharing, build_sharing
 from tether.models.tokenizer import TextModel
 from tether.protocols import Sampling
@@ -52,30 +52,33 @@ from tether.store.database.apply import KeepRollouts
 from tether.store.find import find_model
 from tether.train.critic_init import check_critic_start, load_critic
 from tether.train.inputs import Inputs, checked, read_inputs
-from tether.train.objects import Objects
+from tether.train.objects import Objects, check_loader, loader_named, with_named_code
 from tether.train.reward_model import centred, finish_reward_model
 from tether.train.rl import RLParts
 from tether.train.supervised import SupervisedParts
 from tether.types import Metrics, PairBatch
 
 
-def load_policy(recipe: Recipe, *, verify: bool = True) -> LoadedModel:
+def load_policy(recipe: Recipe, *, verify: bool = True, loader: OwnLoader | None = None) -> LoadedModel:
     """The recipe's model on its device; without `verify` the caller compares it with what it was."""
     settings = recipe.model
+    loader = loader or loader_named(recipe)
     check_critic_start(recipe)
+    check_loader(recipe, loader)
     if settings.quantize != "none" and recipe.roles.mode != "lora":
         raise ConfigError(
             f"model.quantize is {settings.quantize}, whose weights cannot be trained: use roles.mode lora, or set "
             "model.quantize none"
         )
     return load_causal_lm(
-        find_model(settings.path),
+        settings.path if loader is not None else find_model(settings.path),
         dtype=settings.dtype,
         device=resolve_device(settings.device),
         seed=derive_seed(recipe.run.seed, "model"),
         attention=settings.attention,
         quantize=settings.quantize,
         verify=verify,
+        loader=loader,
     )
 
 
@@ -116,8 +119,8 @@ def build_rl(
     recipe: RLRecipe, policy: LoadedModel, inputs: Inputs | None = None, objects: Objects | None = None
 ) -> RLParts:
     """The parts of a run that learns from rollouts; `objects` take the place of what the recipe names."""
-    objects = objects or Objects()
-    algorithm = objects.algorithm_for(build_algorithm(recipe))
+    objects = with_named_code(recipe, objects or Objects())
+    algorithm = objects.algorithm_for(recipe)
     task = (inputs or read_inputs(recipe, TextModel.of(recipe.model.path, policy), objects.task)).task
     assert task is not None
     sharing = sharing_of(recipe, policy)

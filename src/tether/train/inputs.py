@@ -32,12 +32,17 @@ class Inputs:
         return self.task.notices if self.task is not None else ()
 
 
-def read_before_loading(recipe: Recipe, task_object: Task | None = None) -> Inputs | None:
-    """The inputs, with the tokenizer alone; None where it cannot be read by itself, and the model must come first."""
+def read_before_loading(recipe: Recipe, task_object: Task | None = None, *, own_loader: bool = False) -> Inputs | None:
+    """The inputs, with the tokenizer alone; None where it cannot be read by itself, and the model must come first.
+
+    With `own_loader` the user's function gives the tokenizer together with the model.
+    """
     if not isinstance(recipe, RLRecipe):
         return read_inputs(recipe)
     # First: a wrong file is told even if the model is wrong too.
     task = build_task(recipe.task, recipe.data, task_object)
+    if own_loader:
+        return None
     try:
         model = read_tokenizer(find_model(recipe.model.path))
     except ConfigError:

@@ -14,9 +14,13 @@ from typing import Any
 
 import torch
 
+from tether.config.allowed_code import code_names
+from tether.config.recipes import Recipe
 from tether.files import file_digest, read_plain_json
 from tether.models.load import LoadedModel
 from tether.models.save import weights_digest
+from tether.rewards.agree import locate
+from tether.rewards.consent import current
 from tether.store.header import flat
 
 IGNORED = {
@@ -31,6 +35,7 @@ MODEL_FILES = (
     *("chat_template.json", "scalar_head.json", "tokenizer.model", "spiece.model"),
 )
 MAX_NAMED = 4
+COMPARED = ("algorithm", "rollout.engine", "model.loader")  # keys of code that a resumed run must find unchanged
 
 
 def ground_of(policy: LoadedModel) -> dict[str, Any]:
@@ -113,6 +118,21 @@ def _base(folder: Path) -> Path | None:
     return Path(said) if said and Path(said).is_dir() else None
 
 
+def code_digests(recipe: Recipe) -> dict[str, str]:
+    """By key and name: the SHA-256 of the user's code in `COMPARED` keys, and of what it imports beside it.
+
+    Trackers and doctor rules leave the weights as they are, and a reward may be corrected before a run is resumed. A
+    package that was allowed by its name has no digest.
+    """
+    found: dict[str, str] = {}
+    for name in code_names(recipe):
+        if name.field in COMPARED:
+            place = name.reference.rpartition(":")[0]
+            code = locate(place, name.field, current().root, current().allowed)
+            found |= {f"{name.field} {name.reference}": code.digest} if code.digest else {}
+    return found
+
+
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool) -> list[str]:
     """What differs, in words; keys that only one version of transformers knows are passed over."""
     found: list[str] = []
@@ -132,6 +152,9 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, same_version: 
         there = now.get("models", {}).get(name, {})
         if names := sorted(file for file in {**files, **there} if files.get(file) != there.get(file)):
             found.append(f"what the recipe names as {name} ({', '.join(names[:MAX_NAMED])})")
+    if (code := now.get("code")) is not None:  # not asked where a model is only taken out of a checkpoint
+        changed = [name for name, digest in before.get("code", {}).items() if code.get(name) != digest]
+        found += [f"the code that the recipe names as {name}" for name in changed]
     return found
 
 

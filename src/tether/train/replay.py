@@ -58,6 +58,7 @@ def replay(options: argparse.Namespace) -> int:
         if not isinstance(before, RLRecipe):
             raise ConfigError(f"{options.run} learned from records ({before.method}): only rollouts can be replayed")
         _check_flags(options.flags, before.method)
+        _check_algorithm(before, options.run)
         result = replay_step(run, before, change_settings(before, options.flags), _step(run, options.step))
     if options.json:
         print(json.dumps(without_infinities(_as_json(result)), allow_nan=False))
@@ -67,6 +68,15 @@ def replay(options: argparse.Namespace) -> int:
             same = "equal to the bit" if result.same_advantages else f"up to {result.largest_difference:.3g} apart"
             console.print(f"Advantages: {same}.")
     return 0
+
+
+def _check_algorithm(recipe: RLRecipe, run: str) -> None:
+    """Refuse a run of the user's own algorithm: replaying runs no named code, and the method's would be another."""
+    passed = [name.partition(" ")[2] for name in recipe.run.objects if name.startswith("algorithm ")]
+    for name in [*([recipe.algorithm] if recipe.algorithm is not None else []), *passed]:
+        raise ConfigError(
+            f"{run} trained with an algorithm of its own ({name}), and replay computes with those of Tether alone"
+        )
 
 
 def replay_step(run: RecordedRun, before: RLRecipe, after: RLRecipe, step: int) -> Replayed:

@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from tether.config.allowed_code import code_names
+from tether.config.allowed_code import code_names, is_code
 from tether.config.load import change_settings, recipe_from_record
 from tether.config.recipes import Recipe, RecordsRecipe, RLRecipe
 from tether.config.rewards import ModelPart
@@ -169,16 +170,22 @@ def export_checkpoint(options: argparse.Namespace) -> int:
 def checkpoint_model(folder: Path, step: int, target: Path, objects: Objects | None = None) -> int:
     """Write the model after `step` steps of a run (-1: of its newest checkpoint) to a folder; returns the step.
 
-    Of `objects` only the algorithm counts, which decides whether the checkpoint holds a critic.
+    Of `objects` only the algorithm, which decides whether the checkpoint holds a critic, and the loader count. Of the
+    code that the recipe names only `model.loader` is run, with the user's consent.
     """
     checkpoint = checkpoints.read(_checkpoint_at(folder, step if step >= 0 else None))
     recipe = stored_recipe(folder)
-    if any(name.startswith("algorithm ") for name in recipe.run.objects):
+    if any(name.startswith(("algorithm ", "loader ")) for name in recipe.run.objects):
         check_objects(recipe, objects or Objects(), folder, "resume")
-    objects = Objects(algorithm=objects.algorithm) if objects is not None else None
+    objects = Objects(algorithm=objects.algorithm, loader=objects.loader) if objects is not None else Objects()
+    if isinstance(recipe, RLRecipe) and recipe.algorithm is not None:
+        has_critic = any(name.startswith("critic/") for name in checkpoint.tensors["learner"])
+        objects = replace(objects, algorithm=lambda shipped: replace(shipped, needs_critic=has_critic))
     check_precision(recipe, folder)
+    names = code_names(recipe)
+    agree_to_names([name for name in names if name.field == "model.loader"], names, folder)
     recipe = without_code(recipe)
-    policy = load_policy(recipe)
+    policy = load_policy(recipe, loader=objects.own_loader())
     environment = describe_environment(seed=recipe.run.seed, device=str(policy.model.device))
     environment["tokenizer"] = tokenizer_digest(policy.tokenizer)
     ground = ground_of(policy) | {"models": other_models(list(models_of(recipe_record(recipe))))}
@@ -194,17 +201,28 @@ def checkpoint_model(folder: Path, step: int, target: Path, objects: Objects | N
 
 
 def without_code(recipe: Recipe) -> Recipe:
-    """The recipe with the same model and roles, whose task and reward are Tether's own: nothing that it names runs.
+    """The recipe with the same model and roles, in which Tether's own parts take the place of code that it names.
 
-    A reward model on the shared backbone stays, for it is part of what the roles share.
+    A reward model on the shared backbone stays, for it is part of what the roles share. So does `model.loader`: there
+    is no model without it.
     """
+    shipped = tuple(name for name in recipe.store.trackers if not is_code(name))
+    recipe = recipe.model_copy(
+        update={
+            "store": recipe.store.model_copy(update={"trackers": shipped}),
+            "run": recipe.run.model_copy(update={"doctor_rules": ()}),
+        }
+    )
     if not isinstance(recipe, RLRecipe):
         return recipe
+    engine = "auto" if is_code(recipe.rollout.engine) else recipe.rollout.engine
     shared = tuple(part for part in recipe.reward.parts if isinstance(part, ModelPart) and part.shared)
     return recipe.model_copy(
         update={
             "task": TaskSettings(),
             "data": PromptSettings(),
+            "algorithm": None,
+            "rollout": recipe.rollout.model_copy(update={"engine": engine}),
             "reward": recipe.reward.model_copy(update={"parts": shared}),
             "evaluation": recipe.evaluation.model_copy(update={"every": 0, "patience": 0}),
         }

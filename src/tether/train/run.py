@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tether.config.recipes import Recipe
+from tether.doctor.own_rules import own_rules
 from tether.errors import ConfigError, Stopped, StorageError, silence
 from tether.models.load import resolve_device
 from tether.models.precision import precision_notice, with_precision
@@ -34,8 +35,8 @@ from tether.store.database.open import workspace_at
 from tether.store.folder import FINISHED, RunFolder, json_line, run_path
 from tether.train.build import load_policy
 from tether.train.inputs import read_before_loading
-from tether.train.objects import Objects, check_objects
-from tether.train.provenance import ground_of
+from tether.train.objects import Objects, check_objects, with_named_code
+from tether.train.provenance import code_digests, ground_of
 from tether.train.run_plan import RunPlan, check_room, check_weights
 from tether.train.run_state import seed_everything
 from tether.train.session import Session
@@ -197,10 +198,13 @@ def _train(
         check_objects(recipe, objects, forked.folder, "fork")
     seed_everything(recipe.run.seed)
     asked, recipe = recipe, with_precision(recipe, resolve_device(recipe.model.device))
-    inputs = read_before_loading(recipe, objects.task)
-    check_weights(recipe)
-    policy = load_policy(recipe, verify=not resume)
-    loaded = ground_of(policy)
+    objects = with_named_code(recipe, objects)
+    own_loader = objects.own_loader()
+    inputs = read_before_loading(recipe, objects.task, own_loader=own_loader is not None)
+    if own_loader is None:
+        check_weights(recipe)
+    policy = load_policy(recipe, verify=not resume, loader=own_loader)
+    loaded = ground_of(policy) | {"code": code_digests(recipe)}
     shape = Shape.of(policy.model)
     training = build_training(recipe, policy, inputs, objects)
     recipe = lasting(recipe, training.total)
@@ -232,6 +236,7 @@ def _train(
         notify=notify,
         trackers=objects.trackers,
     ) as session:
+        session.doctor.add_rules(own_rules(objects.doctor_rules, "doctor_rules"))
         start = session.resume() if resume else session.fork(forked.checkpoint) if forked is not None else 0
         begin(training.total, start)
 

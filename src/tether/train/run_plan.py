@@ -33,7 +33,8 @@ class RunPlan:
         """Predict, and begin to measure."""
         device = policy.model.device
         machine = machine_for(str(device), recipe.model.dtype)
-        plan = make_plan(recipe, shape, _lengths(recipe, training, policy), machine)
+        algorithm = training.parts.algorithm if isinstance(training, FromRollouts) else None
+        plan = make_plan(recipe, shape, _lengths(recipe, training, policy), machine, algorithm)
         return cls(plan, Measured(on_cpu=device.type == "cpu"))
 
     def as_json(self) -> dict[str, Any]:

@@ -32,7 +32,7 @@ from tether.store.read import open_workspace, read_run
 from tether.store.recorded import StoredRollout
 from tether.store.recorder import RunRecorder, RunStart
 from tether.store.tokens import StepRollouts, token_pieces
-from tether.store.trackers import TrackedRun, open_trackers
+from tether.store.trackers import NamedTracker, TrackedRun, open_trackers
 from tether.train.best import BestSoFar
 from tether.train.failure_record import FaultRecorder
 from tether.train.logprob_mismatch import Agreement
@@ -61,7 +61,7 @@ class Session:
         loaded: dict[str, Any],
         resumes: bool,
         notify: Callable[[str], None],
-        trackers: Sequence[Tracker] = (),
+        trackers: Sequence[Tracker | NamedTracker] = (),
     ) -> None:
         self.recipe, self.folder, self.training, self.policy = recipe, folder, training, policy
         self.notify, self.planned = notify, planned
