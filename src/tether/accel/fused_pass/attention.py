@@ -1,6 +1,7 @@
-"""Causal attention over rows laid end to end, forward and backward, by torch's flash attention. No autograd.
+"""Causal attention over rows laid end to end, forward and backward, by the kernel that is right for it. No autograd.
 
-Many short rows have kernels of their own (`short_sequence_attention.py`, which says when).
+Torch's flash attention is the default, and knows windows. Many short rows and capped scores have kernels of their own
+(`kernels/attention.py`).
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.accel.fused_pass import short_sequence_attention
+from tether.accel.kernels import attention as row_kernels
+from tether.accel.spec import Layer
 from tether.ops.packing import Packing, Rows
 
 
@@ -23,15 +25,19 @@ class Attention:
 
     @staticmethod
     def forward(
-        query: Tensor, key: Tensor, value: Tensor, packing: Packing, rows: Rows | None, scaling: float
+        query: Tensor, key: Tensor, value: Tensor, packing: Packing, rows: Rows | None, layer: Layer
     ) -> tuple[Tensor, Tensor]:
         """`(mixed, normalisers)`: (n, heads * D), and what the backward pass needs."""
-        if short_sequence_attention.usable(query, key, packing, rows):
-            return short_sequence_attention.forward(query, key, value, packing, rows, scaling)
+        if layer.score_cap is None and row_kernels.usable(query, key, packing, rows):
+            return row_kernels.forward(query, key, value, packing, rows, layer)
         query, starts, most = _laid_out(query, packing, rows)
+        if layer.score_cap is not None:
+            mixed, lse = row_kernels.forward(query, key, value, packing, _ending(rows), layer)
+            return _picked(mixed, rows), lse
         mixed, lse = torch.ops.aten._flash_attention_forward(
-            query, key, value, starts, packing.starts, most, packing.longest, 0.0, True, False, scale=scaling
-        )[:2]
+            query, key, value, starts, packing.starts, most, packing.longest, 0.0, True, False,
+            scale=layer.scaling, **_window(packing, layer),
+        )[:2]  # fmt: skip
         return _picked(mixed, rows).flatten(1), lse
 
     @staticmethod
@@ -44,20 +50,36 @@ class Attention:
         lse: Tensor,
         packing: Packing,
         rows: Rows | None,
-        scaling: float,
+        layer: Layer,
     ) -> tuple[Tensor, Tensor, Tensor]:
         """`(d query, d key, d value)` from the gradient (n, heads * D) of what `forward` gave."""
-        if short_sequence_attention.usable(query, key, packing, rows):
-            return short_sequence_attention.backward(grad, query, key, value, mixed, lse, packing, rows, scaling)
+        if layer.score_cap is None and row_kernels.usable(query, key, packing, rows):
+            return row_kernels.backward(grad, query, key, value, mixed, lse, packing, rows, layer)
         shape = query.shape
         query, starts, most = _laid_out(query, packing, rows)
         grad, mixed = (_laid_out(x.view(shape), packing, rows)[0] for x in (grad, mixed))
+        if layer.score_cap is not None:
+            rest = packing, _ending(rows), layer
+            of_query, of_key, of_value = row_kernels.backward(grad.flatten(1), query, key, value, mixed, lse, *rest)
+            return _picked(of_query, rows).contiguous(), of_key, of_value
         seed: Any = torch.empty(2, dtype=torch.uint64, device=query.device)  # of a dropout that is not there
         found = torch.ops.aten._flash_attention_backward(
             grad, query, key, value, mixed, lse, starts, packing.starts, most, packing.longest, 0.0, True,
-            seed, seed, scale=scaling,
+            seed, seed, scale=layer.scaling, **_window(packing, layer),
         )  # fmt: skip
         return _picked(found[0], rows).contiguous(), found[1].contiguous(), found[2]
+
+
+def _window(packing: Packing, layer: Layer) -> dict[str, int]:
+    """How many tokens before its own a query sees, for flash attention; nothing where the window hides no token."""
+    if layer.window is None or layer.window >= packing.longest:
+        return {}
+    return {"window_size_left": layer.window - 1, "window_size_right": 0}
+
+
+def _ending(rows: Rows | None) -> Rows | None:
+    """The tokens that ask, where they end their rows; else all tokens stand for them."""
+    return None if rows is None or rows.starts is None else rows
 
 
 def _laid_out(x: Tensor, packing: Packing, rows: Rows | None) -> tuple[Tensor, Tensor, int]:
