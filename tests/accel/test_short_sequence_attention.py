@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaModel
+import transformers
 from triton_interpreter import interpret
 
 interpret()
@@ -205,21 +205,28 @@ def test_attention_goes_their_way_where_they_are_usable(monkeypatch: pytest.Monk
 
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["all", "wanted"])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Gemma2", "Gemma3Text"])
 def test_a_model_of_theirs_has_the_states_and_gradients_of_the_plain_parts(
-    wanted: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(row_kernels, "usable", lambda *inputs: True)
     torch.manual_seed(0)
     shape: dict[str, Any] = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
-    model = LlamaModel(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2)).eval()
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    if kind != "Llama":
+        shape |= {"sliding_window": 11}
+    if kind.startswith("Gemma"):
+        shape |= {"layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 1.5}
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
     mask = torch.zeros(3, 40, dtype=torch.bool)
     mask[0] = mask[1, 4:7] = mask[2, 2:37] = True
     response = mask & (torch.arange(40) > 5)
     batch = Sequences(tokens=torch.randint(0, 40, mask.shape), attention_mask=mask, response_mask=response)
     numbers = []
-    for way in ("plain", "fused"):
+    for backend in ("plain", "fused"):
         model.zero_grad()
-        states = packed_states(model, batch, wanted=response if wanted else None, backend=way)
+        states = packed_states(model, batch, wanted=response if wanted else None, backend=backend)
         assert states is not None
         (states * torch.sin(torch.arange(states.numel()).view(states.shape) * 1.0)).sum().backward()
         numbers.append([states.detach(), *(parameter.grad for parameter in model.parameters())])

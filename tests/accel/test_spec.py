@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +13,7 @@ from peft import LoraConfig, inject_adapter_in_model
 from peft.tuners.lora import LoraLayer
 from torch import nn
 
+from tether.accel import families
 from tether.accel.families import FAMILIES
 from tether.accel.spec import DecoderSpec, Linear
 from tether.models.lora import inject_lora, lora_config
@@ -47,6 +50,13 @@ def build(kind: str, **more: Any) -> Any:
 
 def test_every_family_is_tested_here():
     assert {family.causal_lm.__name__ for family in FAMILIES} == {f"{kind}ForCausalLM" for kind in KNOWN}
+
+
+def test_only_the_spec_knows_the_modules_of_transformers():
+    names = re.compile(r"\btransformers\b.*\bimport\b|self_attn|_proj\b|embed_tokens|lm_head|rotary_emb|layernorm")
+    for file in Path(families.__file__).parent.rglob("*.py"):
+        if file.name not in ("spec.py", "families.py"):
+            assert not names.search(file.read_text(encoding="utf-8")), file
 
 
 def norms(layer: Any, width: int) -> str:

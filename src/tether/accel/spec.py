@@ -245,6 +245,12 @@ class DecoderSpec:
         return _detached(self)
 
 
+def rotary_kinds(backbone: Any) -> tuple[str, ...]:
+    """How each of a backbone's rotary tables is made: default, linear, llama3, yarn, ..."""
+    kinds = backbone.rotary_emb.rope_type
+    return tuple(kinds.values()) if isinstance(kinds, dict) else (kinds,)
+
+
 def _norm(owner: Any, name: str | None, family: Family) -> Norm | None:
     """The owner's norm of that name; what stands in a cut backbone where a norm was passes its input on."""
     module = None if name is None else getattr(owner, name)

@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from tether.accel.families import BACKBONES, CAUSAL_LMS
-from tether.accel.spec import DecoderSpec
+from tether.accel.spec import DecoderSpec, rotary_kinds
 
 Backend = Literal["plain", "fused"]
 Kernels = Literal["triton", "torch"]
@@ -100,8 +100,7 @@ def _unsupported(backbone: Any, around: nn.Module | None) -> str | None:
         return f"{type(backbone).__name__} is not one of {', '.join(kind.__name__ for kind in BACKBONES)}"
     if getattr(backbone.config, "use_bidirectional_attention", False):
         return "its tokens attend to later ones"
-    kinds = backbone.rotary_emb.rope_type
-    for kind in kinds.values() if isinstance(kinds, dict) else (kinds,):
+    for kind in rotary_kinds(backbone):
         if kind not in ROTARY:
             return f"rotary positions of type {kind!r} depend on the length"
     return changed_module(backbone if around is None else around)

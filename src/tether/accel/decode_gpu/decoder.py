@@ -198,8 +198,8 @@ class DecoderCache:
         self.drop()
         length = -(-length // LENGTH_UNIT) * LENGTH_UNIT
         self.most = slots
-        each = slot_bytes(DecoderSpec.from_model(model), length)
-        fit = slots_that_fit(slots, each, free_memory(model.lm_head.weight.device))
+        spec = DecoderSpec.from_model(model)
+        fit = slots_that_fit(slots, slot_bytes(spec, length), free_memory(spec.device))
         while True:
             try:
                 self.decoder = GpuDecoder(model, fit, length, room)
