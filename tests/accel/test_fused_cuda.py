@@ -30,7 +30,7 @@ from transformers import (
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device here", allow_module_level=True)
 
-from tether.accel.fused_pass.attention import Attention
+from tether.accel.fused_pass.fused_layer import Attention
 from tether.accel.fused_pass.linear import embedded
 from tether.accel.fused_pass.packed import packed_states
 from tether.accel.kernels import attention as row_kernels

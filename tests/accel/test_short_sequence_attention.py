@@ -12,7 +12,7 @@ from triton_interpreter import interpret
 
 interpret()
 
-from tether.accel.fused_pass.attention import Attention
+from tether.accel.fused_pass.fused_layer import Attention
 from tether.accel.fused_pass.packed import packed_states
 from tether.accel.kernels import attention as row_kernels
 from tether.accel.kernels.attention import TILES, AttentionTiles, Tile
