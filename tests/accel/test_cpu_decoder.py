@@ -13,9 +13,10 @@ from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tether.accel.decode_cpu import cpu_decoder
-from tether.accel.decode_cpu.cpu_decoder import LlamaDecoder
-from tether.accel.supported import disagreement, nats_apart, unsupported
+from tether.accel.decode_cpu import decoder as cpu_decoder
+from tether.accel.decode_cpu.decoder import CpuDecoder
+from tether.accel.engine import disagreement, nats_apart
+from tether.accel.supported import decoding_unsupported
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel, describe, disable_dropout
 from tether.protocols import Sampling
@@ -63,6 +64,8 @@ KINDS: dict[str, PretrainedConfig] = {
         **COMMON, **GEMMA, attn_logit_softcapping=None, final_logit_softcapping=None
     ),
     "gemma 3": transformers.Gemma3TextConfig(**COMMON, **GEMMA, sliding_window_pattern=2),
+    "olmo 2": transformers.Olmo2Config(**COMMON),
+    "olmo 2, biases": transformers.Olmo2Config(**COMMON, attention_bias=True),
     "gemma 3, capped": transformers.Gemma3TextConfig(**COMMON, **GEMMA, final_logit_softcapping=5.0),
 }
 FLOAT32_ONLY = ("gemma 2", "gemma 2, no caps")  # a padded batch's mask is a number, which overflows in float64
@@ -91,7 +94,7 @@ def test_every_step_gives_the_models_own_logits(kind: str, multiple: int):
     model = build(KINDS[kind]).model
     rows = [[5, 9, 250, 3], [7], list(range(40, 60)), [1, 2]]
     with torch.inference_mode():
-        decoder = LlamaDecoder(model, slots=4, length=32)
+        decoder = CpuDecoder(model, slots=4, length=32)
         decoder.column_multiple = multiple
         decoder.prefill([rows[2][:-1], rows[0][:-1], rows[3][:-1]], [2, 0, 3])  # the prompt of one token needs none
         for step in range(6):
@@ -129,7 +132,7 @@ def test_the_engine_takes_the_fast_way_and_agrees_with_the_general_one(
 def test_weights_are_the_models_own_and_followed_when_they_change(prompts: list[Prompt], assert_matches_plain_forward):
     loaded = build(KINDS["qwen2, tied"])
     model, engine = loaded.model, NativeEngine(loaded)
-    decoder = LlamaDecoder(model, 1, 8)
+    decoder = CpuDecoder(model, 1, 8)
     owned = {parameter.data_ptr() for parameter in model.parameters()}
     used = [decoder.head.weight, decoder.layers[1].gate.weight, decoder.layers[1].query.bias, decoder.norm.weight]
     assert all(tensor is not None and tensor.data_ptr() in owned for tensor in used)
@@ -194,7 +197,7 @@ def test_models_that_it_is_not_written_for_take_the_general_way(case: str):
 def test_an_adapter_of_virtual_tokens_is_refused():
     config = PromptTuningConfig(task_type=TaskType.CAUSAL_LM, num_virtual_tokens=3)
     adapted = get_peft_model(build(KINDS["llama"]).model, config)
-    assert "tokens of its own" in str(unsupported(adapted, adapted.get_base_model()))
+    assert "tokens of its own" in str(decoding_unsupported(adapted, adapted.get_base_model()))
 
 
 def test_distributions_are_as_many_nats_apart_as_the_row_that_is_most():
@@ -223,7 +226,7 @@ def test_recorded_outputs_of_transformers_do_not_count_as_hooks():
     loaded = build(KINDS["llama"])
     loaded.model(torch.tensor([[1, 2]]), output_hidden_states=True)
     assert any(module._forward_hooks for module in loaded.model.modules()), "the test needs such hooks"
-    assert unsupported(loaded.model) is None
+    assert decoding_unsupported(loaded.model) is None
 
 
 def test_logits_that_are_not_finite_name_the_prompt_and_step(prompts: list[Prompt]):

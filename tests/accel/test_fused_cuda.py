@@ -5,21 +5,38 @@ from __future__ import annotations
 import copy
 import dataclasses
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3Config, Qwen3Model
+from transformers import (
+    Gemma2Config,
+    Gemma2Model,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    LlamaConfig,
+    LlamaModel,
+    MistralConfig,
+    MistralModel,
+    Olmo2Config,
+    Olmo2Model,
+    Qwen2Config,
+    Qwen2Model,
+    Qwen3Config,
+    Qwen3Model,
+)
 
 if not torch.cuda.is_available():
     pytest.skip("there is no CUDA device here", allow_module_level=True)
 
-from tether.accel.fused_pass import short_sequence_attention
-from tether.accel.fused_pass.embedding import embedded
-from tether.accel.fused_pass.flash import Attention
-from tether.accel.fused_pass.lora_linear import LoraAdapter
-from tether.accel.fused_pass.lora_swiglu import GateAdapters
+from tether.accel.fused_pass.fused_layer import Attention
+from tether.accel.fused_pass.linear import embedded
 from tether.accel.fused_pass.packed import packed_states
+from tether.accel.kernels import attention as row_kernels
+from tether.accel.kernels.lora import GateAdapters
+from tether.accel.logprobs import logprobs
+from tether.accel.spec import Embedding, LoraAdapter
 from tether.device_transfer import brought, sent
 from tether.hub.tiny_model import VOCABULARY, tiny_model
 from tether.models.backbones import Backbone, hidden_states
@@ -39,10 +56,21 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
+GEMMA: dict[str, Any] = {
+    "query_pre_attn_scalar": 48,
+    "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}
 KINDS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaModel, LlamaConfig(**SHAPE)),
+    "mistral": (MistralModel, MistralConfig(**SHAPE, sliding_window=20)),
     "qwen2": (Qwen2Model, Qwen2Config(**SHAPE)),
     "qwen3": (Qwen3Model, Qwen3Config(**SHAPE, head_dim=64)),
+    "gemma2": (Gemma2Model, Gemma2Config(**SHAPE, **GEMMA, head_dim=64, attn_logit_softcapping=2.0)),
+    "gemma2 wide": (Gemma2Model, Gemma2Config(**SHAPE, **GEMMA, head_dim=256)),
+    "gemma3": (Gemma3TextModel, Gemma3TextConfig(**SHAPE, **GEMMA, head_dim=64)),
+    "gemma3 wide": (Gemma3TextModel, Gemma3TextConfig(**SHAPE, **GEMMA, head_dim=256)),
+    "olmo2": (Olmo2Model, Olmo2Config(**SHAPE)),
 }
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -149,7 +177,7 @@ def test_the_gradient_of_embeddings_is_that_of_float64_rounded_and_the_same_ever
     found = []
     for _ in range(3):
         module.weight.grad = None
-        embedded(module, tokens).backward(grad)
+        embedded(Embedding(module, module.weight, 1.0, 1.0), tokens).backward(grad)
         found.append(module.weight.grad)
     real = tokens != 0
     exact = torch.zeros(50_000, 576, device="cuda", dtype=torch.float64)
@@ -160,7 +188,7 @@ def test_the_gradient_of_embeddings_is_that_of_float64_rounded_and_the_same_ever
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["kept", "run again"])
 @pytest.mark.parametrize("adapters", [False, True], ids=["full", "adapters"])
-@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+@pytest.mark.parametrize("kind", ["llama", "qwen3", "gemma2", "gemma3", "olmo2"])
 def test_a_replayed_pass_and_layers_run_again_give_the_same_bits(kind: str, adapters: bool, recompute: bool):
     model = backbone(kind, adapters).bfloat16()
     plain, other = Backbone(model), Backbone(copy.deepcopy(model))
@@ -233,10 +261,11 @@ def test_a_saved_reward_model_is_run_by_the_fused_pass_like_one_that_was_made_he
     assert torch.equal(loaded(rows(False)).scores, made(rows(False)).scores)
 
 
+@pytest.mark.parametrize("window", [None, 40])
 @pytest.mark.parametrize("asked", ["all", "answers", "once"])
 @pytest.mark.parametrize(("heads", "key_heads", "width"), [(8, 2, 64), (9, 3, 64), (4, 4, 64), (7, 1, 128), (4, 2, 32)])
 def test_short_rows_attend_as_near_to_float64_as_flash_attention_and_the_same_every_time(
-    heads: int, key_heads: int, width: int, asked: str, monkeypatch: pytest.MonkeyPatch
+    heads: int, key_heads: int, width: int, asked: str, window: int | None, monkeypatch: pytest.MonkeyPatch
 ):
     torch.manual_seed(0)
     lengths = torch.randint(1, 300, (120,), device="cuda")
@@ -250,35 +279,76 @@ def test_short_rows_attend_as_near_to_float64_as_flash_attention_and_the_same_ev
     key, value = torch.randn(2, tokens, key_heads, width, device="cuda").bfloat16()
     found = []
     for short in (False, True, True):
-        monkeypatch.setattr(short_sequence_attention, "SHORT_ROWS", short)
-        assert short_sequence_attention.usable(query, key, packing, rows) == short
+        monkeypatch.setattr(row_kernels, "SHORT_ROWS", short)
+        assert row_kernels.usable(query, key, packing, rows) == short
         inputs = (query, key, value)
-        mixed, lse = Attention.forward(*inputs, packing, rows, width**-0.5)
-        slopes = Attention.backward(grad.flatten(1), *inputs, mixed, lse, packing, rows, width**-0.5)
+        layer: Any = SimpleNamespace(scaling=width**-0.5, window=window, score_cap=None)
+        mixed, lse = Attention.forward(*inputs, packing, rows, layer)
+        slopes = Attention.backward(grad.flatten(1), *inputs, mixed, lse, packing, rows, layer)
         found.append([mixed.unflatten(1, (heads, width)), *slopes])
     places = torch.arange(tokens, device="cuda") if rows is None else rows.tokens
-    expected = plain_attention(query, key, value, grad, packing.positions, places, packing.starts, width**-0.5)
+    kind = SimpleNamespace(scaling=width**-0.5, window=window, score_cap=None)
+    expected = plain_attention(query, key, value, grad, packing, places, kind)
     for flash, ours, again, exact in zip(*found, expected, strict=True):
         assert torch.equal(ours, again) and ours.is_contiguous()
         assert distance(ours, exact) < 1.2 * distance(flash, exact) < 0.02
 
 
-def plain_attention(
-    query: Any, key: Any, value: Any, grad: Any, positions: Any, places: Any, starts: Any, scaling: float
-) -> list[Any]:
+def plain_attention(query: Any, key: Any, value: Any, grad: Any, packing: Packing, places: Any, kind: Any) -> list[Any]:
     """Mixed values and the gradients of queries, keys and values in float64, a row at a time."""
     inputs = [x.double().requires_grad_() for x in (query, key, value)]
-    group, mixed = query.shape[1] // key.shape[1], []
+    group, mixed, starts, positions = query.shape[1] // key.shape[1], [], packing.starts, packing.positions
     for first, end in zip(starts[:-1].tolist(), starts[1:].tolist(), strict=True):
         own = (places >= first) & (places < end)
         keys, values = (x[first:end].repeat_interleave(group, dim=1).transpose(0, 1) for x in inputs[1:])
-        scores = inputs[0][own].transpose(0, 1) @ keys.transpose(1, 2) * scaling
-        hidden = positions[first:end] > positions[places[own]][:, None]
+        scores = inputs[0][own].transpose(0, 1) @ keys.transpose(1, 2) * kind.scaling
+        scores = scores if kind.score_cap is None else torch.tanh(scores / kind.score_cap) * kind.score_cap
+        asking = positions[places[own]][:, None]
+        hidden = positions[first:end] > asking
+        hidden = hidden if kind.window is None else hidden | (positions[first:end] <= asking - kind.window)
         mixed.append((scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ values).transpose(0, 1))
     whole = torch.cat(mixed)
     return [whole.detach(), *torch.autograd.grad(whole, inputs, grad.double())]
 
 
+@pytest.mark.parametrize("window", [None, 40])
+@pytest.mark.parametrize("gaps", [False, True], ids=["answers", "gaps"])
+@pytest.mark.parametrize("width", [16, 32, 64, 128, 256])
+def test_capped_scores_attend_near_to_float64_and_the_same_every_time(width: int, gaps: bool, window: int | None):
+    torch.manual_seed(0)
+    lengths = torch.randint(1, 700, (12,), device="cuda")
+    place = torch.arange(int(lengths.max()), device="cuda")
+    mask = place < lengths[:, None]
+    packing = Packing.of(mask)
+    asked = torch.rand(mask.shape, device="cuda") < 0.5 if gaps else place >= lengths[:, None] // 3
+    rows = packing.rows(mask & asked)
+    query, grad = torch.randn(2, len(rows.tokens), 8, width, device="cuda").bfloat16()
+    key, value = torch.randn(2, int(lengths.sum()), 4, width, device="cuda").bfloat16()
+    kind: Any = SimpleNamespace(scaling=width**-0.5, window=window, score_cap=1.5)
+    found = []
+    for _ in range(2):
+        mixed, lse = Attention.forward(query, key, value, packing, rows, kind)
+        slopes = Attention.backward(grad.flatten(1), query, key, value, mixed, lse, packing, rows, kind)
+        found.append([mixed.unflatten(1, (8, width)), *slopes])
+    expected = plain_attention(query, key, value, grad, packing, rows.tokens, kind)
+    for ours, again, exact in zip(*found, expected, strict=True):
+        assert torch.equal(ours, again) and distance(ours, exact) < 0.02
+
+
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+def test_capped_logits_give_the_logprobs_of_float64(frozen: bool):
+    torch.manual_seed(0)
+    states, weight = torch.randn(300, 64, device="cuda").bfloat16(), torch.randn(5000, 64, device="cuda").bfloat16()
+    targets, found = torch.randint(0, 5000, (300,), device="cuda"), []
+    for dtype in (torch.bfloat16, torch.float64):
+        x, w = states.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_(not frozen)
+        chosen, entropy = logprobs(x, w, targets, temperature=0.7, softcap=5.0)
+        (chosen.sum() + entropy.square().sum()).backward()
+        found.append([chosen, entropy, x.grad, *([] if frozen else [w.grad])])
+    for ours, exact in zip(*found, strict=True):
+        assert distance(ours, exact) < 0.02
+
+
 def test_short_rows_in_a_replayed_pass_give_the_same_bits(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(short_sequence_attention, "LEAST_PROGRAMS", 1)
+    monkeypatch.setattr(row_kernels, "LEAST_PROGRAMS", 1)
     test_a_replayed_pass_and_layers_run_again_give_the_same_bits("llama", True, False)

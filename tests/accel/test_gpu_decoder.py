@@ -13,14 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft.tuners.lora import LoraLayer
 
-from tether.accel import supported
-from tether.accel.decode_gpu.cache_memory import Lasting, slots_that_fit
-from tether.accel.decode_gpu.decoder_cache import DecoderCache
-from tether.accel.decode_gpu.gpu_batch import LOOK, GpuBatch, bucket
-from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
-from tether.accel.decode_gpu.prefill import PREFILL_TOKENS
-from tether.accel.decode_gpu.slot_state import slot_bytes
-from tether.accel.decode_gpu.step_layers import StepBackbone
+from tether.accel import engine as accel_engine
+from tether.accel.decode_gpu.batch import LOOK, GpuBatch, bucket
+from tether.accel.decode_gpu.decoder import PREFILL_TOKENS, DecoderCache, GpuDecoder
+from tether.accel.decode_gpu.slots import Lasting, slot_bytes, slots_that_fit
+from tether.accel.spec import DecoderSpec
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel, describe
 from tether.models.lora import inject_lora, lora_config
@@ -103,7 +100,7 @@ class Returned(Lasting):
 def test_a_decoder_is_kept_between_calls_and_its_memory_is_not(
     exact: LoadedModel, prompts: list[Prompt], assert_same_rollouts, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr("tether.accel.decode_gpu.slot_state.cache_memory", Returned)
+    monkeypatch.setattr("tether.accel.decode_gpu.slots.cache_memory", Returned)
     engine = gpu_engine(exact, max_num_seqs=8)
     engine.generate(prompts, Sampling(20, temperature=0.3), samples_per_prompt=4, seed=9)
     kept = engine.fast.gpu.decoder
@@ -124,29 +121,29 @@ def test_memory_that_cannot_be_handed_back_goes_with_the_decoder(exact: LoadedMo
 
 def test_a_cache_that_finds_too_little_memory_has_fewer_slots(monkeypatch: pytest.MonkeyPatch):
     def scarce(size: int, device: torch.device) -> Lasting:
-        if size > 3 * slot_bytes(StepBackbone(model, 1), 128):
+        if size > 3 * slot_bytes(DecoderSpec.from_model(model), 128):
             raise torch.cuda.OutOfMemoryError("none is free")
         return Returned(size, device)
 
     model = build("Llama")
-    monkeypatch.setattr("tether.accel.decode_gpu.slot_state.cache_memory", scarce)
-    keeper = DecoderCache()
-    decoder = keeper.ready(model, 16, 20, 4)
+    monkeypatch.setattr("tether.accel.decode_gpu.slots.cache_memory", scarce)
+    decoders = DecoderCache()
+    decoder = decoders.ready(model, 16, 20, 4)
     assert decoder.slots == 2 and decoder.length == 128
-    assert keeper.ready(model, 16, 20, 4) is decoder, "asking again finds no more"
-    keeper.release()
+    assert decoders.ready(model, 16, 20, 4) is decoder, "asking again finds no more"
+    decoders.release()
     monkeypatch.setattr(
-        "tether.accel.decode_gpu.decoder_cache.free_memory", lambda _: slot_bytes(StepBackbone(model, 1), 128)
+        "tether.accel.decode_gpu.decoder.free_memory", lambda _: slot_bytes(DecoderSpec.from_model(model), 128)
     )
-    assert keeper.ready(model, 16, 20, 4).slots == 1, "what is free now does not hold two"
+    assert decoders.ready(model, 16, 20, 4).slots == 1, "what is free now does not hold two"
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3", "Olmo2"])
 @torch.inference_mode()
 def test_the_logits_are_the_models_own(kind: str):
     model = build(kind)
-    expected = torch.stack([model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in supported.TRIAL])
-    assert torch.allclose(supported._gpu_trial(model), expected, atol=1e-5)
+    expected = torch.stack([model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in accel_engine.TRIAL])
+    assert torch.allclose(accel_engine.gpu_trial(model), expected, atol=1e-5)
 
 
 NARROW: dict[str, dict[str, Any]] = {  # windows and caps that show, and layers that differ in them
@@ -180,8 +177,8 @@ def test_adapters_are_applied():
     for parameter in inject_lora(model, lora_config(4, 8.0, ["k_proj", "o_proj", "up_proj"]), seed=0):
         parameter.normal_(std=0.3)
     model.double()
-    expected = torch.stack([model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in supported.TRIAL])
-    assert torch.allclose(supported._gpu_trial(model), expected, atol=1e-5)
+    expected = torch.stack([model(input_ids=torch.tensor([ids])).logits[0, -1] for ids in accel_engine.TRIAL])
+    assert torch.allclose(accel_engine.gpu_trial(model), expected, atol=1e-5)
 
 
 @torch.inference_mode()
@@ -237,7 +234,7 @@ def test_long_prompts_are_read_in_passes_of_bounded_size(monkeypatch: pytest.Mon
         return read(self, ids)
 
     monkeypatch.setattr(torch.nn.Embedding, "forward", counted)
-    monkeypatch.setattr("tether.accel.decode_gpu.prefill.PREFILL_TOKENS", 64)
+    monkeypatch.setattr("tether.accel.decode_gpu.decoder.PREFILL_TOKENS", 64)
     answers(
         build("Llama"), {g: [1] * length for g, length in enumerate((70, 31, 30, 29, 3))}, list(range(5)), 5, 1, set()
     )
@@ -289,7 +286,7 @@ def test_an_idle_slot_keeps_what_it_had():
 
 
 def test_slots_are_as_many_as_the_free_memory_holds():
-    each = slot_bytes(StepBackbone(build("Llama"), 1), 10)
+    each = slot_bytes(DecoderSpec.from_model(build("Llama")), 10)
     assert each == 5120, "2 layers x 2 heads x 8 wide x (key, value) x 8 bytes = 512 bytes a token"
     assert slots_that_fit(100, each, free=5120 * 10) == 8, "four fifths of the free memory"
     assert slots_that_fit(5, each, free=5120 * 10) == 5
@@ -308,6 +305,6 @@ def test_kernels_that_do_not_run_are_said_aloud(monkeypatch: pytest.MonkeyPatch)
     def broken(_: Any) -> None:
         raise ValueError("no C compiler")
 
-    monkeypatch.setattr(supported, "_gpu_trial", broken)
+    monkeypatch.setattr(accel_engine, "gpu_trial", broken)
     model: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
-    assert supported.disagreement(model) == "its kernels do not run here (ValueError: no C compiler)"
+    assert accel_engine.disagreement(model) == "its kernels do not run here (ValueError: no C compiler)"

@@ -11,8 +11,8 @@ import torch
 import transformers
 from torch import Tensor
 
-from tether.accel.decode_gpu import reference_step
-from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
+from tether.accel.decode_gpu import plain_step
+from tether.accel.decode_gpu.decoder import GpuDecoder
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel, describe, disable_dropout
 from tether.models.lora import inject_lora, lora_config
@@ -67,7 +67,7 @@ def gap(loaded: LoadedModel, rollouts: list[Rollout], temperature: float = 1.0) 
     return worst
 
 
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Mistral", "Gemma2", "Gemma3", "Olmo2"])
 @pytest.mark.parametrize("dtype, limit", [(torch.float32, 2e-4), (torch.bfloat16, 0.15)], ids=["float32", "bfloat16"])
 def test_logprobs_are_those_of_the_models_own_forward_pass(kind: str, dtype: torch.dtype, limit: float):
     loaded = build(kind, dtype)
@@ -127,7 +127,7 @@ def test_the_cache_takes_its_share_of_what_is_free_and_no_more():
     engine = NativeEngine(loaded)
     free = torch.cuda.mem_get_info()[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tether.accel.decode_gpu.decoder_cache.free_memory", lambda _: 3 << 20)  # a slot takes 256 KiB
+        patch.setattr("tether.accel.decode_gpu.decoder.free_memory", lambda _: 3 << 20)  # a slot takes 256 KiB
         rollouts = engine.generate(PROMPTS, Sampling(10), samples_per_prompt=20, seed=0)
         assert engine.fast.gpu.decoder is not None and engine.fast.gpu.decoder.slots == 9
     assert gap(loaded, rollouts) < 2e-4
@@ -180,15 +180,15 @@ def test_adapters_are_applied(targets: str):
 @pytest.mark.parametrize(
     "targets", ["", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"], ids=["bare", "lora"]
 )
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo2"])
 @torch.inference_mode()
 def test_fused_reading_of_prompts_is_no_farther_from_the_exact_than_plain_reading(kind: str, targets: str):
     loaded = adapted(torch.bfloat16, targets, kind) if targets else build(kind, torch.bfloat16)
     prompts, slots = [[5, 6, 7], list(range(200)), [9]], [3, 0, 2]
     found = []
     for model, kernels in (
-        (copy.deepcopy(loaded.model).double(), reference_step),
-        (loaded.model, reference_step),
+        (copy.deepcopy(loaded.model).double(), plain_step),
+        (loaded.model, plain_step),
         (loaded.model, None),
     ):
         decoder = GpuDecoder(model, 5, 256, 1, kernels=kernels)
@@ -196,6 +196,6 @@ def test_fused_reading_of_prompts_is_no_farther_from_the_exact_than_plain_readin
         both = torch.cat([decoder.cache.keys, decoder.cache.values]).double()
         assert not both[:, [1, 4]].any(), "other slots are left alone"
         found.append(torch.cat([both[:, slot, :, : len(ids)] for ids, slot in zip(prompts, slots, strict=True)], dim=2))
-    assert decoder.kernels is not reference_step
+    assert decoder.kernels is not plain_step
     exact, plain, fast = found
     assert 0.0 < (fast - exact).norm() <= 1.1 * (plain - exact).norm()

@@ -15,10 +15,10 @@ interpret()
 
 from peft.tuners.lora import LoraLayer
 
-from tether.accel.decode_gpu import fused_step, reference_step
-from tether.accel.decode_gpu.gpu_batch import GpuBatch
-from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
-from tether.accel.families import Norm
+from tether.accel.decode_gpu import fused_step, plain_step
+from tether.accel.decode_gpu.batch import GpuBatch
+from tether.accel.decode_gpu.decoder import GpuDecoder
+from tether.accel.spec import Norm
 from tether.models.lora import inject_lora, lora_config
 from tether.ops.sampling import truncate
 from tether.protocols import Sampling
@@ -57,7 +57,7 @@ def assert_twins_agree(model: Any, sampling: Sampling) -> None:
     prompts = {0: [5, 6, 7], 1: torch.randint(0, 1100, (90,)).tolist(), 2: [9]}
     uniforms = 1.0 - torch.rand(4, 3, dtype=torch.float64)
     found = []
-    for kernels in (reference_step, fused_step):
+    for kernels in (plain_step, fused_step):
         decoder = GpuDecoder(model, 4, 128, 3, kernels=kernels)  # few slots: attention is split over the columns
         found.append(GpuBatch(decoder, 4, prompts, [0, 0, 1, 2], uniforms, sampling, {11}).run())
     for plain, fast in zip(*found, strict=True):
@@ -71,6 +71,19 @@ def assert_twins_agree(model: Any, sampling: Sampling) -> None:
 def test_the_kernels_draw_what_their_plain_twins_draw(kind: str):
     model = build(kind)
     assert_no_twin_is_used(model, lambda: assert_twins_agree(model, Sampling(3, temperature=0.8)))
+
+
+@pytest.mark.parametrize(
+    "targets", ["", "q_proj k_proj v_proj o_proj gate_proj up_proj down_proj"], ids=["bare", "lora"]
+)
+def test_layers_without_norms_before_their_parts_draw_what_plain_twins_draw(targets: str):
+    model = build("Olmo2", num_hidden_layers=2)
+    with torch.no_grad():
+        for parameter in inject_lora(model, lora_config(20, 30.0, targets.split()), seed=0) if targets else ():
+            parameter.normal_(std=0.1)
+    layers = GpuDecoder(model, 1, 4, 1).spec.layers
+    assert all(fused_step.covers_gates(layer) and not fused_step.covers_attention(layer) for layer in layers)
+    assert_twins_agree(model, Sampling(3, temperature=0.8))
 
 
 @pytest.mark.parametrize("targets", ["q_proj v_proj", "k_proj o_proj up_proj", "gate_proj down_proj", "all"])
@@ -103,9 +116,9 @@ def assert_prompts_are_cached(model: Any, kernels: Any) -> None:
         assert not tables[..., 35:, :].any(), "and so is what lies past the longest prompt"
 
 
-@pytest.mark.parametrize("kernels", [reference_step, fused_step], ids=["plain", "fused"])
+@pytest.mark.parametrize("kernels", [plain_step, fused_step], ids=["plain", "fused"])
 @pytest.mark.parametrize("width", [32, 24])
-@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3"])
+@pytest.mark.parametrize("kind", ["Llama", "Qwen2", "Qwen3", "Gemma2", "Gemma3", "Olmo2"])
 def test_prompts_are_read_as_the_models_own_modules_read_them(kind: str, width: int, kernels: Any):
     # a window that the longest prompt fits into: past it, the model's own cache forgets
     gemma = {"sliding_window": 48} if "Gemma" in kind else {}
@@ -120,9 +133,9 @@ def test_adapters_are_added_to_the_prompts_that_are_read(rank: int):
     with torch.no_grad():
         for parameter in inject_lora(model, lora_config(rank, 1.5 * rank, names), seed=0):
             parameter.normal_(std=0.05)
-    layers = GpuDecoder(model, 1, 4, 1).backbone.layers
-    parts = [(layer.query, layer.key, layer.value, layer.output, layer.gate, layer.up, layer.down) for layer in layers]
-    assert all(part.known and part.adapter and part.fused == (rank <= 64) for layer in parts for part in layer)
+    parts = [part for layer in GpuDecoder(model, 1, 4, 1).spec.layers for part in layer.linears]
+    assert all(part.adapter and fused_step.known(part) for part in parts)
+    assert all(fused_step.covered(part) == (rank <= 64) for part in parts)
     assert_prompts_are_cached(model, fused_step)
     for module in model.modules():
         if isinstance(module, LoraLayer):
@@ -139,8 +152,8 @@ def test_in_half_precision_fused_reading_is_no_farther_from_the_exact_than_plain
     model.half()  # in this half precision the interpreter rounds as a device does
     found = []
     for read, kernels in (
-        (copy.deepcopy(model).double(), reference_step),
-        (model, reference_step),
+        (copy.deepcopy(model).double(), plain_step),
+        (model, plain_step),
         (model, fused_step),
     ):
         decoder = GpuDecoder(read, 5, 64, 1, kernels=kernels)
@@ -156,7 +169,7 @@ def exact_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
     return x.double() / root * (norm.weight.double() + norm.offset)
 
 
-@pytest.mark.parametrize("kernels", [reference_step, fused_step], ids=["plain", "fused"])
+@pytest.mark.parametrize("kernels", [plain_step, fused_step], ids=["plain", "fused"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("offset, after", [(0.0, False), (1.0, True)], ids=["Llama", "Gemma"])
 def test_sums_and_norms_are_rounded_where_they_are_written_and_nowhere_else(
@@ -179,7 +192,7 @@ def test_keys_and_values_are_stored_unchanged(dtype: torch.dtype):
     model = build("Llama", num_hidden_layers=2, head_dim=96)  # 32 tokens a program, of which the last has 6
     caches = [GpuDecoder(model, 4, 128, 1).cache for _ in range(2)]
     key, value = torch.randn(2, 3, 70, 2, 96).to(dtype)
-    for kernels, cache in zip((reference_step, fused_step), caches, strict=True):
+    for kernels, cache in zip((plain_step, fused_step), caches, strict=True):
         cache.keys, cache.values = cache.keys.to(dtype), cache.values.to(dtype)
         kernels.store_pass(cache, 1, torch.tensor([2, 0, 3]), key, value)
     assert caches[1].keys.any()
@@ -188,9 +201,9 @@ def test_keys_and_values_are_stored_unchanged(dtype: torch.dtype):
 
 def assert_no_twin_is_used(model: Any, check: Any) -> None:
     """The fused kernels cover this model themselves."""
-    layers = GpuDecoder(model, 1, 4, 1).backbone.layers
-    assert all(layer.fused_attention and layer.fused_gates for layer in layers)
-    assert all(layer.output.fused and layer.down.fused for layer in layers)
+    layers = GpuDecoder(model, 1, 4, 1).spec.layers
+    assert all(fused_step.covers_attention(layer) and fused_step.covers_gates(layer) for layer in layers)
+    assert all(fused_step.covered(layer.output) and fused_step.covered(layer.down) for layer in layers)
     check()
 
 

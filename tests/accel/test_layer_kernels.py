@@ -10,17 +10,34 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig
-from transformers import LlamaConfig, LlamaModel, Qwen2Config, Qwen2Model, Qwen3Config, Qwen3Model
+from transformers import (
+    Gemma2Config,
+    Gemma2Model,
+    Gemma3TextConfig,
+    Gemma3TextModel,
+    LlamaConfig,
+    LlamaModel,
+    MistralConfig,
+    MistralModel,
+    Olmo2Config,
+    Olmo2Model,
+    Qwen2Config,
+    Qwen2Model,
+    Qwen3Config,
+    Qwen3Model,
+)
 from triton_interpreter import interpret
 
 interpret()
 
-from tether.accel import fused_logprobs
-from tether.accel.fused_pass import fused_layer, fused_ops, fused_pass, lora_swiglu, plain_ops
-from tether.accel.fused_pass.embedding import embedded
-from tether.accel.fused_pass.lora_linear import AdaptedLinear, LoraAdapter
-from tether.accel.fused_pass.lora_swiglu import GateAdapters
+from tether.accel import logprobs as fused_logprobs
+from tether.accel.fused_pass import fused_layer, fused_pass, packed
+from tether.accel.fused_pass.linear import embedded
 from tether.accel.fused_pass.packed import packed_states
+from tether.accel.kernels import lora as lora_kernels
+from tether.accel.kernels.lora import GateAdapters
+from tether.accel.kernels.norm import add_rows
+from tether.accel.spec import DecoderSpec, Embedding, LoraAdapter
 from tether.models.lora import inject_lora, lora_config
 from tether.ops.logprobs import chunked_logprobs
 from tether.ops.masks import Packing
@@ -31,14 +48,14 @@ class PlainAttention:
     """What flash attention computes, for which a CPU has no kernel over rows laid end to end."""
 
     @staticmethod
-    def forward(query, key, value, packing, rows, scaling):
-        return plain_ops.attend(query, key, value, packing, rows, scaling), torch.empty(0)
+    def forward(query, key, value, packing, rows, layer):
+        return packed.attend(query, key, value, packing, rows, layer), torch.empty(0)
 
     @staticmethod
-    def backward(grad, query, key, value, mixed, lse, packing, rows, scaling):
+    def backward(grad, query, key, value, mixed, lse, packing, rows, layer):
         inputs = [x.detach().requires_grad_() for x in (query, key, value)]
         with torch.enable_grad():
-            again = plain_ops.attend(*inputs, packing, rows, scaling)
+            again = packed.attend(*inputs, packing, rows, layer)
         assert torch.equal(again, mixed) and lse.numel() == 0
         return tuple(found.contiguous() for found in torch.autograd.grad(again, inputs, grad))
 
@@ -57,10 +74,20 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+GEMMA: dict[str, Any] = {  # caps and windows that show, and layers that differ in them
+    "head_dim": 8,
+    "query_pre_attn_scalar": 5,
+    "sliding_window": 4,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
 KINDS: dict[str, tuple[Any, Any]] = {
     "llama": (LlamaModel, LlamaConfig(**SHAPE)),
+    "mistral": (MistralModel, MistralConfig(**SHAPE, sliding_window=4)),
     "qwen2": (Qwen2Model, Qwen2Config(**SHAPE)),
     "qwen3": (Qwen3Model, Qwen3Config(**SHAPE, head_dim=8)),
+    "gemma2": (Gemma2Model, Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0)),
+    "gemma3": (Gemma3TextModel, Gemma3TextConfig(**SHAPE, **GEMMA)),
+    "olmo2": (Olmo2Model, Olmo2Config(**SHAPE)),
 }
 
 
@@ -104,11 +131,11 @@ def rows() -> Sequences:
     return Sequences(tokens=tokens, attention_mask=mask, response_mask=mask & (torch.arange(9) > 5))
 
 
-def states_and_gradients(model: Any, way: Any, wanted: Any, times: int = 1, recompute: bool = False) -> list[Any]:
+def states_and_gradients(model: Any, backend: Any, wanted: Any, times: int = 1, recompute: bool = False) -> list[Any]:
     model.zero_grad()
     batch = rows()
     for _ in range(times):
-        states = packed_states(model, batch, wanted=wanted, backend=way, recompute=recompute)
+        states = packed_states(model, batch, wanted=wanted, backend=backend, recompute=recompute)
         assert states is not None
         (states * torch.sin(torch.arange(states.numel()).view(states.shape) * 1.0)).sum().backward()
     return [states.detach(), *(p.grad for p in model.parameters() if p.requires_grad)]
@@ -138,6 +165,12 @@ def test_whatever_has_adapters_states_and_gradients_are_those_of_the_plain_parts
     assert assert_near_the_plain_parts(model, read, times=2) == 1 + 2 * 2 * len(ADAPTED[adapted])
 
 
+@pytest.mark.parametrize("adapted", ["all", "gate"])
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "olmo2"])
+def test_adapters_on_every_family_give_the_plain_gradients(kind: str, adapted: str):
+    assert_near_the_plain_parts(backbone(kind, ADAPTED[adapted], rank=8), rows().response_mask, times=2)
+
+
 @pytest.mark.parametrize("rank", [4, 16, 24, 65])
 def test_adapters_of_any_rank_give_the_plain_gradients(rank: int):
     model = backbone("qwen2", ADAPTED["all"], rank=rank)
@@ -163,17 +196,15 @@ def test_what_is_only_looked_at_has_the_same_bits_as_what_is_trained():
 def test_layers_that_are_run_again_leave_one_tensor_each():
     model, packing = backbone("llama"), Packing.of(rows().attention_mask)
     hidden = model.embed_tokens(packing.pack(rows().tokens)).detach()
-    cos, sin = model.rotary_emb(hidden, packing.positions[None])
-    layers = fused_pass.Layers.of(model)
-    assert layers is not None
-    inputs = fused_pass.PassInputs(hidden, cos[0].contiguous(), sin[0].contiguous(), packing, None)
+    spec = DecoderSpec.from_model(model)
+    inputs = fused_pass.PassInputs(hidden, spec.angles(packing.positions), packing, None)
     with torch.no_grad():
-        _, trace = fused_pass.forward(layers, inputs, keep=True, recompute=True)
+        _, trace = fused_pass.forward(spec, inputs, keep=True, recompute=True)
     assert [tuple(kept.shape) for kept in trace.inputs] == [tuple(hidden.shape)] * 2 and trace.kept == []
     assert trace.inputs[0] is hidden  # the first layer's own input: nothing is copied
 
 
-def gate_adapters(ranks: tuple[int, int, int | None], width: int, hidden: int = 12) -> GateAdapters:
+def gate_adapters(ranks: tuple[int, int, int | None], width: int, kind: Any, hidden: int = 12) -> GateAdapters:
     """Adapters of gate, up and down; scalings that are no powers of two."""
     gate, up, down = (
         None if rank is None else LoraAdapter(torch.randn(rank, into), torch.randn(out, rank) / rank, scaling)
@@ -181,28 +212,28 @@ def gate_adapters(ranks: tuple[int, int, int | None], width: int, hidden: int = 
             ranks, (hidden, hidden, width), (width, width, hidden), (0.7, 1.3, 0.9), strict=True
         )
     )
-    linear = [AdaptedLinear(torch.empty(0), None, adapter) for adapter in (gate, up, down)]
-    found = GateAdapters.of(linear[0], linear[1], linear[2])
-    assert found is not None
-    return found
+    assert gate is not None and up is not None
+    return GateAdapters(gate, up, down, kind)
 
 
+@pytest.mark.parametrize("kind", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize("again", [False, True], ids=["", "product again"])
 @pytest.mark.parametrize("ranks", [(8, 8, 8), (16, 4, 24), (3, 20, None)], ids=str)
 @pytest.mark.parametrize("shape", [(37, 70), (5, 24)], ids=str)
 def test_the_adapted_gate_is_the_plain_product_and_its_slopes(
-    monkeypatch, shape: tuple[int, int], ranks: tuple[int, int, int | None], again: bool
+    monkeypatch, shape: tuple[int, int], ranks: tuple[int, int, int | None], again: bool, kind: str
 ):
-    chosen = lora_swiglu.tiles_for  # with a span of 1, so that the columns are summed in several parts
-    monkeypatch.setattr(lora_swiglu, "tiles_for", lambda padded: chosen(padded)._replace(span=1))
+    chosen = lora_kernels.tiles_for  # with a span of 1, so that the columns are summed in several parts
+    monkeypatch.setattr(lora_kernels, "tiles_for", lambda padded: chosen(padded)._replace(span=1))
     torch.manual_seed(0)
-    count, adapters = shape[0], gate_adapters(ranks, shape[1])
+    count, adapters = shape[0], gate_adapters(ranks, shape[1], kind)
     base = [torch.randn(shape, requires_grad=True) for _ in range(2)]
     thin, grad = torch.randn(count, ranks[0] + ranks[1]), torch.randn(shape)
     narrow_down = None if ranks[2] is None else torch.randn(count, ranks[2])
     opened = base[0] + 0.7 * thin[:, : ranks[0]] @ adapters.gate.up.t()
     raised = base[1] + 1.3 * thin[:, ranks[0] :] @ adapters.up.up.t()
-    product = torch.nn.functional.silu(opened) * raised
+    functional = torch.nn.functional
+    product = (functional.silu(opened) if kind == "silu" else functional.gelu(opened, approximate="tanh")) * raised
     arriving = grad if narrow_down is None or adapters.down is None else grad + narrow_down @ adapters.down.down
     expected = torch.autograd.grad(product, base, arriving)
     narrow = torch.cat([0.7 * expected[0] @ adapters.gate.up, 1.3 * expected[1] @ adapters.up.up], dim=1)
@@ -232,7 +263,7 @@ def test_a_second_micro_batch_adds_to_the_gradient():
 def test_rows_are_added_to_those_of_their_ids(ids: list[int], width: int, skipped: int):
     places, before = torch.tensor(ids, dtype=torch.int64), torch.randn(7, width)
     rows, total = torch.randn(len(ids), width), before.clone()
-    fused_ops.add_rows(total, places, rows, skipped)
+    add_rows(total, places, rows, skipped)
     added = places != skipped
     expected = before.double().index_add(0, places[added], rows[added].double())
     torch.testing.assert_close(total.double(), expected, rtol=0, atol=1e-4)
@@ -257,7 +288,7 @@ def test_embeddings_of_any_table_have_torchs_gradient(told: str | None):
         ours.register_full_backward_hook(lambda *_: heard.append(True))
     theirs, tokens, slope = copy.deepcopy(ours), torch.tensor([2, 6, 6, 1, 8]), torch.randn(5, 5)
     for _ in range(2):
-        embedded(ours, tokens).backward(slope)
+        embedded(Embedding(ours, ours.weight, 1.0, 1.0), tokens).backward(slope)
         theirs(tokens).backward(slope)
     assert ours.weight.grad is not None and theirs.weight.grad is not None
     torch.testing.assert_close(ours.weight.grad, theirs.weight.grad)
@@ -284,10 +315,11 @@ def test_layers_that_are_run_again_give_the_same_gradient():
         assert torch.equal(now, before)
 
 
+@pytest.mark.parametrize("softcap", [None, 1.5])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("through", ["logprobs", "entropy", "both"])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_fused_logprobs_are_the_plain_ones(through: str, bias: bool, frozen: bool):
+def test_fused_logprobs_are_the_plain_ones(through: str, bias: bool, frozen: bool, softcap: float | None):
     torch.manual_seed(0)
     states, weight = torch.randn(7, 12), torch.randn(5000, 12)  # two blocks of logits, the second not full
     shift, targets = torch.randn(5000), torch.randint(0, 5000, (7,))
@@ -296,9 +328,9 @@ def test_fused_logprobs_are_the_plain_ones(through: str, bias: bool, frozen: boo
         x, w = states.clone().requires_grad_(), weight.clone().requires_grad_(not frozen)
         b = shift.clone().requires_grad_(not frozen) if bias else None
         if fused:
-            found: Any = fused_logprobs.FusedLogprobs.apply(x, w, b, targets, 2.0 / 0.7, 3)
+            found: Any = fused_logprobs.FusedLogprobs.apply(x, w, b, targets, 2.0 / 0.7, 3, (softcap or 0.0) / 2.0)
         else:
-            found = chunked_logprobs(x, w, targets, bias=b, scale=2.0, temperature=0.7)
+            found = chunked_logprobs(x, w, targets, bias=b, scale=2.0, temperature=0.7, softcap=softcap)
         total = torch.zeros(())
         if through != "entropy":
             total = total + (found[0] * torch.arange(7.0)).sum()

@@ -10,19 +10,29 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from transformers import (
+    AttentionInterface,
+    AttentionMaskInterface,
+    Gemma2Config,
+    Gemma2Model,
+    Gemma3TextConfig,
+    Gemma3TextModel,
     GPT2Config,
     GPT2Model,
     LlamaConfig,
     LlamaModel,
     MistralConfig,
     MistralModel,
+    Olmo2Config,
+    Olmo2Model,
     Qwen2Config,
     Qwen2Model,
     Qwen3Config,
     Qwen3Model,
 )
+from transformers.masking_utils import sdpa_mask
 
 from tether.accel.fused_pass.packed import packed_states
+from tether.models.acceleration import unsupported_reason
 from tether.models.backbones import Backbone, backbone_notices, hidden_states
 from tether.models.shared_backbone import SharedBackbone, TopBackbone
 from tether.ops.masks import Packing
@@ -37,17 +47,44 @@ SHAPE = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+GEMMA: dict[str, Any] = {"head_dim": 8, "query_pre_attn_scalar": 5, "sliding_window": 4}  # a window that shows
+GEMMA["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
 KINDS = {
     "llama": (LlamaModel, LlamaConfig(**SHAPE)),
     "mistral": (MistralModel, MistralConfig(**SHAPE, sliding_window=None, head_dim=6)),
+    "mistral, window": (MistralModel, MistralConfig(**SHAPE, sliding_window=4, head_dim=6)),
     "qwen2": (Qwen2Model, Qwen2Config(**SHAPE)),
+    "qwen2, windows": (
+        Qwen2Model,
+        Qwen2Config(**SHAPE, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+    ),
     "qwen3": (Qwen3Model, Qwen3Config(**SHAPE, head_dim=8)),
+    "gemma2": (Gemma2Model, Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=2.0)),
+    "gemma2, no cap": (Gemma2Model, Gemma2Config(**SHAPE, **GEMMA, attn_logit_softcapping=None)),
+    "gemma3": (Gemma3TextModel, Gemma3TextConfig(**SHAPE, **GEMMA)),
+    "olmo2": (Olmo2Model, Olmo2Config(**SHAPE)),
 }
 
 
 def exact_norm(module: Any, x: Tensor) -> Tensor:
     """The norm as transformers writes it, less its rounding to float32."""
-    return module.weight * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + module.variance_epsilon))
+    gemma = hasattr(module, "eps")
+    epsilon = module.eps if gemma else module.variance_epsilon
+    return (module.weight + (1.0 if gemma else 0.0)) * (x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + epsilon))
+
+
+def exact_attention(module: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, **given: Any) -> Any:
+    """Attention as transformers writes it for `eager`, less its rounding to float32; the mask is of bools."""
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    scores, cap = query @ key.transpose(2, 3) * given["scaling"], given.get("softcap")
+    scores = scores if cap is None else torch.tanh(scores / cap) * cap
+    seen = torch.ones(scores.shape[-2:]).tril().bool() if mask is None else mask
+    return (scores.masked_fill(~seen, -1e9).softmax(dim=-1) @ value).transpose(1, 2).contiguous(), None
+
+
+AttentionInterface.register("exact", exact_attention)
+AttentionMaskInterface.register("exact", sdpa_mask)
 
 
 def backbone(kind: str = "llama") -> Any:
@@ -55,6 +92,7 @@ def backbone(kind: str = "llama") -> Any:
     model_class, config = KINDS[kind]
     torch.manual_seed(0)
     model = model_class(config).double().eval()
+    model.set_attn_implementation("exact")
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:
@@ -167,7 +205,32 @@ def test_a_layer_that_computes_something_else_is_found_however_deep_it_lies():
 
 def test_a_kind_that_is_not_known_says_so():
     model = GPT2Model(GPT2Config(vocab_size=40, n_embd=16, n_layer=1, n_head=2, n_positions=32)).eval()
-    assert Backbone(model).fast.reason == "GPT2Model is not one of LlamaModel, MistralModel, Qwen2Model, Qwen3Model"
+    known = "LlamaModel, MistralModel, Qwen2Model, Qwen3Model, Gemma2Model, Gemma3TextModel, Olmo2Model"
+    assert Backbone(model).fast.reason == f"GPT2Model is not one of {known}"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_that_is_known_is_run_by_the_pass(kind: str):
+    model = backbone(kind)
+    assert Backbone(model).fast.reason is None
+    model.norm.__class__ = type("Less", (type(model.norm),), {"forward": lambda self, x: 0.5 * x})
+    assert str(Backbone(model).fast.reason).endswith("on layer 3")
+
+
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3", "olmo2"])
+def test_layers_that_are_run_again_give_the_same_gradients(kind: str):
+    model, wanted = backbone(kind), UNEVEN.response_mask
+    kept, again = (
+        gradients(model, packed_states(model, UNEVEN, wanted=wanted, recompute=recompute), wanted)
+        for recompute in (False, True)
+    )
+    assert all(torch.equal(mine, own) for mine, own in zip(kept, again, strict=True))
+
+
+def test_capped_scores_need_heads_that_the_kernel_knows():
+    model = backbone("gemma2").bfloat16()
+    assert unsupported_reason(model, 9) is not None and "heads are 8 wide" in str(unsupported_reason(model, 9))
+    assert unsupported_reason(backbone("gemma2, no cap").bfloat16(), 9) is None
 
 
 @pytest.mark.parametrize("index", range(3))

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaModel
+import transformers
 from triton_interpreter import interpret
 
 interpret()
 
-from tether.accel.fused_pass import short_sequence_attention
-from tether.accel.fused_pass.flash import Attention
+from tether.accel.fused_pass.fused_layer import Attention
 from tether.accel.fused_pass.packed import packed_states
-from tether.accel.fused_pass.short_sequence_attention import TILES, AttentionTiles, Tile
+from tether.accel.kernels import attention as row_kernels
+from tether.accel.kernels.attention import TILES, AttentionTiles, Tile
 from tether.ops.masks import Packing, Rows
 from tether.types import Sequences
 
 LENGTHS = (1, 130, 2, 63, 64, 256, 65)
 SCALING = 0.2
+
+
+def layer(window: int | None = None, cap: float | None = None) -> Any:
+    """What attention reads of a layer."""
+    return SimpleNamespace(scaling=SCALING, window=window, score_cap=cap)
 
 
 class Case:
@@ -40,13 +46,13 @@ class Case:
         self.key, self.value = torch.randn(2, sum(lengths), key_heads, width, generator=draws)
         self.grad = torch.randn(sum(self.asks), heads * width, generator=draws)
 
-    def found(self, attention: Any = short_sequence_attention) -> list[torch.Tensor]:
+    def found(self, attention: Any = row_kernels, **kind: Any) -> list[torch.Tensor]:
         """Mixed values and the three gradients, by the kernels."""
-        place = (self.packing, self.rows, SCALING)
+        place = (self.packing, self.rows, layer(**kind))
         mixed, lse = attention.forward(self.query, self.key, self.value, *place)
         return [mixed, *attention.backward(self.grad, self.query, self.key, self.value, mixed, lse, *place)]
 
-    def expected(self) -> list[torch.Tensor]:
+    def expected(self, window: int | None = None, cap: float | None = None) -> list[torch.Tensor]:
         """The same in float64, a row and a head at a time, by autograd."""
         inputs = [x.double().requires_grad_() for x in (self.query, self.key, self.value)]
         group, mixed, key_start, query_start = self.query.shape[1] // self.key.shape[1], [], 0, 0
@@ -54,9 +60,12 @@ class Case:
             query = inputs[0][query_start : query_start + asks]
             key, value = (x[key_start : key_start + length] for x in inputs[1:])
             hidden = torch.ones(asks, length).triu(1 + length - asks).bool()
+            if window is not None:
+                hidden |= torch.ones(asks, length).tril(length - asks - window).bool()
             heads = []
             for head in range(query.shape[1]):
                 scores = (query[:, head] @ key[:, head // group].T) * SCALING
+                scores = scores if cap is None else torch.tanh(scores / cap) * cap
                 heads.append(scores.masked_fill(hidden, -torch.inf).softmax(dim=-1) @ value[:, head // group])
             mixed.append(torch.stack(heads, dim=1).flatten(1))
             key_start, query_start = key_start + length, query_start + asks
@@ -64,8 +73,8 @@ class Case:
         return [whole.detach(), *torch.autograd.grad(whole, inputs, self.grad.double())]
 
 
-def assert_near(case: Case) -> None:
-    for found, expected in zip(case.found(), case.expected(), strict=True):
+def assert_near(case: Case, attention: Any = row_kernels, **kind: Any) -> None:
+    for found, expected in zip(case.found(attention, **kind), case.expected(**kind), strict=True):
         assert found.shape == expected.shape
         assert (found - expected).abs().max() <= 1e-5 * expected.abs().max()
 
@@ -102,8 +111,37 @@ def every_tile() -> list[Tile]:
 
 @pytest.mark.parametrize("tile", every_tile(), ids=str)
 def test_whatever_the_tile_rows_attend_as_softmax_does(tile: Tile, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(short_sequence_attention, "TILES", {64: AttentionTiles(tile, tile, tile)})
+    monkeypatch.setattr(row_kernels, "TILES", {64: AttentionTiles(tile, tile, tile)})
     assert_near(Case((3, 150, 129), 3, 1, 16, asks=(3, 101, 129)))
+
+
+@pytest.mark.parametrize("asks", [None, (1, 100, 1, 63, 7, 129, 64)], ids=["all", "some"])
+@pytest.mark.parametrize("window", [2, 5, 64, 100, 300])
+def test_a_window_hides_the_keys_before_it(window: int, asks: tuple[int, ...] | None):
+    assert_near(Case(LENGTHS, 6, 2, 16, asks), window=window)
+
+
+@pytest.mark.parametrize("window", [None, 20])
+@pytest.mark.parametrize(("width", "cap"), [(16, 0.5), (64, 2.0), (256, 3.0)])
+def test_capped_scores_attend_as_softmax_of_their_tanh_does(width: int, cap: float, window: int | None):
+    assert_near(Case((70, 1, 33), 4, 2, width, asks=(65, 1, 20)), window=window, cap=cap)
+
+
+def test_capped_scores_have_kernels_wherever_the_asking_tokens_stand():
+    case = Case((40, 9), 4, 2, 16)
+    for ours, theirs in zip(case.found(Attention, cap=0.7), case.expected(cap=0.7), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
+    mask = torch.arange(40)[None] < torch.tensor([[40], [9]])
+    case.rows = case.packing.rows(mask & (torch.arange(40) % 3 == 0))
+    assert case.rows.starts is None
+    whole, tokens = Case((40, 9), 4, 2, 16), case.rows.tokens
+    whole.grad = torch.zeros_like(whole.grad).index_copy(0, tokens, case.grad[tokens])
+    expected = whole.expected(cap=0.7)
+    case.query, case.grad = case.query[tokens].contiguous(), case.grad[tokens].contiguous()
+    found = case.found(Attention, cap=0.7)
+    assert (found[0] - expected[0][tokens]).abs().max() <= 1e-5
+    for ours, theirs in zip(found[1:], (expected[1][tokens], *expected[2:]), strict=True):
+        assert (ours - theirs).abs().max() <= 1e-5 * theirs.abs().max()
 
 
 def test_large_scores_are_softened_without_overflow():
@@ -141,7 +179,7 @@ def test_many_short_rows_of_half_precision_are_what_they_are_for(monkeypatch: py
 
     def usable(case: Case, **kind: Any) -> bool:
         query: Any = OnHopper(case.query, **kind)
-        return short_sequence_attention.usable(query, case.key, case.packing, case.rows)
+        return row_kernels.usable(query, case.key, case.packing, case.rows)
 
     many = (60,) * 50
     assert usable(Case(many, 4, 2, 64))
@@ -156,32 +194,39 @@ def test_many_short_rows_of_half_precision_are_what_they_are_for(monkeypatch: py
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     assert not usable(Case(many, 4, 2, 64))
     monkeypatch.undo()
-    assert not short_sequence_attention.usable(gaps.query, gaps.key, gaps.packing, None)  # on a CPU
+    assert not row_kernels.usable(gaps.query, gaps.key, gaps.packing, None)  # on a CPU
 
 
 def test_attention_goes_their_way_where_they_are_usable(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(short_sequence_attention, "usable", lambda *inputs: True)
+    monkeypatch.setattr(row_kernels, "usable", lambda *inputs: True)
     case = Case((20, 9), 4, 2, 16, asks=(20, 3))
     for ours, theirs in zip(case.found(Attention), case.found(), strict=True):
         assert torch.equal(ours, theirs)
 
 
 @pytest.mark.parametrize("wanted", [False, True], ids=["all", "wanted"])
+@pytest.mark.parametrize("kind", ["Llama", "Mistral", "Gemma2", "Gemma3Text"])
 def test_a_model_of_theirs_has_the_states_and_gradients_of_the_plain_parts(
-    wanted: bool, monkeypatch: pytest.MonkeyPatch
+    kind: str, wanted: bool, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(short_sequence_attention, "usable", lambda *inputs: True)
+    monkeypatch.setattr(row_kernels, "usable", lambda *inputs: True)
     torch.manual_seed(0)
     shape: dict[str, Any] = {"vocab_size": 40, "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 2}
-    model = LlamaModel(LlamaConfig(**shape, num_attention_heads=4, num_key_value_heads=2)).eval()
+    shape |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
+    if kind != "Llama":
+        shape |= {"sliding_window": 11}
+    if kind.startswith("Gemma"):
+        shape |= {"layer_types": ["sliding_attention", "full_attention"], "attn_logit_softcapping": 1.5}
+    config = getattr(transformers, f"{kind}Config")(**shape)
+    model = getattr(transformers, f"{kind}Model")(config).eval()
     mask = torch.zeros(3, 40, dtype=torch.bool)
     mask[0] = mask[1, 4:7] = mask[2, 2:37] = True
     response = mask & (torch.arange(40) > 5)
     batch = Sequences(tokens=torch.randint(0, 40, mask.shape), attention_mask=mask, response_mask=response)
     numbers = []
-    for way in ("plain", "fused"):
+    for backend in ("plain", "fused"):
         model.zero_grad()
-        states = packed_states(model, batch, wanted=response if wanted else None, backend=way)
+        states = packed_states(model, batch, wanted=response if wanted else None, backend=backend)
         assert states is not None
         (states * torch.sin(torch.arange(states.numel()).view(states.shape) * 1.0)).sum().backward()
         numbers.append([states.detach(), *(parameter.grad for parameter in model.parameters())])

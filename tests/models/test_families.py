@@ -219,7 +219,7 @@ def test_trees_that_share_a_quantised_base_compute_the_same(bits: str, tmp_path:
 @pytest.mark.parametrize(
     ("family", "method", "mode", "result"),
     [
-        ("gemma2", "ppo", "lora", "slow"),
+        ("gemma2", "ppo", "lora", "fast"),
         ("gpt2", "dpo", "lora", "slow"),
         ("granite", "reward", "separate", "slow"),
         ("mamba", "grpo", "separate", "refused"),

@@ -53,6 +53,7 @@ KINDS: dict[str, PretrainedConfig] = {
     "gemma2": transformers.Gemma2Config(**COMMON, **SLIDING),
     "gemma3": transformers.Gemma3TextConfig(**COMMON, **SLIDING),
     "mistral": transformers.MistralConfig(**COMMON, sliding_window=8),
+    "olmo2": transformers.Olmo2Config(**COMMON),
     "bloom": transformers.BloomConfig(vocab_size=258, hidden_size=32, n_layer=2, n_head=4, eos_token_id=257),
     "qwen3.5 (linear attention)": transformers.Qwen3_5TextConfig(**COMMON, **LINEAR),
 }

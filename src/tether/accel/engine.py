@@ -1,4 +1,7 @@
-"""The decoders behind one face: whether they take a model, and the answers that they draw."""
+"""The decoders behind one interface: whether they support a model, and the answers that they draw.
+
+A model that `supported.py` has no reason against is tried out: the decoder's logits on a few tokens must be its own.
+"""
 
 from __future__ import annotations
 
@@ -9,16 +12,19 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tether.accel import supported
-from tether.accel.decode_cpu.cpu_batch import ContinuousBatch
-from tether.accel.decode_cpu.cpu_decoder import LlamaDecoder
-from tether.accel.decode_gpu.decoder_cache import MAX_SLOTS, DecoderCache
-from tether.accel.decode_gpu.gpu_batch import GpuBatch
+from tether.accel.decode_cpu.batch import ContinuousBatch
+from tether.accel.decode_cpu.decoder import CpuDecoder
+from tether.accel.decode_gpu.batch import GpuBatch
+from tether.accel.decode_gpu.decoder import MAX_SLOTS, DecoderCache, GpuDecoder
+from tether.accel.supported import HALF, decoding_unsupported
 from tether.device_transfer import at
 from tether.ops.sampling import Draw, by_sequence, draw_columns
 from tether.protocols import Sampling
 
 CheckToken = Callable[[int, int, int], None]  # (token, sequence, step): raises where no token could be drawn
+TRIAL = ((1, 2, 0), (3, 1, 0, 2, 1))  # token ids that every model has
+TOLERANCE = 1e-3  # of the largest logit
+HALF_TOLERANCE = 0.05  # nats between the distributions, with weights of 16 bits: logits alone grow apart with depth
 
 
 class StateCollector(Protocol):
@@ -58,11 +64,11 @@ class FastDecoder:
 
     def unsupported_reason(self, model: Any, base: Any) -> str | None:
         """Why the model, or `base` inside its adapters, cannot be decoded here as it is now; None where it can be."""
-        return supported.unsupported(model, base)
+        return decoding_unsupported(model, base)
 
     def disagreement(self, model: Any, base: Any) -> str | None:
-        """How a trial on a few tokens departs from the model's own forward pass; None where it agrees."""
-        return supported.disagreement(model, base)
+        """How a trial on a few tokens differs from the model's own forward pass; None where it agrees."""
+        return disagreement(model, base)
 
     def most_slots(self, device: torch.device) -> int | None:
         """How many answers are decoded at once unasked; None where the engine decides."""
@@ -70,16 +76,16 @@ class FastDecoder:
 
     @torch.inference_mode()
     def draw(
-        self, base: Any, request: DecodeRequest, slots: int, check: CheckToken, keeper: StateCollector | None
+        self, base: Any, request: DecodeRequest, slots: int, check: CheckToken, collector: StateCollector | None
     ) -> list[Draw]:
         """The drawn tokens and log-probs of each sequence, (length,) each, on the CPU.
 
-        `keeper` is told what one layer was given for each token, where the CPU's decoder runs.
+        `collector` is given one layer's inputs for each token, where the CPU's decoder runs.
         """
         slots = min(slots, len(request.groups))
         if base.device.type == "cuda":
             return self.draw_on_gpu(base, request, slots, check)
-        return _draw_on_cpu(base, request, slots, check, keeper)
+        return _draw_on_cpu(base, request, slots, check, collector)
 
     @torch.inference_mode()
     def draw_on_gpu(self, base: Any, request: DecodeRequest, slots: int, check: CheckToken) -> list[Draw]:
@@ -98,9 +104,9 @@ class FastDecoder:
 
 
 def _draw_on_cpu(
-    base: Any, request: DecodeRequest, slots: int, check: CheckToken, keeper: StateCollector | None
+    base: Any, request: DecodeRequest, slots: int, check: CheckToken, collector: StateCollector | None
 ) -> list[Draw]:
-    decoder = LlamaDecoder(base, slots, request.length, keeper.depth if keeper else None)
+    decoder = CpuDecoder(base, slots, request.length, collector.depth if collector else None)
     batch = ContinuousBatch(decoder, slots, request.prompts, request.groups, request.sampling.max_new_tokens)
 
     def draw_next(logits: Tensor, due: list[tuple[int, int]]) -> Draw:
@@ -111,8 +117,59 @@ def _draw_on_cpu(
         return drawn
 
     answers = by_sequence(batch.run(draw_next, request.stops), len(request.groups))
-    if keeper is not None:
+    if collector is not None:
         for row, states in batch.traces.items():
             prompt = request.prompts[request.groups[row]]
-            keeper.keep(torch.tensor([*prompt, *answers[row].tokens.tolist()]), states)
+            collector.keep(torch.tensor([*prompt, *answers[row].tokens.tolist()]), states)
     return answers
+
+
+@torch.inference_mode()
+def disagreement(model: Any, base: Any = None) -> str | None:
+    """What is wrong when the decoder's logits on a few tokens are not the model's own; None where they are."""
+    base = model if base is None else base
+    device = next(model.parameters()).device
+    if device.type == "cuda":
+        try:
+            logits = gpu_trial(base)
+        except torch.cuda.OutOfMemoryError:
+            raise
+        except Exception as error:  # a machine that cannot build the kernels, or a device that they do not fit
+            return f"its kernels do not run here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
+    else:
+        logits = cpu_trial(base)
+    expected = torch.stack(
+        [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1] for ids in TRIAL]
+    )
+    if logits.dtype in HALF:
+        apart = nats_apart(logits, expected)
+        return None if apart <= HALF_TOLERANCE else f"its tokens are drawn {apart:.2g} nats from the model's own"
+    gap, scale = (logits - expected).abs().max(), expected.abs().max()
+    if gap <= TOLERANCE * scale.clamp(min=1.0):
+        return None
+    return f"its logits differ from the model's own by {float(gap):.2g}"
+
+
+def nats_apart(logits: Tensor, expected: Tensor) -> float:
+    """KL(p || q) of p = softmax(expected) and q = softmax(logits), both (B, V), of the row where it is most."""
+    q, p = (x.float().log_softmax(dim=-1) for x in (logits, expected))
+    return float((p.exp() * (p - q)).sum(dim=-1).max())
+
+
+def cpu_trial(base: Any) -> Tensor:
+    """(trials, V) logits after each trial, by `CpuDecoder`."""
+    decoder = CpuDecoder(base, slots=len(TRIAL), length=max(map(len, TRIAL)))
+    decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
+    lengths = torch.tensor([len(ids) for ids in TRIAL])
+    return decoder.step(torch.tensor([ids[-1] for ids in TRIAL]), lengths - 1, int(lengths.max())).t()
+
+
+def gpu_trial(base: Any) -> Tensor:
+    """(trials, V) logits after each trial, by `GpuDecoder`."""
+    decoder = GpuDecoder(base, slots=len(TRIAL), length=max(map(len, TRIAL)), room=1)
+    decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
+    decoder.state.tokens.copy_(torch.tensor([ids[-1] for ids in TRIAL]))
+    decoder.state.columns.copy_(torch.tensor([len(ids) - 1 for ids in TRIAL]))
+    decoder.state.live.fill_(True)
+    decoder.logits(len(TRIAL))
+    return decoder.work.logits[: len(TRIAL)]

@@ -1,43 +1,86 @@
-"""Which models the purpose-written decoder is right for: known kinds, looked at part by part and then tried out."""
+"""Which models the decoders and the training pass support, and the reason where they do not: all in this file.
+
+| | models | where |
+|---|---|---|
+| decoding on a CPU | every family of `families.py` | float32 and float64 |
+| decoding on a GPU | every family of `families.py` | one CUDA device, any float type; kernels in half precision |
+| training pass, plain | every family of `families.py` | float32 and float64, any device |
+| training pass, fused | every family of `families.py` | half precision on CUDA, compute capability 8 and later |
+
+Inside a supported model, a module that does more than `spec.py` can say (an adapter of an unusual kind, a quantised
+layer) is called by the decoders; the fused pass leaves such a model to its own modules.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+import importlib
+import importlib.util
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Literal
 
 import torch
-from torch import Tensor
-from transformers import (
-    Gemma2ForCausalLM,
-    Gemma3ForCausalLM,
-    LlamaForCausalLM,
-    MistralForCausalLM,
-    Qwen2ForCausalLM,
-    Qwen3ForCausalLM,
-)
+from torch import nn
 
-from tether.accel.decode_cpu.cpu_decoder import LlamaDecoder
-from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
-from tether.accel.families import decoding_unsupported_reason
+from tether.accel.families import BACKBONES, CAUSAL_LMS
+from tether.accel.spec import DecoderSpec, rotary_kinds
 
-KINDS = (
-    *(LlamaForCausalLM, MistralForCausalLM, Qwen2ForCausalLM, Qwen3ForCausalLM),
-    *(Gemma2ForCausalLM, Gemma3ForCausalLM),
-)
-TRIAL = ((1, 2, 0), (3, 1, 0, 2, 1))  # token ids that every model has
-TOLERANCE = 1e-3  # of the largest logit
-HALF_TOLERANCE = 0.05  # nats between the distributions, with weights of 16 bits: logits alone grow apart with depth
+Backend = Literal["plain", "fused"]
+Kernels = Literal["triton", "torch"]
+ROTARY = ("default", "linear", "llama3", "yarn")  # the kinds whose angles depend on the position alone
 HALF = (torch.bfloat16, torch.float16)
+# tokens x twice a layer's large weights, up to which a fused pass is captured: the host may be slower than the device
+MAX_WORK = 8 * 10**11
+CAPPED_HEADS = (16, 32, 64, 128, 256)  # widths of heads whose capped scores the fused pass has a kernel for
 
 
-def unsupported(model: Any, base: Any = None) -> str | None:
-    """Why a model cannot be decoded by `LlamaDecoder` or `GpuDecoder`, or None where it can be.
+@cache
+def has_triton() -> bool:
+    """Whether Triton can be imported; torch for some platforms comes without it."""
+    try:
+        importlib.import_module("triton")
+    except ImportError:
+        return False
+    return True
+
+
+def decode_kernels(device: torch.device, dtype: torch.dtype) -> Kernels:
+    """Whose kernels a GPU's decode step runs: Triton's in half precision where they can be built, else torch's.
+
+    In float32 a product that keeps all its bits has no use for the tensor cores that Triton's kernels are laid out for.
+    """
+    return "triton" if device.type == "cuda" and dtype in HALF and has_triton() else "torch"
+
+
+def backend_for(backbone: Any) -> Backend | None:
+    """How the backbone's layers are trained on its device and in its dtype; None where they are not supported."""
+    device, dtype = backbone.device, backbone.dtype
+    if dtype in (torch.float32, torch.float64):
+        return "plain"
+    if device.type != "cuda" or dtype not in HALF or importlib.util.find_spec("triton") is None:
+        return None
+    width = DecoderSpec.from_model(backbone).head_dim if len(backbone.layers) else 8
+    # what flash attention is made for
+    return "fused" if width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(device)[0] >= 8 else None
+
+
+def training_unsupported(backbone: Any, around: nn.Module | None = None) -> str | None:
+    """Why the training pass does not compute this backbone; None where it does.
+
+    Looks at the model as it is now and computes nothing. `around` is the whole model where that is run too.
+    """
+    return _unsupported(backbone, around) or _capped_heads(backbone)
+
+
+def decoding_unsupported(model: Any, base: Any = None) -> str | None:
+    """Why a model cannot be decoded by `CpuDecoder` or `GpuDecoder`; None where it can be.
 
     `base` is the causal language model inside `model`, where that has adapters around it. Looks at the model as it is
     now and computes nothing.
     """
     base = model if base is None else base
-    if type(base) not in KINDS:
-        return f"{type(base).__name__} is not one of {', '.join(kind.__name__ for kind in KINDS)}"
+    if type(base) not in CAUSAL_LMS:
+        return f"{type(base).__name__} is not one of {', '.join(kind.__name__ for kind in CAUSAL_LMS)}"
     named = list(base.named_parameters())
     devices = {weight.device for _, weight in named}
     if len(devices) > 1 or next(iter(devices)).type not in ("cpu", "cuda"):
@@ -49,55 +92,52 @@ def unsupported(model: Any, base: Any = None) -> str | None:
         return f"the weights are {', '.join(sorted(map(str, dtypes)))} and not {wanted}"
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         return "the adapter puts tokens of its own before the prompt"
-    return decoding_unsupported_reason(base.model, around=model)
+    return _unsupported(base.model, model)
 
 
-@torch.inference_mode()
-def disagreement(model: Any, base: Any = None) -> str | None:
-    """What is wrong when the decoder's logits on a few tokens are not the model's own; None where they are."""
-    base = model if base is None else base
-    device = next(model.parameters()).device
-    if device.type == "cuda":
-        try:
-            logits = _gpu_trial(base)
-        except torch.cuda.OutOfMemoryError:
-            raise
-        except Exception as error:  # a machine that cannot build the kernels, or a device that they do not fit
-            return f"its kernels do not run here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
-    else:
-        logits = _trial(base)
-    expected = torch.stack(
-        [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1] for ids in TRIAL]
-    )
-    if logits.dtype in HALF:
-        apart = nats_apart(logits, expected)
-        return None if apart <= HALF_TOLERANCE else f"its tokens are drawn {apart:.2g} nats from the model's own"
-    gap, scale = (logits - expected).abs().max(), expected.abs().max()
-    if gap <= TOLERANCE * scale.clamp(min=1.0):
+def _unsupported(backbone: Any, around: nn.Module | None) -> str | None:
+    if type(backbone) not in BACKBONES:
+        return f"{type(backbone).__name__} is not one of {', '.join(kind.__name__ for kind in BACKBONES)}"
+    if getattr(backbone.config, "use_bidirectional_attention", False):
+        return "its tokens attend to later ones"
+    for kind in rotary_kinds(backbone):
+        if kind not in ROTARY:
+            return f"rotary positions of type {kind!r} depend on the length"
+    return changed_module(backbone if around is None else around)
+
+
+def _capped_heads(backbone: Any) -> str | None:
+    """Flash attention has no cap on scores, and the kernel that has one is made for some widths of heads."""
+    config = backbone.config
+    if not BACKBONES[type(backbone)].score_cap or config.attn_logit_softcapping is None or backbone.dtype not in HALF:
         return None
-    return f"its logits differ from the model's own by {float(gap):.2g}"
+    known = ", ".join(map(str, CAPPED_HEADS))
+    if config.head_dim in CAPPED_HEADS:
+        return None
+    return f"attention scores are capped and heads are {config.head_dim} wide, not one of {known}"
 
 
-def nats_apart(logits: Tensor, expected: Tensor) -> float:
-    """KL(p || q) of p = softmax(expected) and q = softmax(logits), both (B, V), of the row where it is most."""
-    q, p = (x.float().log_softmax(dim=-1) for x in (logits, expected))
-    return float((p.exp() * (p - q)).sum(dim=-1).max())
+def changed_module(model: nn.Module) -> str | None:
+    """The first module that does more than its class says: a hook, or a forward pass of its own.
+
+    It runs before every pass, so it walks the modules itself: torch's walk takes four times as long, for names that
+    are rarely needed.
+    """
+    waiting: list[nn.Module] = [model]
+    for module in waiting:
+        own = module.__dict__
+        if own["_forward_hooks"] or own["_forward_pre_hooks"] or "forward" in own:
+            reason = _change(module)
+            if reason is not None:
+                name = next(name for name, each in model.named_modules() if each is module)
+                return f"{name or 'the model'} {reason}"
+        waiting += [child for child in own["_modules"].values() if child is not None]
+    return None
 
 
-def _trial(base: Any) -> Tensor:
-    """(trials, V) logits after each trial, by `LlamaDecoder`."""
-    decoder = LlamaDecoder(base, slots=len(TRIAL), length=max(map(len, TRIAL)))
-    decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
-    lengths = torch.tensor([len(ids) for ids in TRIAL])
-    return decoder.step(torch.tensor([ids[-1] for ids in TRIAL]), lengths - 1, int(lengths.max())).t()
-
-
-def _gpu_trial(base: Any) -> Tensor:
-    """(trials, V) logits after each trial, by `GpuDecoder`."""
-    decoder = GpuDecoder(base, slots=len(TRIAL), length=max(map(len, TRIAL)), room=1)
-    decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
-    decoder.state.tokens.copy_(torch.tensor([ids[-1] for ids in TRIAL]))
-    decoder.state.columns.copy_(torch.tensor([len(ids) - 1 for ids in TRIAL]))
-    decoder.state.live.fill_(True)
-    decoder.logits(len(TRIAL))
-    return decoder.work.logits[: len(TRIAL)]
+def _change(module: nn.Module) -> str | None:
+    hooks: list[Callable[..., Any]] = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+    # transformers' own hooks record outputs, or mark the embeddings for gradients; they change no number
+    if any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks):
+        return "has a forward hook"
+    return "has a forward pass of its own" if "forward" in vars(module) else None

@@ -18,17 +18,14 @@ SLOWER = f"Sampling and training run the model's own modules, which is slower: {
 
 if TYPE_CHECKING or AVAILABLE:
     from tether.accel.engine import DecodeRequest, FastDecoder, StateCollector
-    from tether.accel.families import unsupported_reason
-    from tether.accel.fused_logprobs import CHUNK_ELEMENTS as FUSED_CHUNK_ELEMENTS
-    from tether.accel.fused_logprobs import chunk_elements, logprobs
-    from tether.accel.fused_pass.packed import (
-        MAX_WORK,
-        Backend,
-        backend_for,
-        cuda_graphs,
-        packed_states,
-        release_cuda_graphs,
-    )
+    from tether.accel.fused_pass.packed import cuda_graphs, packed_states, release_cuda_graphs
+    from tether.accel.logprobs import CHUNK_ELEMENTS as FUSED_CHUNK_ELEMENTS
+    from tether.accel.logprobs import chunk_elements, logprobs
+    from tether.accel.supported import MAX_WORK, Backend, backend_for, training_unsupported
+
+    def unsupported_reason(backbone: Any, length: int) -> str | None:  # noqa: ARG001
+        """Why the fast pass does not compute a backbone, or sequences of `length` tokens in it; None where it does."""
+        return training_unsupported(backbone)
 else:
     Backend = Literal["plain", "fused"]
     FUSED_CHUNK_ELEMENTS, MAX_WORK = CHUNK_ELEMENTS, 0
@@ -40,7 +37,7 @@ else:
         return MISSING
 
     def chunk_elements(states: Any, weight: Any, softcap: Any) -> None:
-        """How many logits to hold at a time: the plain way decides."""
+        """How many logits to hold at a time: `plain_logprobs` decides."""
 
     def release_cuda_graphs() -> None:
         """There are no CUDA graphs."""

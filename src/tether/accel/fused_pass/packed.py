@@ -1,58 +1,44 @@
-"""A backbone's pass over packed tokens, for Llama and its relatives: Mistral, Qwen2 and Qwen3.
+"""The training pass over packed tokens, for every family of `families.py`: its entry point and its plain backend.
 
 Rows of a batch differ in length, and most of a layer's work (products, norms, activations) looks at one token at a
 time. So padding is taken out before the first layer. The last layer finds keys and values of every token, but goes on
 only with the tokens that are wanted: those before a sampled token for a policy, the last one for a reward model.
 
-The weights are the model's own modules', so adapters and tops work alike. There are two ways, chosen by device and type
-in `backend_for`: plain (torch alone; attention puts padding back, on the right, where causality hides it) and fused
-(`fused_layer.py`, for half precision on a CUDA device). Neither has a second derivative; `hidden_states` in
-`forward.py` has.
+The weights are the model's own, so adapters and shared backbones work alike. `supported.py` picks one of two backends
+by device and type: plain (torch with autograd; attention puts padding back, on the right, where causality hides it) and
+fused (`fused_layer.py`, for half precision on a CUDA device). Neither has a second derivative; `hidden_states` in
+`models/backbones.py` has.
+
+Norms and rotary positions of the plain backend have backward passes written out: where memory bounds them, that halves
+what autograd reads and writes.
 """
 
 from __future__ import annotations
 
 import functools
-import importlib.util
-from typing import Any, Literal
+from collections.abc import Callable
+from typing import Any, cast
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tether.accel.fused_pass import plain_ops as plain
+from tether.accel.decode_cpu.attention import out_of_window
+from tether.accel.spec import DecoderSpec, Layer, Linear, Norm
+from tether.accel.supported import Backend
 from tether.device_transfer import at
 from tether.mask_cache import packed_rows, packing_of
 from tether.ops.masks import Packing, Rows
 from tether.types import Sequences
-
-HALF = (torch.bfloat16, torch.float16)
-# tokens x twice a layer's large weights, up to which a fused pass is captured: the host may be slower than the device
-MAX_WORK = 8 * 10**11
-
-
-Backend = Literal["plain", "fused"]
-
-
-def backend_for(backbone: Any) -> Backend | None:
-    """How the backbone's layers are computed on its device and in its dtype; None where they are not supported."""
-    device, dtype = backbone.device, backbone.dtype
-    if dtype in (torch.float32, torch.float64):
-        return "plain"
-    if device.type != "cuda" or dtype not in HALF or importlib.util.find_spec("triton") is None:
-        return None
-    width = backbone.layers[0].self_attn.head_dim if len(backbone.layers) else 8
-    # what flash attention is made for
-    return "fused" if width % 8 == 0 and width <= 256 and torch.cuda.get_device_capability(device)[0] >= 8 else None
-
 
 _captured: WeakSet[Any] = WeakSet()
 
 
 def cuda_graphs() -> Any:
     """Room for the graphs of a backbone's fused pass."""
-    from tether.accel.fused_pass.cuda_graph import CudaGraphs
+    from tether.accel.fused_pass.fused_pass import CudaGraphs
 
     made = CudaGraphs()
     _captured.add(made)
@@ -60,7 +46,7 @@ def cuda_graphs() -> Any:
 
 
 def release_cuda_graphs() -> None:
-    """Let go of all graphs of passes, whoever's they are: their memory is wanted."""
+    """Let go of the graphs of every pass: their memory is wanted."""
     for each in _captured:
         each.release()
 
@@ -79,67 +65,164 @@ def packed_states(
 
     `embeddings` (B, T, H), where given, stand in place of those of the batch's tokens. `wanted` (B, T) bool says whose
     states will be read; by default those of all real tokens. With `recompute` each layer is run again in the backward
-    pass, and keeps nothing but its inputs until then. `captured` is where the fused way may hold graphs of its pass.
-    None where the fused way does not know one of the layers.
+    pass, and keeps nothing but its inputs until then. `captured` is where the fused backend may hold graphs of its
+    pass. None where the fused backend does not know one of the layers.
     """
+    spec = DecoderSpec.from_model(backbone)
     packing = packing_of(batch.attention_mask)
     rows = None if wanted is None else packed_rows(wanted, packing)
-    hidden = (
-        packing.pack(embeddings) if embeddings is not None else _embedded(backbone, packing.pack(batch.tokens), backend)
-    )
-    cos, sin = backbone.rotary_emb(hidden, packing.positions[None])
+    if embeddings is not None:
+        hidden = packing.pack(embeddings)
+        hidden = hidden if spec.embedding.after_module == 1.0 else hidden * spec.embedding.after_module
+    else:
+        hidden = _embedded(spec, packing.pack(batch.tokens), backend)
+    tables = spec.angles(packing.positions, hidden.dtype)
     if backend == "plain":
-        states = _plain_layers(backbone, hidden, (cos[0, :, None], sin[0, :, None]), packing, rows, recompute)
+        states = _plain_layers(spec, hidden, tables, packing, rows, recompute)
         return packing.unpack(states, None if rows is None else rows.tokens)
-    from tether.accel.fused_pass import fused_pass
+    from tether.accel.fused_pass import fused_layer, fused_pass
 
-    layers = fused_pass.Layers.of(backbone)
-    if layers is None:
+    if not spec.layers or not all(map(fused_layer.known, spec.layers)):
         return None
-    inputs = fused_pass.PassInputs(hidden, cos[0].contiguous(), sin[0].contiguous(), packing, rows)
+    tables = {name: (cos.contiguous(), sin.contiguous()) for name, (cos, sin) in tables.items()}
     with at(hidden.device):
-        states = fused_pass.run(layers, inputs, recompute=recompute, captured=captured)
+        inputs = fused_pass.PassInputs(hidden, tables, packing, rows)
+        states = fused_pass.run(spec, inputs, recompute=recompute, captured=captured)
     return packing.unpack(states, None if rows is None else rows.tokens)
 
 
-def _embedded(backbone: Any, tokens: Tensor, backend: Backend) -> Tensor:
+def _embedded(spec: DecoderSpec, tokens: Tensor, backend: Backend) -> Tensor:
     """(N, H) the embeddings of tokens (N,)."""
     if backend == "plain":
-        return backbone.embed_tokens(tokens)
-    from tether.accel.fused_pass.embedding import embedded
+        return spec.embedding(tokens)
+    from tether.accel.fused_pass.linear import embedded
 
-    return embedded(backbone.embed_tokens, tokens)
+    return embedded(spec.embedding, tokens)
 
 
 def _plain_layers(
-    backbone: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None, recompute: bool
+    spec: DecoderSpec,
+    hidden: Tensor,
+    tables: dict[str | None, tuple[Tensor, Tensor]],
+    packing: Packing,
+    rows: Rows | None,
+    recompute: bool,
 ) -> Tensor:
-    """(n, H) states after the last norm, by the plain parts; angles are (N, 1, D) each."""
+    """(n, H) states after the last norm; tables are cos and sin, (N, D) each."""
     run: Any = functools.partial(checkpoint, _layer, use_reentrant=False) if recompute else _layer
-    layers = list(backbone.layers)
-    for index, layer in enumerate(layers):
-        hidden = run(layer, hidden, angles, packing, rows if index + 1 == len(layers) else None)
-    if not layers and rows is not None:
+    angles = {name: (cos[:, None], sin[:, None]) for name, (cos, sin) in tables.items()}
+    for index, layer in enumerate(spec.layers):
+        hidden = run(layer, hidden, angles[layer.rotary], packing, rows if index + 1 == len(spec.layers) else None)
+    if not spec.layers and rows is not None:
         hidden = hidden.index_select(0, rows.tokens)
-    return plain.norm(backbone.norm, hidden)
+    return norm(spec.final_norm, hidden)
 
 
-def _layer(layer: Any, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None) -> Tensor:
-    """(N, H) after one block, or (n, H) of the tokens of `rows` alone."""
-    attention, mlp = layer.self_attn, layer.mlp
-    normed = plain.norm(layer.input_layernorm, hidden)
+def _layer(layer: Layer, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None) -> Tensor:
+    """(N, H) after one block, or (n, H) of the tokens of `rows` alone; angles are (N, 1, D) each."""
+    normed = norm(layer.before_attention, hidden)
     asking, going_on = (normed, hidden) if rows is None else (normed[rows.tokens], hidden[rows.tokens])
-    query = _heads(attention.q_proj(asking), attention.head_dim, getattr(attention, "q_norm", None))
-    key = _heads(attention.k_proj(normed), attention.head_dim, getattr(attention, "k_norm", None))
-    value = attention.v_proj(normed).unflatten(-1, (-1, attention.head_dim))
+    query, key = _heads(layer, layer.query, layer.query_norm, asking), _heads(layer, layer.key, layer.key_norm, normed)
+    value = _heads(layer, layer.value, None, normed)
     own = angles if rows is None else (angles[0][rows.tokens], angles[1][rows.tokens])
-    query, key = plain.rotate(query, *own), plain.rotate(key, *angles)
-    hidden = going_on + attention.o_proj(plain.attend(query, key, value, packing, rows, attention.scaling))
-    normed = plain.norm(layer.post_attention_layernorm, hidden)
-    return hidden + mlp.down_proj(mlp.act_fn(mlp.gate_proj(normed)) * mlp.up_proj(normed))
+    mixed = attend(rotate(query, *own), rotate(key, *angles), value, packing, rows, layer)
+    hidden = going_on + norm(layer.after_attention, layer.output(mixed))
+    normed = norm(layer.before_mlp, hidden)
+    return hidden + norm(layer.after_mlp, layer.down(layer.activation(layer.gate(normed)) * layer.up(normed)))
 
 
-def _heads(x: Tensor, width: int, norm: nn.Module | None) -> Tensor:
-    """(N, heads, D), normed by head where the model does so."""
-    x = x.unflatten(-1, (-1, width))
-    return x if norm is None else norm(x)
+def _heads(layer: Layer, part: Linear, own: Norm | None, x: Tensor) -> Tensor:
+    """(N, heads, D) of x (N, H), normed where the model does so."""
+    return norm(own, part(x)).unflatten(-1, (-1, layer.head_dim))
+
+
+def norm(own: Norm | None, x: Tensor) -> Tensor:
+    """The RMS norm of each group of features of x (N, features) as wide as its weight; x where there is none."""
+    if own is None:
+        return x
+    groups = x.reshape(-1, len(own.weight))
+    return _apply(_RMSNorm, groups, own.weight, own.epsilon, own.offset).view(x.shape)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotary positions on x (N, heads, D): pairs (i, i + D/2) turned by the angles of cos and sin, (N, 1, D) each."""
+    return _apply(_Rotate, x, cos, sin)
+
+
+def attend(query: Tensor, key: Tensor, value: Tensor, packing: Packing, rows: Rows | None, layer: Layer) -> Tensor:
+    """(n, heads * D) causal attention of the query tokens to their rows: of all N, or of the n that `rows` names."""
+    if rows is not None:
+        everywhere = query.new_zeros(len(packing.places), *query.shape[1:])
+        query = everywhere.index_copy(0, rows.tokens, query)
+    repeats = query.shape[1] // key.shape[1]
+    if repeats > 1:
+        key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    query, key, value = (packing.for_attention(x) for x in (query, key, value))  # (B, heads, L, D) each
+    mixed = packing.from_attention(_causal(query, key, value, layer))
+    return mixed if rows is None else mixed.index_select(0, rows.tokens)
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, layer: Layer) -> Tensor:
+    """(B, heads, L, D) softmax(capped scores) value, over the tokens of the window."""
+    length = query.shape[2]
+    windowed = layer.window is not None and layer.window < length
+    if layer.score_cap is None and not windowed:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=layer.scaling)
+    unseen = out_of_window(length, torch.arange(length, device=query.device), layer.window)  # (L, L)
+    if layer.score_cap is None:
+        return F.scaled_dot_product_attention(query, key, value, attn_mask=~unseen, scale=layer.scaling)
+    scores = torch.tanh(query @ key.transpose(2, 3) * (layer.scaling / layer.score_cap)) * layer.score_cap
+    return scores.masked_fill(unseen, -torch.inf).softmax(dim=-1) @ value
+
+
+def _apply(function: Any, *arguments: Any) -> Tensor:
+    return cast("Callable[..., Tensor]", function.apply)(*arguments)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """y = f x / r with f = offset + w and r = sqrt(mean(x²) + ε), so with g = dL/dy and u = x / r:
+
+    dL/dw = sum over tokens of g u,    dL/dx = (g f - u mean(g f u)) / r.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, epsilon: float, offset: float) -> Tensor:
+        inverse = (x * x).mean(dim=-1, keepdim=True).add_(epsilon).rsqrt_()
+        factor = weight if offset == 0.0 else weight + offset
+        ctx.save_for_backward(x, factor, inverse)
+        return (x * inverse).mul_(factor)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        x, factor, inverse = ctx.saved_tensors
+        unit = x * inverse
+        product = grad * unit
+        grad_weight = product.sum(dim=0) if ctx.needs_input_grad[1] else None
+        if not ctx.needs_input_grad[0]:
+            return None, grad_weight, None, None
+        mean = torch.mv(product, factor).div_(x.shape[-1]).unsqueeze(-1)
+        return (grad * factor).sub_(unit.mul_(mean)).mul_(inverse), grad_weight, None, None
+
+
+class _Rotate(torch.autograd.Function):
+    """A rotation; its backward pass turns in the opposite direction."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return _turned(x, cos, sin, 1.0)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
+        cos, sin = ctx.saved_tensors
+        return _turned(grad, cos, sin, -1.0), None, None
+
+
+def _turned(x: Tensor, cos: Tensor, sin: Tensor, direction: float) -> Tensor:
+    half = x.shape[-1] // 2
+    turned = x * cos
+    turned[..., :half].addcmul_(x[..., half:], sin[..., :half], value=-direction)
+    turned[..., half:].addcmul_(x[..., :half], sin[..., half:], value=direction)
+    return turned

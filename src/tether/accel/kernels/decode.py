@@ -1,7 +1,7 @@
-"""Triton kernels for a decode step's matrix products: few rows, large weights, and what follows fused behind them.
+"""Triton kernels for a decode step: products of few rows with large weights, what follows them, and the slots' cache.
 
 Rows are tokens, (rows, features). Weights are (out, in), as a linear layer holds them. The first grid dimension runs
-over rows, so that blocks that start together read the same piece of a weight. Buffers have rows up to a multiple of the
+over rows, so that blocks that start together read the same part of a weight. Buffers have rows up to a multiple of the
 tile, so only what is stored is masked. Matrices are read through tensor
 descriptors, but for the one that is chosen among three.
 """
@@ -94,7 +94,7 @@ def thin_kernel(
 
 
 @triton.jit
-def adapted(
+def add_adapter(
     total, thin, up, which, has, row, feature, stride_part, like,
     N: tl.constexpr, RANK: tl.constexpr, PADDED: tl.constexpr, MAX_RANK: tl.constexpr, SPLIT: tl.constexpr,
 ):  # fmt: skip
@@ -133,7 +133,7 @@ def linear_kernel(
         added = tl.load(bias + feature, mask=feature < N, other=0.0).to(tl.float32)
         total += tl.where(part == 0, added, 0.0)[None, :]
     if RANK > 0:
-        total = adapted(
+        total = add_adapter(
             total, thin, up, 0, part == 0, row, feature, stride_thin, weight_at, N, RANK, PADDED, MAX_RANK, THIN
         )  # fmt: skip
     at = out + part * stride_part + row[:, None] * N + feature[None, :]
@@ -162,11 +162,13 @@ def gated_kernel(
     let_next_start(EARLY)
     row, feature = first_row + tl.arange(0, BM), first_feature + tl.arange(0, BN)
     if HAS_GATE:
-        gates = adapted(
+        gates = add_adapter(
             gates, thin, gate_up, 0, HAS_GATE, row, feature, stride_thin, gate_at, N, RANK, PADDED, MAX_RANK, THIN
         )  # fmt: skip
     if HAS_UP:
-        ups = adapted(ups, thin, up_up, 1, HAS_UP, row, feature, stride_thin, up_at, N, RANK, PADDED, MAX_RANK, THIN)
+        ups = add_adapter(
+            ups, thin, up_up, 1, HAS_UP, row, feature, stride_thin, up_at, N, RANK, PADDED, MAX_RANK, THIN
+        )
     if GELU:  # g (1 + tanh u) / 2 = g sigmoid(2 u)
         mixed = gates * tl.sigmoid(1.5957691216057308 * (gates + 0.044715 * gates * gates * gates)) * ups
     else:
@@ -233,7 +235,7 @@ def project_kernel(
             up = key_up + (head - HEADS) * D * RANK
             which = 1
         has = ((ADAPTED >> which) & 1) == 1
-        total = adapted(
+        total = add_adapter(
             total, thin, up, which, has, row, feature, stride_thin, query, D, RANK, PADDED, MAX_RANK, THIN
         )  # fmt: skip
     column = tl.load(columns + row, mask=row < rows, other=0)
@@ -263,20 +265,23 @@ def project_kernel(
 
 
 @triton.jit
-def add_norm_kernel(
+def step_norm_kernel(
     hidden, parts, after, weight, out, stride_part, after_epsilon, epsilon, tokens, table, embedding_scale,
     H: tl.constexpr, PARTS: tl.constexpr, AFTER: tl.constexpr, OFFSET: tl.constexpr, EMBED: tl.constexpr,
-    BLOCK: tl.constexpr, EARLY: tl.constexpr,
+    BLOCK: tl.constexpr, EARLY: tl.constexpr, NORMS: tl.constexpr = True,
 ):  # fmt: skip
     # hidden += the sum of the parts (normed first with AFTER), rounded as it is stored; out = its RMS norm. With EMBED
-    # hidden is the embedding of the row's token. Norms multiply by OFFSET + weight. One program a row.
+    # hidden is the embedding of the row's token. Norms multiply by OFFSET + weight. Without NORMS, out = hidden. One
+    # program a row.
     begin(EARLY)
     row = tl.program_id(0)
     feature = tl.arange(0, BLOCK)
     valid = feature < H
     at = row * H + feature
     dtype = hidden.dtype.element_ty
-    scales = tl.load(weight + feature, mask=valid, other=0.0).to(tl.float32) + OFFSET
+    scales = tl.zeros((BLOCK,), tl.float32)
+    if NORMS:
+        scales = tl.load(weight + feature, mask=valid, other=0.0).to(tl.float32) + OFFSET
     wait_for_inputs(EARLY)
     if EMBED:
         token = tl.load(tokens + row)
@@ -295,6 +300,133 @@ def add_norm_kernel(
     let_next_start(EARLY)
     rounded = x.to(dtype)
     tl.store(hidden + at, rounded, mask=valid)
-    x = rounded.to(tl.float32)
-    scale = tl.rsqrt(tl.sum(x * x, 0) / H + epsilon)
-    tl.store(out + at, (x * scale * scales).to(out.dtype.element_ty), mask=valid)
+    if NORMS:
+        x = rounded.to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 0) / H + epsilon)
+        tl.store(out + at, (x * scale * scales).to(out.dtype.element_ty), mask=valid)
+    else:
+        tl.store(out + at, rounded, mask=valid)
+
+
+@triton.jit
+def ask_for(table, start, end, D: tl.constexpr, BK: tl.constexpr):
+    # Asks for the lines of 128 bytes of BK columns of a slot, from `start` on and before `end`.
+    line: tl.constexpr = 128 // (table.dtype.element_ty.primitive_bitwidth // 8)
+    LINES: tl.constexpr = 1 if line >= D else D // line
+    column = tl.minimum(start + tl.arange(0, BK), tl.maximum(end - 1, 0))
+    at = table + (column[:, None] * D + tl.arange(0, LINES)[None, :] * line)
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def attend_kernel(
+    query, keys, values, columns, live, out, partial, weights, length, rows, scale, cap,
+    D: tl.constexpr, KV: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr, BK: tl.constexpr,
+    WINDOW: tl.constexpr, CAPPED: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    # The GROUP query heads of one key head in one slot, over one part of its columns: each key and value is read once.
+    # `scale` gives scores in powers of 2, or in units of `cap`, itself in powers of 2. WINDOW is how many columns are
+    # seen, or 0 for all. With one part the result is stored; else the part, its highest score and its sum are. An
+    # idle slot reads its first column only, and its result means nothing.
+    # Of the kernel before, only the query and the newest key and value are needed: the columns were known when the
+    # step began, and the first keys and values are asked for while that kernel ends.
+    begin(EARLY)
+    slot, head, split = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    group, feature = tl.arange(0, PADDED), tl.arange(0, D)
+    valid = group[:, None] < GROUP
+    end = tl.where(tl.load(live + slot) != 0, tl.load(columns + slot), 0) + 1
+    start = tl.zeros_like(end)
+    if WINDOW > 0:
+        start = tl.maximum(end - WINDOW, 0)
+    if SPLITS > 1:
+        span = tl.cdiv(tl.cdiv(end - start, SPLITS), BK) * BK
+        start += split * span
+        end = tl.minimum(end, start + span)
+    q_at = ((slot * KV + head) * GROUP + group)[:, None] * D + feature[None, :]
+    base = (slot.to(tl.int64) * KV + head) * length * D
+    if EARLY > 0:
+        ask_for(keys + base, start, end, D, BK)
+        ask_for(values + base, start, end, D, BK)
+    wait_for_inputs(EARLY)
+    q = tl.load(query + q_at, mask=valid, other=0.0)
+    highest = tl.full((PADDED,), -1e30, tl.float32)
+    total = tl.zeros((PADDED,), tl.float32)
+    mixed = tl.zeros((PADDED, D), tl.float32)
+    for first in range(start, end, BK):
+        column = first + tl.arange(0, BK)
+        at = base + column[:, None] * D + feature[None, :]
+        inside = column[:, None] < end
+        k = tl.load(keys + at, mask=inside, other=0.0)
+        v = tl.load(values + at, mask=inside, other=0.0)
+        scores = tl.dot(q, tl.trans(k), input_precision="ieee") * scale
+        if CAPPED:  # tanh s = 2 sigmoid(2 s) - 1
+            scores = cap * (2.0 * tl.sigmoid(2.0 * scores) - 1.0)
+        scores = tl.where(column[None, :] < end, scores, -1e30)
+        higher = tl.maximum(highest, tl.max(scores, 1))
+        shrink = tl.exp2(highest - higher)
+        heights = tl.exp2(scores - higher[:, None])
+        total = total * shrink + tl.sum(heights, 1)
+        mixed = mixed * shrink[:, None] + tl.dot(heights.to(v.dtype), v, input_precision="ieee")
+        highest = higher
+    let_next_start(EARLY)
+    if SPLITS == 1:
+        tl.store(out + q_at, (mixed / total[:, None]).to(out.dtype.element_ty), mask=valid)
+    else:
+        tl.store(partial + split * rows * KV * GROUP * D + q_at, mixed, mask=valid)
+        at = ((split * rows + slot) * KV * GROUP + head * GROUP + group) * 2
+        tl.store(weights + at, highest, mask=group < GROUP)
+        tl.store(weights + at + 1, total, mask=group < GROUP)
+
+
+@triton.jit
+def combine_kernel(
+    partial, weights, out, rows, D: tl.constexpr, HEADS: tl.constexpr, SPLITS: tl.constexpr, EARLY: tl.constexpr
+):
+    # The parts of one slot's head, each weighted by its sum at a common highest score.
+    begin(EARLY)
+    slot, head = tl.program_id(0), tl.program_id(1)
+    split, feature = tl.arange(0, SPLITS), tl.arange(0, D)
+    wait_for_inputs(EARLY)
+    at = (split * rows + slot) * HEADS + head
+    highest, total = tl.load(weights + at * 2), tl.load(weights + at * 2 + 1)
+    share = tl.exp2(highest - tl.max(highest, 0))
+    mixed = tl.sum(tl.load(partial + at[:, None] * D + feature[None, :]) * share[:, None], 0)
+    let_next_start(EARLY)
+    mixed = mixed / tl.sum(total * share, 0)
+    tl.store(out + (slot * HEADS + head) * D + feature, mixed.to(out.dtype.element_ty))
+
+
+@triton.jit
+def copy_slots_kernel(
+    keys, values, sources, targets, lengths, slots, length,
+    KV: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One key head of one layer: BLOCK numbers of the first lengths[pair] columns of a slot, into another slot.
+    pair, head, first = tl.program_id(0), tl.program_id(1), tl.program_id(2) * BLOCK
+    count = tl.load(lengths + pair).to(tl.int32) * D
+    if first < count:
+        layer = (head // KV).to(tl.int64) * slots
+        at = first + tl.arange(0, BLOCK)
+        inside = at < count
+        source = ((layer + tl.load(sources + pair)) * KV + head % KV) * length * D + at
+        target = ((layer + tl.load(targets + pair)) * KV + head % KV) * length * D + at
+        tl.store(keys + target, tl.load(keys + source, mask=inside), mask=inside)
+        tl.store(values + target, tl.load(values + source, mask=inside), mask=inside)
+
+
+@triton.jit
+def store_kernel(
+    key, value, keys, values, slots, tokens, length,
+    KV: tl.constexpr, D: tl.constexpr, PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    # One key head of one prompt: BLOCK tokens of key and value (prompts, tokens, KV, D) into the same columns of the
+    # prompt's slot of one layer's keys and values (slots, KV, length, D).
+    prompt, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    token, feature = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, PADDED)
+    inside = (token[:, None] < tokens) & (feature[None, :] < D)
+    source = prompt * tokens * KV * D + (token[:, None] * KV + head) * D + feature[None, :]
+    target = (tl.load(slots + prompt) * KV + head) * length * D + token[:, None] * D + feature[None, :]
+    tl.store(keys + target, tl.load(key + source, mask=inside), mask=inside)
+    tl.store(values + target, tl.load(value + source, mask=inside), mask=inside)

@@ -12,30 +12,34 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tether.accel.decode_cpu.cached_attention import capped, out_of_window
-from tether.accel.decode_gpu.slot_state import Cache, SlotState, StepWorkspace
-from tether.accel.decode_gpu.step_layers import StepBackbone, StepLayer, StepLinear
-from tether.accel.families import Norm
+from tether.accel.decode_cpu.attention import capped, out_of_window
+from tether.accel.decode_gpu.slots import Cache, SlotState, StepWorkspace
+from tether.accel.spec import DecoderSpec, Layer, Linear, Norm, Tables
 from tether.ops.sampling import Draw, draw_columns
 from tether.protocols import Sampling
 
-Angles = dict[str | None, tuple[Tensor, Tensor]]  # cos and sin, by the rotary table that a layer names
 
-
-def rms_norm(x: Tensor, norm: Norm) -> Tensor:
-    """x · (offset + weight) / sqrt(mean x² + ε) over the last dimension, in float32 at least."""
+def rms_norm(x: Tensor, norm: Norm | None) -> Tensor:
+    """x · (offset + weight) / sqrt(mean x² + ε) over the last dimension, in float32 at least; x without a norm."""
+    if norm is None:
+        return x
     wide = x.float() if x.dtype.itemsize < 4 else x
     scale = (wide.square().mean(dim=-1, keepdim=True) + norm.epsilon).rsqrt()
     return (wide * scale * (norm.weight.to(wide.dtype) + norm.offset)).to(x.dtype)
 
 
-def embed(work: StepWorkspace, n: int, backbone: StepBackbone, state: SlotState, norm: Norm) -> None:
+def grouped_norm(x: Tensor, norm: Norm | None) -> Tensor:
+    """The norm of each group of features of x (..., features) that is as wide as the norm's weight."""
+    return x if norm is None else rms_norm(x.unflatten(-1, (-1, len(norm.weight))), norm).flatten(-2)
+
+
+def embed(work: StepWorkspace, n: int, spec: DecoderSpec, state: SlotState, norm: Norm | None) -> None:
     """hidden = the embeddings of the slots' next inputs; normed = their norm."""
-    work.hidden[:n].copy_(backbone.embed(state.tokens[:n]))
+    work.hidden[:n].copy_(spec.embedding(state.tokens[:n]))
     work.normed[:n].copy_(rms_norm(work.hidden[:n], norm))
 
 
-def add_norm(work: StepWorkspace, n: int, parts: Tensor, after: Norm | None, norm: Norm) -> None:
+def add_norm(work: StepWorkspace, n: int, parts: Tensor, after: Norm | None, norm: Norm | None) -> None:
     """hidden += the sum of `parts` (P, n, H), normed first where `after` is a norm; normed = hidden's norm."""
     added = parts.sum(dim=0)
     if after is not None:
@@ -45,25 +49,23 @@ def add_norm(work: StepWorkspace, n: int, parts: Tensor, after: Norm | None, nor
 
 
 def project(
-    work: StepWorkspace, n: int, layer: StepLayer, backbone: StepBackbone, state: SlotState, cache: Cache, index: int
+    work: StepWorkspace,
+    n: int,
+    layer: Layer,
+    spec: DecoderSpec,  # noqa: ARG001
+    state: SlotState,
+    cache: Cache,
+    index: int,
 ) -> None:
     """Queries of the normed states, turned to their positions; keys and values go into the cache."""
     normed, columns = work.normed[:n], state.columns[:n]
-    query, key = (part(normed).unflatten(-1, (-1, layer.head_dim)) for part in (layer.query, layer.key))
-    value = layer.value(normed).unflatten(-1, (-1, layer.head_dim))
-    query, key = normed_heads(layer, query, key)
-    cos, sin = (table[columns][:, None] for table in backbone.angles[layer.facts.rotary])  # (n, 1, D / 2)
+    query, key = grouped_norm(layer.query(normed), layer.query_norm), grouped_norm(layer.key(normed), layer.key_norm)
+    query, key, value = (x.unflatten(-1, (-1, layer.head_dim)) for x in (query, key, layer.value(normed)))
+    cos, sin = (table[columns][:, None] for table in cache.angles[layer.rotary])  # (n, 1, D / 2)
     work.query[:n].copy_(rotate(query, cos, sin).flatten(1))
     slots = torch.arange(n, device=columns.device)
     cache.keys[index].transpose(1, 2).index_put_((slots, columns), rotate(key, cos, sin))
     cache.values[index].transpose(1, 2).index_put_((slots, columns), value)
-
-
-def normed_heads(layer: StepLayer, query: Tensor, key: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries and keys (..., heads, D) after the norms that some models have for them."""
-    if layer.head_norms is None:
-        return query, key
-    return rms_norm(query, layer.head_norms[0]), rms_norm(key, layer.head_norms[1])
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -73,34 +75,35 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 def attend(
-    work: StepWorkspace, n: int, layer: StepLayer, backbone: StepBackbone, state: SlotState, cache: Cache, index: int
+    work: StepWorkspace, n: int, layer: Layer, spec: DecoderSpec, state: SlotState, cache: Cache, index: int
 ) -> None:
     """mixed = attention of each slot's query to the columns of its own slot that it sees; of no meaning where idle."""
     keys, values = cache.keys[index, :n], cache.values[index, :n]  # (n, K, T, D)
-    query = work.query[:n].view(n, backbone.kv_heads, -1, backbone.head_dim)  # heads that share a key head side by side
-    unseen = out_of_window(keys.shape[2], state.columns[:n], layer.facts.window)
-    scores = (query @ keys.transpose(2, 3)).float() * layer.facts.scaling
-    scores = scores if layer.facts.cap is None else capped(scores, layer.facts.cap)
+    query = work.query[:n].view(n, spec.kv_heads, -1, spec.head_dim)  # heads that share a key head side by side
+    unseen = out_of_window(keys.shape[2], state.columns[:n], layer.window)
+    scores = (query @ keys.transpose(2, 3)).float() * layer.scaling
+    scores = scores if layer.score_cap is None else capped(scores, layer.score_cap)
     weights = scores.masked_fill(unseen[:, None, None], -torch.inf).softmax(dim=-1)
     work.mixed[:n].copy_((weights.to(values.dtype) @ values).reshape(n, -1))
 
 
-def gated(work: StepWorkspace, n: int, layer: StepLayer) -> None:
+def gated(work: StepWorkspace, n: int, layer: Layer) -> None:
     """inner = act(gate · normed) * (up · normed)."""
     normed = work.normed[:n]
     work.inner[:n].copy_(layer.activation(layer.gate(normed)) * layer.up(normed))
 
 
-def linear(work: StepWorkspace, n: int, module: StepLinear, x: Tensor) -> Tensor:  # noqa: ARG001
+def linear(work: StepWorkspace, n: int, module: Linear, x: Tensor) -> Tensor:  # noqa: ARG001
     """(P, n, H) whose sum over P is the module's output for x (rows, in)."""
     return module(x[:n]).unsqueeze(0)
 
 
-def logits(work: StepWorkspace, n: int, backbone: StepBackbone) -> None:
+def logits(work: StepWorkspace, n: int, spec: DecoderSpec) -> None:
     """Logits of the normed states."""
-    work.logits[:n].copy_(backbone.head(work.normed[:n]))
-    if backbone.logit_cap is not None:
-        capped(work.logits[:n], backbone.logit_cap)
+    assert spec.output is not None
+    work.logits[:n].copy_(spec.output(work.normed[:n]))
+    if spec.logit_cap is not None:
+        capped(work.logits[:n], spec.logit_cap)
 
 
 def draw(work: StepWorkspace, n: int, state: SlotState, sampling: Sampling) -> None:
@@ -135,12 +138,14 @@ def copy_slots(cache: Cache, sources: Tensor, targets: Tensor, lengths: Tensor, 
         table[:, targets, :, :longest] = table[:, sources, :, :longest]
 
 
-def angles_pass(backbone: StepBackbone, prompts: int, longest: int) -> Angles:  # noqa: ARG001
+def angles_pass(tables: Tables, prompts: int, longest: int) -> Tables:  # noqa: ARG001
     """Positions 0 to longest - 1 of each prompt, (L, 1, D / 2) for all."""
-    return {kind: (cos[:longest, None], sin[:longest, None]) for kind, (cos, sin) in backbone.angles.items()}
+    return {kind: (cos[:longest, None], sin[:longest, None]) for kind, (cos, sin) in tables.items()}
 
 
-def add_norm_pass(hidden: Tensor, change: Tensor | None, after: Norm | None, norm: Norm) -> tuple[Tensor, Tensor]:
+def add_norm_pass(
+    hidden: Tensor, change: Tensor | None, after: Norm | None, norm: Norm | None
+) -> tuple[Tensor, Tensor]:
     """`(hidden + change, its norm)`, (P, L, H) each; the change is normed first where `after` is a norm."""
     if change is not None:
         hidden = hidden + norm_pass(change, after)
@@ -148,24 +153,26 @@ def add_norm_pass(hidden: Tensor, change: Tensor | None, after: Norm | None, nor
 
 
 def norm_pass(x: Tensor, norm: Norm | None) -> Tensor:
-    """The norm of many tokens, or x where there is none; torch's own kernel where it has one for this."""
+    """The norm of each group of features as wide as its weight, by torch's kernel where it has one; x without one."""
     if norm is None:
         return x
+    groups = x.unflatten(-1, (-1, len(norm.weight)))
     plain = x.is_cuda and norm.offset == 0.0
-    return F.rms_norm(x, (x.shape[-1],), norm.weight, norm.epsilon) if plain else rms_norm(x, norm)
+    normed = F.rms_norm(groups, groups.shape[-1:], norm.weight, norm.epsilon) if plain else rms_norm(groups, norm)
+    return normed.flatten(-2)
 
 
-def linear_pass(part: StepLinear, x: Tensor) -> Tensor:
+def linear_pass(part: Linear, x: Tensor) -> Tensor:
     """(P, L, out) of x (P, L, in)."""
     return part(x)
 
 
-def heads_pass(part: StepLinear, norm: Norm | None, x: Tensor, width: int, angles: tuple[Tensor, Tensor]) -> Tensor:
-    """(P, L, heads, width) queries or keys of x (P, L, H): normed by head where there is a norm, then turned."""
-    return rotate(norm_pass(part(x).unflatten(-1, (-1, width)), norm), *angles)
+def heads_pass(part: Linear, norm: Norm | None, x: Tensor, width: int, angles: tuple[Tensor, Tensor]) -> Tensor:
+    """(P, L, heads, width) queries or keys of x (P, L, H): normed where there is a norm, then turned."""
+    return rotate(norm_pass(part(x), norm).unflatten(-1, (-1, width)), *angles)
 
 
-def gated_pass(layer: StepLayer, x: Tensor) -> Tensor:
+def gated_pass(layer: Layer, x: Tensor) -> Tensor:
     """(P, L, I) act(gate · x) * (up · x)."""
     return layer.activation(layer.gate(x)) * layer.up(x)
 

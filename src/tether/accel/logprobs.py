@@ -1,7 +1,7 @@
 """Log-probabilities and entropies by Triton kernels, for half-precision states on a CUDA device.
 
 The products stay with the library and keep the states' type; each kernel reads their logits once, in place. See
-`chunked_logprobs` for what is computed. It can be gone back through once.
+`chunked_logprobs` for what is computed. Its backward pass runs once.
 """
 
 # pyright: reportIndexIssue=false, reportUnknownVariableType=false
@@ -14,17 +14,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tether.accel.gradient_accumulation import Gradients
+from tether.accel.fused_pass.gradients import Gradients
+from tether.accel.supported import HALF
 from tether.device_transfer import at
 from tether.ops.logprobs import chunked_logprobs, rows_at_a_time
 
-HALF = (torch.bfloat16, torch.float16)
 CHUNK_ELEMENTS = 2**27  # logits held at a time: 256 MiB in half precision
 
 
-def applies(states: Tensor, weight: Tensor, softcap: float | None) -> bool:
+def applies(states: Tensor, weight: Tensor) -> bool:
     """Whether these kernels are made for such inputs."""
-    if softcap is not None or states.device.type != "cuda" or states.dtype not in HALF:
+    if states.device.type != "cuda" or states.dtype not in HALF:
         return False
     return weight.dtype == states.dtype and importlib.util.find_spec("triton") is not None
 
@@ -41,41 +41,53 @@ def logprobs(
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `chunked_logprobs`: by kernels where they are made for such inputs, else by that function."""
-    if not applies(states, weight, softcap):
+    if not applies(states, weight):
         options: dict[str, Any] = {"temperature": temperature, "bias": bias, "scale": scale, "softcap": softcap}
         return chunked_logprobs(states, weight, targets, **options, chunk_elements=chunk_elements)
     rows = rows_at_a_time(weight, chunk_elements or CHUNK_ELEMENTS)
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", FusedLogprobs.apply)
     with at(states.device):
-        return apply(states, weight, bias, targets, scale / temperature, rows)
+        return apply(
+            states, weight, bias, targets, scale / temperature, rows, 0.0 if softcap is None else softcap / scale
+        )
 
 
-def chunk_elements(states: Tensor, weight: Tensor, softcap: float | None) -> int | None:
-    """How many logits to hold at a time; None where the plain way decides."""
-    return CHUNK_ELEMENTS if applies(states, weight, softcap) else None
+def chunk_elements(states: Tensor, weight: Tensor, softcap: float | None) -> int | None:  # noqa: ARG001
+    """How many logits to hold at a time; None where `chunked_logprobs` decides."""
+    return CHUNK_ELEMENTS if applies(states, weight) else None
 
 
 class FusedLogprobs(torch.autograd.Function):
-    """As `chunked_logprobs` in `ops/logprobs.py`, where `factor` is scale / temperature."""
+    """As `chunked_logprobs` in `ops/logprobs.py`: z = factor · limit · tanh(x / limit) of products x.
+
+    `factor` is scale / temperature, and `limit` softcap / scale, or 0 for z = factor · x.
+    """
 
     @staticmethod
     def forward(
-        ctx: Any, states: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, factor: float, rows: int
+        ctx: Any,
+        states: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        factor: float,
+        rows: int,
+        limit: float = 0.0,
     ) -> tuple[Tensor, Tensor]:
         """`(logprobs, entropy)`, (N,) each."""
         logprobs, entropy, normaliser = torch.empty(3, len(targets), dtype=torch.float32, device=states.device)
-        frozen = not any(ctx.needs_input_grad[1:3])
+        frozen = not any(ctx.needs_input_grad[1:3]) and limit == 0.0  # else the mean of rows is not what is needed
         mean_rows = torch.empty_like(states) if frozen and ctx.needs_input_grad[0] else None
         logits: Tensor | None = None
         for part in _parts(len(targets), rows):
             logits = torch.nn.functional.linear(states[part], weight, bias)
-            read_rows(logits, targets[part], logprobs[part], entropy[part], normaliser[part], factor)
+            read_rows(logits, targets[part], logprobs[part], entropy[part], normaliser[part], factor, limit)
             if mean_rows is not None:
                 torch.mm(to_shares(logits, normaliser[part], factor), weight, out=mean_rows[part])
         # Where one chunk is all there is, it waits for the backward pass, which turns it into slopes.
         ctx.logits = logits if len(targets) <= rows and not frozen and any(ctx.needs_input_grad[:3]) else None
         ctx.save_for_backward(states, weight, bias, targets, normaliser, entropy, mean_rows)
-        ctx.factor, ctx.rows = factor, rows
+        ctx.factor, ctx.rows, ctx.limit = factor, rows, limit
         ctx.set_materialize_grads(False)
         return logprobs, entropy
 
@@ -90,7 +102,7 @@ class FusedLogprobs(torch.autograd.Function):
             grad_logprobs = torch.zeros_like(normaliser)
         if mean_rows is not None and grad_entropy is None:
             slope = (grad_logprobs * ctx.factor).to(states.dtype)
-            return (weight[targets].sub_(mean_rows).mul_(slope[:, None]), *[None] * 5)
+            return (weight[targets].sub_(mean_rows).mul_(slope[:, None]), *[None] * 6)
         grad_states = torch.empty_like(states) if wants_states else None
         grad_weight: Tensor | None = None
         grad_bias: Tensor | None = None
@@ -100,7 +112,8 @@ class FusedLogprobs(torch.autograd.Function):
         for part in parts:
             slope = kept if kept is not None else torch.nn.functional.linear(states[part], weight, bias)
             slopes = None if grad_entropy is None else grad_entropy[part]
-            to_slopes(slope, targets[part], normaliser[part], entropy[part], grad_logprobs[part], slopes, ctx.factor)
+            row = targets[part], normaliser[part], entropy[part], grad_logprobs[part], slopes
+            to_slopes(slope, *row, ctx.factor, ctx.limit)
             if grad_states is not None:
                 torch.mm(slope, weight, out=grad_states[part])
             if wants_weight and len(parts) == 1:
@@ -114,6 +127,7 @@ class FusedLogprobs(torch.autograd.Function):
             grad_states,
             None if grad_weight is None else grad_weight.to(weight.dtype),
             None if grad_bias is None else grad_bias.to(bias.dtype),
+            None,
             None,
             None,
             None,
@@ -132,13 +146,19 @@ def _sum(total: Tensor | None, part: Tensor) -> Tensor:
 
 
 def read_rows(
-    logits: Tensor, targets: Tensor, logprobs: Tensor, entropy: Tensor, normaliser: Tensor, factor: float
+    logits: Tensor,
+    targets: Tensor,
+    logprobs: Tensor,
+    entropy: Tensor,
+    normaliser: Tensor,
+    factor: float,
+    limit: float = 0.0,
 ) -> None:
     """Fill in what each row of logits (n, V) says of its target (n,)."""
     from tether.accel.kernels.logprobs import BLOCK, row_kernel
 
     row_kernel[(len(logits),)](
-        logits, targets, logprobs, entropy, normaliser, logits.shape[1], factor, BLOCK=BLOCK, num_warps=8
+        logits, targets, logprobs, entropy, normaliser, logits.shape[1], factor, BLOCK=BLOCK, LIMIT=limit, num_warps=8
     )
 
 
@@ -150,6 +170,7 @@ def to_slopes(
     grad_logprobs: Tensor,
     grad_entropy: Tensor | None,
     factor: float,
+    limit: float = 0.0,
 ) -> None:
     """Turn logits (n, V) into the slope of the loss in them, in place."""
     from tether.accel.kernels.logprobs import BLOCK, slope_kernel
@@ -157,7 +178,7 @@ def to_slopes(
     slope_kernel[(len(logits), -(-logits.shape[1] // BLOCK))](
         logits, targets, normaliser, entropy, grad_logprobs.contiguous(),
         (grad_logprobs if grad_entropy is None else grad_entropy).contiguous(), logits.shape[1], factor,
-        ENTROPY=grad_entropy is not None, BLOCK=BLOCK, num_warps=8,
+        ENTROPY=grad_entropy is not None, BLOCK=BLOCK, LIMIT=limit, num_warps=8,
     )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tether.accel.decode_cpu.cpu_decoder import LlamaDecoder
+from tether.accel.decode_cpu.decoder import CpuDecoder
 from tether.ops.sampling import Draw
 
 PREFILL_TOKENS = 1024  # read in one pass, unless a single prompt is longer
@@ -46,7 +46,7 @@ class ContinuousBatch:
     """
 
     def __init__(
-        self, decoder: LlamaDecoder, slots: int, prompts: Mapping[int, list[int]], groups: Sequence[int], room: int
+        self, decoder: CpuDecoder, slots: int, prompts: Mapping[int, list[int]], groups: Sequence[int], room: int
     ) -> None:
         """`room` is how many tokens a sequence may draw."""
         self.decoder = decoder

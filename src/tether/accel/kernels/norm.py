@@ -1,4 +1,4 @@
-"""Triton kernels for the parts of a layer that only read and write: norms, rotary positions, gates.
+"""RMS norms, forward and backward, and the sums over rows that gradients of norms and embeddings need. No autograd.
 
 Numbers are read in the weights' type, computed in float32, and rounded once where they are written. How many rows there
 are differs from batch to batch, so that no kernel is made anew for counts that happen to be multiples of 16.
@@ -8,13 +8,23 @@ are differs from batch to batch, so that no kernel is made anew for counts that 
 # pyright: reportMissingParameterType=false, reportOperatorIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+import torch
 import triton
 import triton.language as tl
+from torch import Tensor
+
+from tether.accel.spec import Norm
+
+ROW_COLUMNS = 256  # of a row that one program adds up
+NORM_PROGRAMS = 132 * 4  # programs of the norm's backward pass, each with a partial gradient of its weight
 
 
 @triton.jit
-def add_norm_kernel(x, change, weight, added, normed, inverse, width, epsilon, ADDS: tl.constexpr, BLOCK: tl.constexpr):
-    """One token: added = x + change, normed = w added / r, inverse = 1 / r with r = sqrt(mean(added²) + ε)."""
+def add_norm_kernel(
+    x, change, weight, added, normed, inverse, width, epsilon,
+    ADDS: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr = 0.0,
+):  # fmt: skip
+    """One token: added = x + change, normed = (OFFSET + w) added / r, inverse = 1 / r, r = sqrt(mean(added²) + ε)."""
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     real = columns < width
@@ -27,18 +37,22 @@ def add_norm_kernel(x, change, weight, added, normed, inverse, width, epsilon, A
     scale = 1.0 / tl.sqrt(tl.sum(numbers * numbers, axis=0) / width + epsilon)
     tl.store(inverse + row, scale)
     factor = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        factor += OFFSET
     tl.store(normed + row * width + columns, (numbers * scale * factor).to(normed.dtype.element_ty), mask=real)
 
 
 @triton.jit(do_not_specialize=["rows"])
 def add_norm_backward_kernel(
     grad_normed, grad_added, added, weight, inverse, grad_x, grad_weight, rows, width,
-    PASSES: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr,
+    PASSES: tl.constexpr, WEIGHTS: tl.constexpr, BLOCK: tl.constexpr, OFFSET: tl.constexpr = 0.0,
 ):  # fmt: skip
-    """dx = (g w - u mean(g w u)) / r + what comes past the norm, u = added / r; dw of this program's tokens."""
+    """dx = (g f - u mean(g f u)) / r + what comes past the norm, f = OFFSET + w, u = added / r; dw of these tokens."""
     columns = tl.arange(0, BLOCK)
     real = columns < width
     factor = tl.load(weight + columns, mask=real, other=0.0).to(tl.float32)
+    if OFFSET != 0.0:
+        factor += OFFSET
     total = tl.zeros([BLOCK], dtype=tl.float32)
     for index in range(tl.program_id(0), rows, tl.num_programs(0)):
         row = tl.full((), 1, tl.int64) * index
@@ -69,66 +83,6 @@ def column_sum_kernel(numbers, sums, rows, width, ROWS: tl.constexpr, COLUMNS: t
     tl.store(sums + columns, tl.sum(total, axis=0), mask=columns < width)
 
 
-@triton.jit
-def turn_heads(x, cos, sin, row, heads, way, HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, BLOCK: tl.constexpr):
-    """One token's heads in place: pairs (i, i + D/2) turned by the token's angles, forward or (way = -1) back."""
-    head, column = tl.arange(0, BLOCK)[:, None], tl.arange(0, HALF_BLOCK)[None, :]
-    known = column < HALF
-    real = (head < heads) & known
-    places = x + (row * heads + head) * (2 * HALF) + column
-    first = tl.load(places, mask=real, other=0.0).to(tl.float32)
-    second = tl.load(places + HALF, mask=real, other=0.0).to(tl.float32)
-    angle = row * (2 * HALF) + column  # both halves of the table are alike
-    cosine = tl.load(cos + angle, mask=known, other=0.0).to(tl.float32)
-    sine = tl.load(sin + angle, mask=known, other=0.0).to(tl.float32) * way
-    tl.store(places, (first * cosine - second * sine).to(x.dtype.element_ty), mask=real)
-    tl.store(places + HALF, (second * cosine + first * sine).to(x.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def rotate_kernel(
-    query, key, cos, sin, query_heads, key_heads, way,
-    HALF: tl.constexpr, HALF_BLOCK: tl.constexpr, QUERY_BLOCK: tl.constexpr, KEY_BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One token's queries (program 0 of the second axis) or keys (program 1) turned in place."""
-    row = tl.program_id(0).to(tl.int64)
-    if tl.program_id(1) == 0:
-        turn_heads(query, cos, sin, row, query_heads, way, HALF, HALF_BLOCK, QUERY_BLOCK)
-    else:
-        turn_heads(key, cos, sin, row, key_heads, way, HALF, HALF_BLOCK, KEY_BLOCK)
-
-
-@triton.jit
-def gate_kernel(gate, up, product, count, BLOCK: tl.constexpr):
-    """product = silu(gate) up."""
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = places < count
-    numbers = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-    other = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
-    result = numbers * tl.sigmoid(numbers) * other
-    tl.store(product + places, result.to(product.dtype.element_ty), mask=real)
-
-
-@triton.jit
-def gate_backward_kernel(gate, up, grad, product, grad_up, count, AGAIN: tl.constexpr, BLOCK: tl.constexpr):
-    """d gate (in place of `grad`) and d up of product = silu(gate) up; with AGAIN, the product itself once more.
-
-    `product` and `grad_up` may be `gate` and `up` themselves.
-    """
-    places = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    real = places < count
-    numbers = tl.load(gate + places, mask=real, other=0.0).to(tl.float32)
-    other = tl.load(up + places, mask=real, other=0.0).to(tl.float32)
-    slope = tl.load(grad + places, mask=real, other=0.0).to(tl.float32)
-    share = tl.sigmoid(numbers)
-    silu = numbers * share
-    if AGAIN:
-        tl.store(product + places, (silu * other).to(product.dtype.element_ty), mask=real)
-    tl.store(grad_up + places, (slope * silu).to(grad_up.dtype.element_ty), mask=real)
-    bent = share * (1.0 + numbers * (1.0 - share))
-    tl.store(grad + places, (slope * other * bent).to(grad.dtype.element_ty), mask=real)
-
-
 @triton.jit(do_not_specialize=["count", "skipped"], do_not_specialize_on_alignment=["ids", "order"])
 def add_rows_kernel(
     ids, order, rows, total, count, width, skipped, ROWS: tl.constexpr, COLUMNS: tl.constexpr
@@ -156,3 +110,72 @@ def add_rows_kernel(
     places = total + token * width + columns
     known = tl.load(places, mask=real, other=0.0).to(tl.float32)
     tl.store(places, (known + sums).to(total.dtype.element_ty), mask=real)
+
+
+def add_norm(x: Tensor, change: Tensor | None, norm: Norm) -> tuple[Tensor, Tensor, Tensor]:
+    """`(x + change, its RMS norm, 1 / its root mean square)`: (N, H) twice, and fp32 (N,)."""
+    rows, width = x.shape
+    x = x.contiguous()
+    adds = change is not None
+    added = torch.empty_like(x) if adds else x
+    normed = torch.empty_like(x)
+    inverse = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        add_norm_kernel[(rows,)](
+            x, x if change is None else change.contiguous(), norm.weight, added, normed, inverse, width, norm.epsilon,
+            ADDS=adds, BLOCK=power_of_two(width), OFFSET=norm.offset, num_warps=_warps(width),
+        )  # fmt: skip
+    return added, normed, inverse
+
+
+def add_norm_backward(
+    grad_normed: Tensor, past: Tensor | None, added: Tensor, norm: Norm, inverse: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """`(d added, parts of d weight)` from the norm's gradient, and from `past`, the gradient that goes past the norm.
+
+    The parts, fp32 (parts, H), are what `column_sums` sums; None where the weight is not trained.
+    """
+    rows, width = added.shape
+    learns = norm.weight.requires_grad
+    programs = min(rows, NORM_PROGRAMS)
+    partial = torch.empty(programs if learns else 0, width, dtype=torch.float32, device=added.device)
+    grad = torch.empty_like(added)
+    if rows:
+        add_norm_backward_kernel[(programs,)](
+            grad_normed.contiguous(), grad_normed if past is None else past, added, norm.weight, inverse, grad, partial,
+            rows, width, PASSES=past is not None, WEIGHTS=learns, BLOCK=power_of_two(width), OFFSET=norm.offset,
+            num_warps=_warps(width),
+        )  # fmt: skip
+    return grad, partial if learns else None
+
+
+def column_sums(numbers: Tensor) -> Tensor:
+    """(width,) the sums of fp32 numbers (rows, width)."""
+    rows, width = numbers.shape
+    sums = torch.empty(width, dtype=torch.float32, device=numbers.device)
+    column_sum_kernel[(-(-width // 32),)](numbers, sums, rows, width, ROWS=128, COLUMNS=32, num_warps=4)
+    return sums
+
+
+def add_rows(total: Tensor, ids: Tensor, rows: Tensor, skipped: int) -> None:
+    """total[ids[i]] += rows[i] for total (V, H), ids (N,) and rows (N, H), but for the id that is skipped.
+
+    Each sum is made in float32 and always in one order, that of the rows.
+    """
+    assert total.is_contiguous()
+    count, width = rows.shape
+    if count:
+        ids, order = ids.sort(stable=True)
+        add_rows_kernel[(count, -(-width // ROW_COLUMNS))](
+            ids, order, rows.contiguous(), total, count, width, skipped, ROWS=8, COLUMNS=ROW_COLUMNS, num_warps=1
+        )
+
+
+def power_of_two(n: int) -> int:
+    """The next one from n on."""
+    return 1 << (n - 1).bit_length()
+
+
+def _warps(width: int) -> int:
+    """Warps for a row of so many numbers."""
+    return max(1, min(16, power_of_two(width) // 512))
