@@ -68,12 +68,18 @@ def all_sections() -> tuple[Section, ...]:
     return tuple(
         Section(
             name,
-            _summary(sections(RECIPES[methods[0]])[name]),
+            _section_summary(RECIPES[methods[0]], name),
             tuple(methods),
             tuple(leaf for leaf in describe(RECIPES[methods[0]]) if leaf.section == name),
         )
         for (name, _), methods in found.items()
     )
+
+
+def _section_summary(recipe: type[BaseModel], name: str) -> str:
+    """What a section is for; a key at the top level stands on a page of its own."""
+    settings = sections(recipe).get(name)
+    return "A key of its own, in no section." if settings is None else _summary(settings)
 
 
 def section_names() -> list[str]:
