@@ -32,8 +32,8 @@ class Numbers:
     eos_token_id = NEVER
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:  # noqa: ARG002
-        """The numbers in the text."""
-        return [int(word) for word in text.split()]
+        """The numbers in the text; other words, such as the probe for a BOS token, have no ids."""
+        return [int(word) for word in text.split() if word.isdigit()]
 
     def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
         """The ids as text."""
