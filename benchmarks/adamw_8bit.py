@@ -1,11 +1,11 @@
-"""AdamW with its state in 8 bits against AdamW: how far the moments are off, what that does to learning, and its time.
+"""8-bit AdamW against AdamW: the error of the moments, its effect on learning, and its time.
 
     python benchmarks/adamw_8bit.py [--steps 1000 5000] [--curve 300] [--json]
 
-Moments: stationary normal gradients whose deviation differs within a block by so many decades, and the median error of
-the second moment, relative to the same in float32; of the first, relative to the root of the second. Learning: the tiny
-byte-level model on the text of docs/, next byte, the mean loss of the last tenth of the steps. `nearest` rounds to the
-nearest of 255 (127) magnitudes below the block's largest, for comparison.
+Moments: stationary normal gradients whose standard deviation varies within a block by a number of decades. The error of
+the second moment is relative to float32, that of the first moment to the root of the second; medians are reported.
+Learning: the tiny byte-level model predicts the next byte of docs/; the result is the mean loss of the last tenth of
+the steps. For comparison, `nearest` rounds to the nearest of 255 (127) magnitudes below the block's largest.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ DOCS = Path(__file__).resolve().parent.parent / "docs"
 
 
 class Nearest:
-    """Rounding to the nearest rung of one geometric ladder below the block's largest magnitude."""
+    """Rounds to the nearest level of one geometric grid below the block's largest magnitude."""
 
     def __init__(self, steps: int, floor: float) -> None:
         self.steps, self.log_ratio = steps, -math.log(floor) / (steps - 1)
 
     def close(self, x: Tensor, key: int = 0, before: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Signs and steps in one float, and the scale of each block."""
+        """Signs and levels in one float, and the scale of each block."""
         del key, before
         flat = x.reshape(-1)
         blocks = nn.functional.pad(flat, (0, -len(flat) % BLOCK)).view(-1, BLOCK)
@@ -47,7 +47,7 @@ class Nearest:
         return codes.view(-1)[: len(flat)], scales
 
     def open(self, codes: Tensor, scales: Tensor, shape: torch.Size) -> Tensor:
-        """The numbers."""
+        """Decode the numbers."""
         step = nn.functional.pad(codes, (0, -len(codes) % BLOCK)).view(-1, BLOCK)
         sizes = ((step.abs() - self.steps) * self.log_ratio).exp() * scales[:, None]
         return torch.where(step == 0.0, 0.0, torch.copysign(sizes, step)).view(-1)[: len(codes)].view(shape)
@@ -82,7 +82,7 @@ def moment_errors(way: str, decades: float, steps: list[int]) -> Iterator[dict[s
 
 
 def curve(eight_bit: str | None, steps: int, seed: int) -> list[float]:
-    """Losses of the tiny model on the docs; `eight_bit` names a way, None is the whole AdamW."""
+    """Losses of the tiny model on the docs; `eight_bit` names a rounding method, None is plain AdamW."""
     if eight_bit is not None:
         adamw.SIGNED, adamw.UNSIGNED = WAYS[eight_bit]  # pyright: ignore[reportAttributeAccessIssue]
     text = "".join(path.read_text(encoding="utf-8") for path in sorted(DOCS.glob("*.md")))
@@ -104,10 +104,10 @@ def curve(eight_bit: str | None, steps: int, seed: int) -> list[float]:
 
 
 def seconds_a_step(eight_bit: bool, numbers: int = 2**22) -> float:
-    """The best of three, of so many weights."""
+    """Seconds per step for `numbers` weights, the best of three."""
     weight = nn.Parameter(torch.zeros(numbers))
     optimizer, best = MixedAdamW([{"params": [weight]}], eight_bit=eight_bit), math.inf
-    for _ in range(4):  # the first makes the state
+    for _ in range(4):  # the first allocates the state
         weight.grad = torch.randn(numbers)
         began = time.perf_counter()
         optimizer.step()
@@ -119,7 +119,7 @@ def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--steps", type=int, nargs="+", default=[1000, 5000])
-    parser.add_argument("--curve", type=int, default=300, help="steps of the learning curve; 0: none")
+    parser.add_argument("--curve", type=int, default=300, help="steps of the learning curve; 0 skips it")
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
@@ -136,7 +136,7 @@ def main() -> None:
     for name, eight_bit in (("full", False), ("8bit", True)):
         seconds = seconds_a_step(eight_bit)
         found["seconds"][name] = seconds
-        tell(f"{name}: {1e3 * seconds:.0f} ms a step of 4M weights")
+        tell(f"{name}: {1e3 * seconds:.0f} ms per step of 4M weights")
     tail = max(1, options.curve // 10)
     for name, way in (("full", None), ("8bit", "stochastic"), ("nearest", "nearest")) if options.curve else ():
         losses = [curve(way, options.curve, seed) for seed in range(options.seeds)]

@@ -2,7 +2,7 @@
 
     python benchmarks/algorithms.py [--only NAME ...] [--json]
 
-A two-layer byte-level model learns, from random weights, to answer with characters of the kind it is asked for. All
+A two-layer byte-level model learns, from random weights, to answer with characters of the requested kind. All
 algorithms start from the same weights and see the same prompts in the same order.
 """
 
@@ -30,7 +30,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
     "PPO, clip": ("ppo", RATES),
     "PPO, adaptive KL penalty": ("ppo", [*RATES, "--ppo.objective", "kl_penalty", "--ppo.penalty.target", "0.05"]),
     "PPO, fixed KL penalty": ("ppo", [*RATES, "--ppo.objective", "kl_penalty", "--ppo.penalty.adaptive", "false"]),
-    # Without a clip nothing else holds the ratio, so the update ends early once the KL to the old policy is too large.
+    # Without a clip nothing else limits the ratio, so the update stops once the KL to the old policy is too large.
     "PPO, unclipped": ("ppo", [*RATES, "--ppo.objective", "unclipped", "--ppo.target_kl", "0.05"]),
     "REINFORCE, total return": ("reinforce", [*RATES, "--reinforce.weighting", "total"]),
     "REINFORCE, reward to go": ("reinforce", [*RATES, "--reinforce.weighting", "to_go"]),
@@ -49,7 +49,7 @@ VARIANTS: dict[str, tuple[str, list[str]]] = {
 
 
 def learn(method: str, flags: list[str]) -> list[tuple[float, float]]:
-    """`(seconds, score)` after each step, until the mean of three steps is past the target, or time is up."""
+    """`(seconds, score)` after each step, until the mean of three steps reaches the target or the time limit."""
     recipe = load_recipe(method, None, [*COMMON, *flags])
     assert isinstance(recipe, RLRecipe)
     parts = build_rl(recipe, load_policy(recipe))
@@ -62,7 +62,7 @@ def learn(method: str, flags: list[str]) -> list[tuple[float, float]]:
 
 
 def reached(curve: list[tuple[float, float]]) -> tuple[int, float] | None:
-    """The step and second at which the mean of three steps first was at the target."""
+    """The step and second at which the mean of three steps first reached the target."""
     for index in range(2, len(curve)):
         if sum(score for _, score in curve[index - 2 : index + 1]) / 3 >= TARGET:
             return index + 1, curve[index][0]
@@ -94,7 +94,7 @@ def plot(curves: dict[str, list[tuple[float, float]]], target: Path) -> None:
         style = styles[name.split(",")[0]]
         axes.plot([score for _, score in curve], style, label=name, color=colour, linewidth=1.8)
     axes.axhline(TARGET, color="grey", linewidth=0.8)
-    axes.set(xlabel="iteration (64 answers each)", ylabel="mean score (the most is 1)", ylim=(0, 1.02))
+    axes.set(xlabel="iteration (64 answers each)", ylabel="mean score (maximum 1)", ylim=(0, 1.02))
     axes.spines[["top", "right"]].set_visible(False)
     axes.legend(fontsize=7.5, frameon=False, ncols=2, loc="lower right")
     figure.tight_layout()
@@ -107,7 +107,7 @@ def main() -> None:
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    torch.set_num_threads(1)  # the model is so small that a second thread costs more than it brings
+    torch.set_num_threads(1)  # the model is so small that a second thread slows it down
     curves = {}
     for name in options.only:
         curves[name] = learn(*VARIANTS[name])

@@ -1,11 +1,11 @@
-"""The doctor's table: which diseases it finds in runs that have them, and how often it cries over runs that have none.
+"""The doctor's table: the diseases it finds in sick runs, and its false alarms on healthy runs.
 
     python benchmarks/doctor.py [--json]
 
-It reads the recorded runs of tests/doctor/recorded; tests/doctor/record_runs.py trains them anew. Healthy runs are
-counted in three sets: `tuned` (even seeds), on which thresholds were set; `held back` (odd seeds), looked at once after
-that; and `fresh` (seeds 10 and 11), recorded after the last change of a threshold. A false alarm is a warning or an
-alarm on a healthy run, when it is finished or at any look while it trains; notes are counted apart.
+It reads the recorded runs of tests/doctor/recorded; tests/doctor/record_runs.py trains them again. Healthy runs form
+three sets: `tuned` (even seeds), on which thresholds were set; `held back` (odd seeds), examined once after that; and
+`fresh` (seeds 10 and 11), recorded after the last change of a threshold. A false alarm is a warning or an alarm on a
+healthy run, at its end or at any examination while it trains; notes are counted separately.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tether.doctor.doctor import Doctor, LiveDoctor  # noqa: E402
 from tether.doctor.findings import Finding  # noqa: E402
 from tether.store.recorded import RecordedRun  # noqa: E402
 
-EVERY = 5  # steps between two looks while training
+EVERY = 5  # steps between two examinations while training
 
 
 def main() -> None:
@@ -41,7 +41,7 @@ def main() -> None:
 
 
 def diseases() -> list[dict[str, Any]]:
-    """One row for each disease of each sick run: whether it was found, how gravely, and when while training."""
+    """One row per disease of each sick run: whether it was found, its severity, and when it was found in training."""
     rows: list[dict[str, Any]] = []
     for sick in SICK:
         run = read_recorded(sick.name)
@@ -62,7 +62,7 @@ def diseases() -> list[dict[str, Any]]:
 
 
 def healthy() -> list[dict[str, Any]]:
-    """One row for each healthy run: its set, and what was said of it."""
+    """One row per healthy run: its set, and the findings."""
     rows: list[dict[str, Any]] = []
     for name in recorded_names("healthy-"):
         run = read_recorded(name)
@@ -83,18 +83,18 @@ def healthy() -> list[dict[str, Any]]:
 
 
 def set_of(name: str) -> str:
-    """Which set a healthy run counts in, by its seed."""
+    """The set of a healthy run, by its seed."""
     seed = int(name.rpartition("-")[2])
     return "fresh" if seed >= 10 else ("tuned", "held back")[seed % 2]
 
 
 def names(findings: Sequence[Finding], severities: Sequence[str]) -> list[str]:
-    """The audits that spoke so gravely."""
+    """The audits with findings of these severities."""
     return sorted({finding.audit for finding in findings if finding.severity in severities})
 
 
 def watched(run: RecordedRun) -> list[tuple[int, Finding]]:
-    """What the live doctor said, step by step."""
+    """The findings of the live doctor, step by step."""
     doctor, kept = LiveDoctor(run.method, run.config, every=EVERY), set(run.rollout_steps)
     return [
         (int(row["step"]), finding)
@@ -104,7 +104,7 @@ def watched(run: RecordedRun) -> list[tuple[int, Finding]]:
 
 
 def cost() -> dict[str, float]:
-    """Milliseconds of one look at a full window of 200 steps, and of handing over a step without a look."""
+    """Milliseconds of one examination of a full window of 200 steps, and of a step without one."""
     run = read_recorded("healthy-ppo-kl-0")
     doctor = LiveDoctor(run.method, run.config, every=10**9)
     rows = [dict(run.metrics[step % len(run.metrics)]) for step in range(400)]
@@ -121,7 +121,7 @@ def cost() -> dict[str, float]:
 
 def as_text(report: dict[str, Any]) -> str:
     """The tables, in Markdown."""
-    lines = ["| disease | run | found | told while training | also said |", "|---|---|---|---|---|"]
+    lines = ["| disease | run | found | found while training | other findings |", "|---|---|---|---|---|"]
     for row in report["diseases"]:
         verdict = row["severity"] if row["found"] else "MISSED"
         live = "at the end" if row["live_at_step"] is None else f"step {row['live_at_step']}"
@@ -140,7 +140,7 @@ def as_text(report: dict[str, Any]) -> str:
     spoken = [(row["run"], *row["false_alarms"], *row["notes"]) for row in report["healthy"]]
     lines += ["", *(f"{run}: {', '.join(said)}" for run, *said in spoken if said)]
     lines += [
-        f"A look costs {report['cost']['look_ms']:.1f} ms, a step without one {report['cost']['step_ms']:.3f} ms."
+        f"A look takes {report['cost']['look_ms']:.1f} ms, a step without one {report['cost']['step_ms']:.3f} ms."
     ]
     return "\n".join(lines)
 

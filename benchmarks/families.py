@@ -1,13 +1,12 @@
-"""What each family of models takes: every family x method x way of sharing, two steps each, as a user would run it.
+"""Which model families work: every family x method x roles.mode, two steps each, run like a user would.
 
     python benchmarks/families.py [--device cuda --dtype bfloat16] [--only llama gemma2] [--jobs 2] [--json FILE]
 
 Tiny random models of many families are built by transformers without a download and saved with a tokenizer. Each cell
-loads one by its path, trains it for two steps, and loads the saved model back. A cell ends as `fast`, `slow` (with the
-notice that says why), `refused` (with the sentence that says why) or `error`: a raw exception, a number that is not
-finite, a sampler and a trainer that disagree, or a saved model that gives other logits. The extras are further PPO
-runs: a value head, critic warm-up, ptx, gradient checkpointing, optimiser state in 8 bits, bases in 8 and 4 bits (CUDA
-only).
+loads one by its path, trains it for two steps, and loads the saved model again. A cell ends as `fast`, `slow` (with the
+notice that says why), `refused` (with the message that says why) or `error`: a raw exception, a number that is not
+finite, a sampler and a trainer that disagree, or a saved model with other logits. The extras are further PPO runs: a
+value head, critic warm-up, ptx, gradient checkpointing, 8-bit optimizer state, and 8-bit and 4-bit bases (CUDA only).
 
 The JSON file is written after each cell. The last lines are the tables of docs/models.md. Exit code 1: some cell ended
 in an error.
@@ -63,7 +62,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "ppo": RL | {"ppo.epochs": 2, "ppo.minibatch_size": 4},
     "grpo": RL | {"grpo.epochs": 1, "grpo.minibatch_size": 8},
 }
-# name -> (method, way of sharing, options)
+# name -> (method, roles.mode, options)
 EXTRAS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "value head": ("ppo", "separate", {"roles.critic": "head"}),
     "critic warm-up": ("ppo", "separate", {"ppo.critic_warmup": 1}),
@@ -75,14 +74,14 @@ EXTRAS: dict[str, tuple[str, str, dict[str, Any]]] = {
 }
 FAMILY_CLASS = re.compile(r"\b\w+(Model|ForCausalLM)\b")
 NEEDS_CUDA = ("8-bit base", "4-bit base")
-SLOW = ("Rollouts take the general way", "Training runs the model's own modules")
-TOLERANCE = {"float32": 1e-4, "bfloat16": 0.08}  # of the logits' norm: merging adapters rounds the weights
-GAP = {"float32": 1e-4, "bfloat16": 0.1}  # nats between the log-probs of sampler and trainer, in the mean
+SLOW = ("not the fast decoder", "Training runs the model's own modules")
+TOLERANCE = {"float32": 1e-4, "bfloat16": 0.08}  # relative to the logits' norm: merging adapters rounds the weights
+GAP = {"float32": 1e-4, "bfloat16": 0.1}  # mean difference in nats between the log-probs of sampler and trainer
 
 
 @dataclass(frozen=True)
 class Cell:
-    """How one run ended."""
+    """The result of one run."""
 
     family: str
     name: str
@@ -93,7 +92,7 @@ class Cell:
 
 
 def cells_of(options: argparse.Namespace) -> dict[str, tuple[str, str, dict[str, Any]]]:
-    """What is run for each family: name -> (method, way of sharing, options)."""
+    """The runs of each family: name -> (method, roles.mode, options)."""
     found: dict[str, tuple[str, str, dict[str, Any]]] = {}
     for method in options.methods:
         found |= {f"{method}/{mode}": (method, mode, {}) for mode in options.modes}
@@ -118,7 +117,7 @@ def write_data(folder: Path) -> None:
 
 
 def run_cell(family: str, name: str, given: tuple[str, str, dict[str, Any]], place: Path, options: Any) -> Cell:
-    """Train, save, load back."""
+    """Train, save, and load again."""
     method, mode, more = given
     flags = OPTIONS[method] | more
     flags |= {
@@ -154,15 +153,15 @@ def run_cell(family: str, name: str, given: tuple[str, str, dict[str, Any]], pla
         except Exception:
             return done("error", traceback.format_exc())
         if not apart <= TOLERANCE[options.dtype]:
-            return done("error", f"the model that was saved gives other numbers when it is loaded: off by {apart:.2g}")
+            return done("error", f"the saved model gives other numbers when it is loaded: off by {apart:.2g}")
         if not gap <= GAP[options.dtype]:
-            return done("error", f"sampler and trainer are {gap:.2g} nats apart in the mean")
+            return done("error", f"sampler and trainer differ by {gap:.2g} nats on average")
         why = [notice for notice in notices if notice.startswith(SLOW)]
         return done("slow" if why else "fast", " ".join(why))
 
 
 def train(method: str, words: list[str], notices: list[str], numbers: dict[str, float]) -> tuple[Any, Any, Any, Path]:
-    """Run a recipe; `(recipe, policy, training, the saved model's folder)`."""
+    """Run a recipe; returns `(recipe, policy, training, the saved model's folder)`."""
     recipe = load_recipe(method, None, words)
     made: list[Any] = []
     build = run_module.build_training
@@ -186,9 +185,9 @@ def train(method: str, words: list[str], notices: list[str], numbers: dict[str, 
 
 @torch.no_grad()
 def reload_gap(recipe: Any, policy: Any, training: Any, folder: Path, options: Any) -> float:
-    """How far what is loaded from the saved folder is from the trained model, as a share of its output's norm.
+    """The difference between the saved and the trained model, relative to the norm of the output.
 
-    Both compute in float32: what is compared is the weights that were saved, not how half precision rounds.
+    Both compute in float32, so that the saved weights are compared and not the rounding of half precision.
     """
     ids = torch.arange(10, 34, device=policy.model.device)[None]
     if recipe.model.quantize != "none":
@@ -212,7 +211,7 @@ def reload_gap(recipe: Any, policy: Any, training: Any, folder: Path, options: A
 
 
 def in_float32(model: ScalarModel) -> ScalarModel:
-    """The model computing in float32, by its own modules: the fused pass is made for the dtype it was tried in."""
+    """The model in float32, run by its own modules, since the fused pass is built for the original dtype."""
     for module in model.float().modules():
         if isinstance(module, Backbone):
             module.fast.reason = "compared in float32"
@@ -232,7 +231,7 @@ class _Loud(logging.Handler):
 
 @contextlib.contextmanager
 def quiet() -> Iterator[list[str]]:
-    """Collect what libraries would print on a user's terminal: warnings, log lines, anything written to stderr."""
+    """Collect what libraries would print on a user's terminal: warnings, log lines, anything on stderr."""
     loud: list[str] = []
     caught: list[warnings.WarningMessage] = []
     handler, logger = _Loud(loud), transformers.utils.logging.get_logger("transformers")
@@ -280,7 +279,7 @@ def _worker(waiting: Any, results: Any, options: argparse.Namespace) -> None:
 
 
 def run_all(families: list[str], options: argparse.Namespace, tell: Any) -> None:
-    """Families by turns in `--jobs` processes."""
+    """Run the families in `--jobs` processes."""
     if options.jobs == 1:
         for family in families:
             run_family(family, options, tell)
@@ -296,7 +295,7 @@ def run_all(families: list[str], options: argparse.Namespace, tell: Any) -> None
     while running:
         try:
             cell = results.get(timeout=5)
-        except Exception:  # queue.Empty: see whether a worker was killed
+        except Exception:  # queue.Empty: check whether a worker was killed
             if not any(worker.is_alive() for worker in workers):
                 raise SystemExit("a worker process ended before its families were done") from None
             continue
@@ -309,7 +308,7 @@ def run_all(families: list[str], options: argparse.Namespace, tell: Any) -> None
 
 
 def tables(cells: list[Cell]) -> str:
-    """The cells as the tables of docs/models.md, and each reason for a refusal once."""
+    """The cells as the tables of docs/models.md, with each reason for a refusal once."""
     reasons: dict[str, str] = {}
 
     def shown(cell: Cell | None) -> str:
@@ -341,7 +340,7 @@ def tables(cells: list[Cell]) -> str:
 
 
 def pace(cells: list[Cell], slow: str) -> str:
-    """How fast one half of a family's runs is: sampling, or training."""
+    """Whether a family's sampling, or its training, is fast."""
     ran = [cell for cell in cells if cell.result in ("fast", "slow")]
     if slow == SLOW[0]:
         ran = [cell for cell in ran if cell.name.startswith(("ppo", "grpo"))]
@@ -352,7 +351,7 @@ def pace(cells: list[Cell], slow: str) -> str:
 
 
 def write_json(path: str | None, cells: list[Cell], options: argparse.Namespace) -> None:
-    """Everything so far."""
+    """Write all cells so far."""
     if path is None:
         return
     versions = {"torch": torch.__version__, "transformers": transformers.__version__, "peft": peft.__version__}
@@ -368,7 +367,7 @@ def main() -> int:
     parser.add_argument("--only", nargs="+", default=list(FAMILIES), choices=list(FAMILIES), metavar="FAMILY")
     parser.add_argument("--methods", nargs="+", default=list(METHODS), choices=METHODS)
     parser.add_argument("--modes", nargs="+", default=list(MODES), choices=MODES)
-    parser.add_argument("--no-extras", action="store_true", help="leave the further PPO runs out")
+    parser.add_argument("--no-extras", action="store_true", help="skip the further PPO runs")
     parser.add_argument("--jobs", type=int, default=2, help="processes")
     parser.add_argument("--json", metavar="FILE", help="where every cell is written")
     parser.add_argument("--show", metavar="FILE", help="print the tables of a JSON file that an earlier run wrote")

@@ -11,7 +11,7 @@ import transformers
 
 from tether.hub.tiny_model import END_ID, PAD_ID, tiny_tokenizer
 
-VOCABULARY = 264  # a few rows more than the tokenizer has tokens, as most released models have
+VOCABULARY = 264  # a few more rows than the tokenizer has tokens, like most released models
 CHAT = (
     "{% for message in messages %}<{{ message['role'] }}>{{ message['content'] }}"
     "{% if message['role'] == 'assistant' %}{{ eos_token }}{% endif %}\n{% endfor %}"
@@ -31,11 +31,11 @@ EXPERTS: dict[str, Any] = {"moe_intermediate_size": 64, "num_experts": 4, "num_e
 
 @dataclass(frozen=True)
 class Family:
-    """How to make a tiny model of a family: its config class in transformers and what that is given."""
+    """How to build a tiny model of a family: its config class in transformers and the arguments."""
 
     config: str
     given: dict[str, Any] = field(default_factory=dict)
-    standard: bool = True  # takes the usual names of sizes
+    standard: bool = True  # uses the usual argument names for sizes
     chat: bool = True  # its tokenizer gets a chat template
 
     def options(self) -> dict[str, Any]:
@@ -121,7 +121,7 @@ FAMILIES: dict[str, Family] = {
 
 
 def save_family(name: str, folder: Path) -> str | None:
-    """A tiny model of the family with a tokenizer, saved as a user would have it; or why there is none here."""
+    """Save a tiny model of the family with a tokenizer; returns the reason where it cannot be built."""
     family = FAMILIES[name]
     kind = getattr(transformers, family.config, None)
     if kind is None:
@@ -133,7 +133,7 @@ def save_family(name: str, folder: Path) -> str | None:
         model = transformers.AutoModelForCausalLM.from_config(kind(**family.options()))
     with torch.no_grad():
         for parameter in model.parameters():
-            if parameter.ndim > 1:  # fresh weights are so small that logits hardly differ, and a fault would not show
+            if parameter.ndim > 1:  # with fresh weights the logits hardly differ, and a fault would stay hidden
                 parameter.mul_(5.0)
     model.float().save_pretrained(folder)
     tokenizer.save_pretrained(folder)

@@ -1,16 +1,16 @@
-"""Reward models on what people preferred: held-out accuracy beside "the longer answer wins", and K-wise against pairs.
+"""Reward models on human preferences: held-out accuracy against "the longer answer wins", and K-wise against pairs.
 
     python benchmarks/human_feedback.py FILE --out DIR [--folds 0 1 2 3 4] [--losses kwise pairs] [--model smollm2-135m]
         [--rate 1e-5] [--epochs 2] [--batch 8] [--set KEY=VALUE ...] [--json]
 
-FILE holds, a record a line, gzipped or not, either pairs of whole conversations (`chosen`, `rejected`, turns begun by
-"Human:" and "Assistant:", as in HH-RLHF) or trees of messages whose replies carry a `rank` (as OpenAssistant's). Folds,
-five in all, are made of whole prompts: pairs that begin with one question, or a whole tree, are never on both sides.
-Each fold trains on the other four and is judged itself.
+FILE has one record per line, gzipped or not: either pairs of whole conversations (`chosen`, `rejected`, with turns
+marked "Human:" and "Assistant:", as in HH-RLHF) or trees of messages whose replies have a `rank` (as in OpenAssistant).
+There are five folds, split by prompt: pairs with the same first question, or a whole tree, are never on both sides.
+Each fold is evaluated with a model trained on the other four.
 
-"kwise" takes `--batch` rankings a step, all pairs of a prompt as one example; "pairs" takes each pair as a record of
-its own, as many a step as make the same number of steps and of passes. Both start from the same model, head and seed.
-Outcomes go to DIR/fold-N.json, so that folds may run side by side; each run ends with the totals of what is in DIR.
+"kwise" takes `--batch` rankings per step, with all pairs of a prompt as one example; "pairs" takes each pair as its own
+record, with the batch size that gives the same number of steps and of passes. Both start from the same model, head and
+seed. Results go to DIR/fold-N.json, so that folds may run in parallel; each run ends with the totals over DIR.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ TURN = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True)
 class Ranked:
-    """The answers to one conversation, best first; `source` is what must not stand on both sides of a split."""
+    """The answers to one conversation, best first; everything with one `source` stays on one side of a split."""
 
     source: str
     messages: tuple[dict[str, str], ...]
@@ -67,14 +67,14 @@ def read(file: Path) -> list[Ranked]:
 
 
 def compared(record: dict[str, str]) -> Iterator[Ranked]:
-    """A pair, where both conversations are the same up to answers that differ; nothing where they are not."""
+    """A pair, where both conversations are equal up to different answers; otherwise nothing."""
     (asked, chosen), (also, rejected) = (last_answer(record[name]) for name in ("chosen", "rejected"))
     if asked == also and asked and chosen and rejected and chosen != rejected:
         yield Ranked(asked[0]["content"], asked, (chosen, rejected))
 
 
 def last_answer(text: str) -> tuple[tuple[dict[str, str], ...], str]:
-    """`(what came before, the last answer)` of a conversation; empty where its last turn is no answer."""
+    """`(the turns before, the last answer)` of a conversation; empty where the last turn is not an answer."""
     turns: list[dict[str, str]] = []
     for line in text.strip().split("\n\n"):
         name, colon, rest = line.partition(":")
@@ -103,7 +103,7 @@ def tree_rankings(tree: dict[str, Any]) -> Iterator[Ranked]:
 
 
 def folds_of(rankings: list[Ranked]) -> list[list[Ranked]]:
-    """Five lists; all that has one source is in one of them."""
+    """Five lists; everything with the same source is in one of them."""
     sources = list(dict.fromkeys(ranked.source for ranked in rankings))
     order = list(range(len(sources)))
     random.Random(0).shuffle(order)
@@ -115,7 +115,7 @@ def folds_of(rankings: list[Ranked]) -> list[list[Ranked]]:
 
 
 def records(rankings: list[Ranked], loss: str) -> list[dict[str, Any]]:
-    """What a loss is trained on."""
+    """The training records of a loss."""
     if loss == "kwise":
         return [{"prompt": list(ranked.messages), "answers": list(ranked.answers)} for ranked in rankings]
     return [
@@ -126,7 +126,7 @@ def records(rankings: list[Ranked], loss: str) -> list[dict[str, Any]]:
 
 
 def train(options: argparse.Namespace, loss: str, rankings: list[Ranked], folder: Path) -> Path:
-    """A reward model; where it was saved."""
+    """Train a reward model; returns its folder."""
     steps = math.ceil(options.epochs * len(rankings) / options.batch)
     examples = records(rankings, loss)
     file = folder / f"{loss}.jsonl"
@@ -148,7 +148,7 @@ def train(options: argparse.Namespace, loss: str, rankings: list[Ranked], folder
 
 
 def margins(options: argparse.Namespace, model: Path, rankings: list[Ranked]) -> list[float]:
-    """Score of the better answer less that of the worse, for every pair, by the model as it was saved."""
+    """Score of the better answer minus that of the worse, for every pair, with the saved model."""
     scalar = ScalarModel.load(model, "float32", "auto").requires_grad_(False)
     vocabulary = load_vocabulary(model, scalar.backbone.model)
     encode = RowEncoder(vocabulary.tokenizer, vocabulary.end_id, options.max_length)
@@ -169,7 +169,7 @@ def margins(options: argparse.Namespace, model: Path, rankings: list[Ranked]) ->
 
 
 def run_fold(options: argparse.Namespace, number: int, folds: list[list[Ranked]]) -> None:
-    """Train each loss on the other folds, judge this one, write it down."""
+    """Train each loss on the other folds, evaluate on this one, and write the result."""
     held_out, rest = folds[number], [ranked for other, fold in enumerate(folds) if other != number for ranked in fold]
     outcome: dict[str, Any] = {
         "fold": number, "rankings": len(rest), "sources": [r.source for r in held_out for _ in r.pairs()],
@@ -189,7 +189,7 @@ def run_fold(options: argparse.Namespace, number: int, folds: list[list[Ranked]]
 
 
 def totals(folder: Path, losses: list[str]) -> dict[str, Any]:
-    """Accuracies over the folds that were judged with all these losses, and each loss against the others."""
+    """Accuracies over the folds that have results of all these losses, and each loss against the others."""
     found_there = [json.loads(file.read_text()) for file in sorted(folder.glob("fold-*.json"))]
     outcomes = [outcome for outcome in found_there if outcome.keys() >= set(losses)]
     right = {kind: [each for outcome in outcomes for each in outcome[kind]] for kind in ("longer", *losses)}
@@ -204,7 +204,7 @@ def totals(folder: Path, losses: list[str]) -> dict[str, Any]:
 
 
 def difference(one: list[float], other: list[float], sources: list[str]) -> dict[str, Any]:
-    """McNemar's exact test; and the difference with an interval over sources, whose pairs are not independent."""
+    """McNemar's exact test, and the difference with an interval over sources, since their pairs are not independent."""
     only_one = sum(a == 1.0 and b == 0.0 for a, b in zip(one, other, strict=True))
     only_other = sum(a == 0.0 and b == 1.0 for a, b in zip(one, other, strict=True))
     n, k = only_one + only_other, min(only_one, only_other)
@@ -219,7 +219,7 @@ def difference(one: list[float], other: list[float], sources: list[str]) -> dict
 
 
 def main() -> None:
-    """Run the folds asked for and print the totals of all that are there."""
+    """Run the requested folds and print the totals of all results."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, required=True)
@@ -234,7 +234,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     if not options.file.is_file():
-        parser.error(f"{options.file} is not a file: give the .jsonl or .jsonl.gz with people's choices")
+        parser.error(f"{options.file} is not a file: name a .jsonl or .jsonl.gz with human preferences")
     options.out.mkdir(parents=True, exist_ok=True)
     folds = folds_of(read(options.file))
     for number in options.folds:

@@ -1,9 +1,9 @@
-"""Log-probs and entropies in chunks against the plain way: memory, time and gradients in one run.
+"""Chunked log-probs and entropies against computing all logits at once: memory, time and gradients.
 
     python benchmarks/logprobs.py [--tokens 4096] [--vocabulary 49152] [--width 576] [--json]
 
-Each way runs in a process of its own, so that its peak memory is its own: the growth of the resident set over what was
-held before the first forward pass. Times are the best of several repeats.
+Each method runs in its own process, so that its peak memory can be measured: the growth of the resident set since
+before the first forward pass. Times are the best of several repeats.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tether.ops.logprobs import chunked_logprobs
 
 
 def plain(states: Tensor, weight: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
-    """The usual way: all logits at once."""
+    """The usual method: all logits at once."""
     logprobs = torch.log_softmax(states @ weight.T, dim=-1)
     entropy = -(logprobs.exp() * logprobs).sum(dim=-1)
     return logprobs.gather(1, targets[:, None])[:, 0], entropy
@@ -50,7 +50,7 @@ def measure(way: str, tokens: int, vocabulary: int, width: int, repeats: int, an
 
 
 def run(way: str, options: argparse.Namespace) -> tuple[float, int, Tensor, Tensor, Tensor]:
-    """One way in a process of its own."""
+    """Run one method in its own process."""
     context = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     sizes = (options.tokens, options.vocabulary, options.width, options.repeats)
@@ -82,7 +82,7 @@ def main() -> None:
     for name, gap in gaps.items():
         print(f"relative difference of {name}: {gap:.1e}")
     memory, duration = ours[1] / usual[1], ours[0] / usual[0]
-    print(f"memory {memory:.3f} of the plain way, time {duration:.2f} of it")
+    print(f"memory {memory:.3f} of the plain method, time {duration:.2f} of it")
     if options.json:
         print(json.dumps({"ratio": memory, "memory_ratio": memory, "time_ratio": duration, "differences": gaps}))
 

@@ -1,7 +1,7 @@
 """The peer of the PPO benchmarks: TRL 1.12's PPOTrainer on random weights, timed from log to log.
 
-Runs in an interpreter of its own that has `trl==1.12.0`. Before each iteration it waits for a line, so that others may
-have their turn, and after it prints one of JSON: its seconds, and those of the generation in it.
+It runs in an interpreter that has `trl==1.12.0`. It waits for a line on stdin before each iteration, so that both sides
+can alternate, and then prints one line of JSON: the seconds of the iteration and of its generation.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ CACHE = Path(os.environ.get("TETHER_CACHE", Path.home() / ".cache" / "tether"))
 
 
 class Clock(TrainerCallback):
-    """Waits for its turn before an iteration; tells at its log, which TRL writes once in each, how long it took."""
+    """Waits before each iteration; at TRL's log, written once per iteration, prints how long it took."""
 
     def __init__(self) -> None:
         self.generating = 0.0
@@ -49,12 +49,12 @@ class Clock(TrainerCallback):
         trainer_module.batch_generation = timed
 
     def wait(self) -> None:
-        """For a line."""
+        """Wait for a line."""
         sys.stdin.readline()
         self.began, self.generating = time.perf_counter(), 0.0
 
     def on_log(self, *_: Any, **__: Any) -> None:
-        """An iteration is over."""
+        """The end of an iteration."""
         print(json.dumps({"seconds": time.perf_counter() - self.began, "rollout": self.generating}), flush=True)
         self.wait()
 

@@ -1,12 +1,13 @@
-"""One PPO iteration on a CPU against TRL 1.12's PPOTrainer: same shapes, threads and machine, taking turns.
+"""One PPO iteration on a CPU against TRL 1.12's PPOTrainer: same shapes, threads and machine, interleaved.
 
-    python benchmarks/ppo_cpu.py [--trl-python PYTHON] [--iterations 2] [--modes separate top] [--apart] [--json]
+    python benchmarks/ppo_cpu.py [--trl-python PYTHON] [--iterations 2] [--modes separate shared_backbone] [--apart]
+        [--json]
 
-32 prompts x (32 + 32) tokens, four epochs, one optimiser step an epoch, the shape of SmolLM2-135M with random weights,
-fp32. Rollouts, the reward model, the reference, values, the update: whole iterations are timed, one of a mode and one
-of the peer by turns, and the best of each is kept after a first that is not counted. The peer runs in an interpreter
-that has `trl==1.12.0`, the last release with PPO; without one, only Tether is timed. With `--json` the last line holds
-the ratios; `ratio` is that of `separate`.
+32 prompts x (32 + 32) tokens, four epochs, one optimizer step per epoch, the shape of SmolLM2-135M with random weights,
+fp32. Whole iterations are timed: rollouts, reward model, reference, values and update. Iterations of a mode and of TRL
+alternate; the first of each is not counted, and the best of the others is reported. TRL runs in an interpreter with
+`trl==1.12.0`, the last release with PPO; without one, only Tether is timed. With `--json` the last line has the ratios;
+`ratio` is that of `separate`.
 """
 
 from __future__ import annotations
@@ -40,14 +41,14 @@ TRL = "TRL 1.12"
 
 
 class Turn(NamedTuple):
-    """How long a whole iteration took, and the rollouts in it."""
+    """Seconds of a whole iteration, and of its rollouts."""
 
     seconds: float
     rollout: float
 
 
 def iteration_parts(mode: str, options: argparse.Namespace) -> RLParts:
-    """A PPO run whose four roles are held as `mode` says."""
+    """A PPO run whose four roles use `mode`."""
     flags = {
         "roles.mode": mode,
         "roles.trainable_layers": options.trainable_layers,
@@ -69,7 +70,7 @@ def iteration_parts(mode: str, options: argparse.Namespace) -> RLParts:
 
 
 def reward_model(parts: RLParts, loaded: LoadedModel, options: argparse.Namespace) -> RewardModelReward:
-    """A reward model of the same shape: one of its own, or a top on the backbone that the roles share."""
+    """A reward model of the same shape: a separate one, or top layers on the shared backbone."""
     policy, backbone = parts.roles.actor.policy, parts.roles.actor.backbone
     if isinstance(backbone, TopBackbone):
         own = TopBackbone(own_top(backbone.model, backbone.shared.depth), backbone.shared)
@@ -81,7 +82,7 @@ def reward_model(parts: RLParts, loaded: LoadedModel, options: argparse.Namespac
 
 
 def tether_turns(mode: str, options: argparse.Namespace) -> Generator[Turn]:
-    """One iteration after the other, as they are asked for."""
+    """Yield one iteration after another."""
     parts = iteration_parts(mode, options)
     controllers = parts.algorithm.controllers
     for step in count():
@@ -92,7 +93,7 @@ def tether_turns(mode: str, options: argparse.Namespace) -> Generator[Turn]:
 
 
 def peer_turns(options: argparse.Namespace) -> Generator[Turn]:
-    """The same of TRL's trainer, in the interpreter that has it; it waits for a line before each iteration."""
+    """The same for TRL's trainer, in its interpreter, which waits for a line before each iteration."""
     command = [options.trl_python, str(PEER)]
     for name in ("batch", "prompt", "response", "epochs", "threads", "iterations"):
         command += [f"--{name}", str(getattr(options, name))]
@@ -113,7 +114,7 @@ def peer_turns(options: argparse.Namespace) -> Generator[Turn]:
 
 
 def side_by_side(mode: str, options: argparse.Namespace) -> dict[str, list[Turn]]:
-    """The iterations of one mode and of the peer, by turns or one after the other; the first of each is not counted."""
+    """The iterations of one mode and of TRL, interleaved or one after the other; the first of each is not counted."""
     contenders = {mode: tether_turns(mode, options)}
     contenders |= {TRL: peer_turns(options)} if options.trl_python else {}
     turns: dict[str, list[Turn]] = {name: [] for name in contenders}
@@ -122,7 +123,7 @@ def side_by_side(mode: str, options: argparse.Namespace) -> dict[str, list[Turn]
     for name in order:
         turns[name].append(next(contenders[name]))
         if options.apart and len(turns[name]) == len(rounds):
-            contenders[name].close()  # its memory is free for the next
+            contenders[name].close()  # free its memory for the next
     return turns
 
 
@@ -136,12 +137,12 @@ def main() -> None:
     parser.add_argument("--top-layers", type=int, default=4)
     parser.add_argument("--micro-batch-tokens", type=int, default=8192)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=2, help="timed, after one that is not")
+    parser.add_argument("--iterations", type=int, default=2, help="timed iterations, after one warm-up")
     parser.add_argument(
         "--modes", nargs="+", default=["separate", "shared_backbone"], choices=["separate", "lora", "shared_backbone"]
     )
     parser.add_argument("--trl-python", help="an interpreter with trl==1.12.0")
-    parser.add_argument("--apart", action="store_true", help="no turns: two at once do not fit 24 GiB with separate")
+    parser.add_argument("--apart", action="store_true", help="do not interleave: with separate, both need over 24 GiB")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -151,7 +152,7 @@ def main() -> None:
     print(
         f"{options.batch} prompts x ({options.prompt} + {options.response}) tokens, {options.epochs} epochs, "
         f"SmolLM2-135M shape, fp32, {options.threads} threads, {rate:.0f} to {matrix_rate():.0f} GFLOP/s, "
-        f"{time.perf_counter() - began:.0f} s in all"
+        f"{time.perf_counter() - began:.0f} s in total"
     )
     ratios: dict[str, float] = {}
     for mode, sides in found.items():

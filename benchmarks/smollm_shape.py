@@ -1,4 +1,4 @@
-"""What the CPU benchmarks share: SmolLM2-135M or its shape, prompts of an exact length, the machine's matrix rate."""
+"""Shared by the CPU benchmarks: SmolLM2-135M or its shape, prompts of an exact length, the machine's matrix rate."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tether.models.load import LoadedModel, load_causal_lm
 from tether.protocols import RewardFn
 from tether.types import Prompt, Score
 
-NEVER = -2  # an end token that no model draws
+NEVER = -2  # an end token that no model samples
 SHAPE: dict[str, Any] = {
     "vocab_size": 49152,
     "hidden_size": 576,
@@ -27,13 +27,13 @@ SHAPE: dict[str, Any] = {
 
 
 class Numbers:
-    """A tokenizer whose text is token ids written out, so that a prompt has exactly the length that was asked for."""
+    """A tokenizer whose text is token ids written as numbers, so that prompts have an exact length."""
 
     eos_token_id = NEVER
 
     def encode(self, text: str, *, add_special_tokens: bool = False) -> list[int]:  # noqa: ARG002
-        """The numbers in the text."""
-        return [int(word) for word in text.split()]
+        """The numbers in the text; other words, such as the probe for a BOS token, have no ids."""
+        return [int(word) for word in text.split() if word.isdigit()]
 
     def batch_decode(self, rows: list[list[int]], **_: Any) -> list[str]:
         """The ids as text."""
@@ -41,7 +41,7 @@ class Numbers:
 
 
 def smollm2(*, random: bool) -> LoadedModel:
-    """SmolLM2-135M, or a model of its shape with random weights; nothing ends its answers."""
+    """SmolLM2-135M, or a model of its shape with random weights; its answers never end early."""
     if not random:
         loaded = load_causal_lm("smollm2-135m", dtype="float32", device="cpu", seed=0)
         return dataclasses.replace(loaded, tokenizer=cast(Any, Numbers()), end_id=NEVER)
@@ -56,13 +56,13 @@ def random_ids(count: int, length: int) -> torch.Tensor:
 
 
 def random_prompts(count: int, length: int) -> list[Prompt]:
-    """Prompts of so many tokens each."""
+    """`count` prompts of `length` tokens each."""
     rows = random_ids(count, length).tolist()
     return [Prompt.from_text(str(index), " ".join(map(str, row))) for index, row in enumerate(rows)]
 
 
 class RandomPrompts:
-    """A task of random tokens; its reward, the parity of the last token, asks nothing of the device."""
+    """A task of random tokens; its reward, the parity of the last token, costs nothing."""
 
     def __init__(self, count: int, length: int) -> None:
         self.count, self.length = count, length

@@ -1,4 +1,4 @@
-"""How long the command line takes to answer: the best of five runs of each command, in seconds.
+"""Start-up time of the command line: the best of five runs of each command, in seconds.
 
 `python benchmarks/startup.py [--json]`; with `--json` the last line is a JSON object.
 """
@@ -21,7 +21,7 @@ RUNS = 5
 
 
 def best_seconds(words: list[str]) -> float:
-    """The quickest of RUNS runs: the others measure what else the machine does."""
+    """The fastest of RUNS runs, which is least affected by other load."""
     times: list[float] = []
     for _ in range(RUNS):
         start = time.perf_counter()

@@ -1,13 +1,13 @@
-"""What recording costs: a real PPO iteration with and without the run store, and bytes per thousand rollouts.
+"""The cost of recording: a real PPO iteration with and without the run store, and bytes per thousand rollouts.
 
     python benchmarks/store.py [--iterations 5] [--json]
 
 SmolLM2-135M, roles on its top 4 layers, 32 prompts x (32 + 32) tokens, four epochs, fp32. Iterations with and without
-recording take turns in one process. A recorded one counts the call and then waits until everything is on disk, so that
-nothing overlaps with computing: in a real run the thread works beside the next iteration, and this is an upper bound.
-The size is that of the database after a thousand rollouts of 512 answer tokens each, cut from the rows of those
-iterations, with every column and the text of every token. With `--json` the last line holds `ratio`, the overhead as a
-fraction (top_logprobs found and everything on disk), and `mb_per_thousand_rollouts`.
+recording alternate in one process. A recorded one includes the call and then waits until everything is on disk. In a
+real run the writer thread overlaps with the next iteration, so this is an upper bound. The size is that of the database
+after a thousand rollouts of 512 answer tokens each, built from the rows of those iterations, with every column and the
+text of every token. With `--json` the last line has `ratio`, the overhead as a fraction (including top_logprobs and the
+wait for the disk), and `mb_per_thousand_rollouts`.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Timed:
         roles.top_tokens = timed
 
     def iterate(self, *, kept: bool = False) -> tuple[float, dict[str, float], StepRollouts]:
-        """Seconds, metrics and tokens of the next iteration; one that is `kept` also looks for top_logprobs."""
+        """Seconds, metrics and tokens of the next iteration; with `kept`, it also computes top_logprobs."""
         began = time.perf_counter()
         result = rl_step(self.parts if kept else self.unseen, self.step, self.controllers)
         seconds = time.perf_counter() - began
@@ -95,7 +95,7 @@ class Timed:
 
 
 def measure(options: argparse.Namespace, pieces: Pieces, folder: Path) -> dict[str, Any]:
-    """Times of iterations in turn, and the rows of the recorded ones."""
+    """Times of alternating iterations, and the rows of the recorded ones."""
     timed = Timed(iteration_parts(options))
     timed.iterate()  # not counted
     workspace = workspace_at(folder, f"sqlite:///{folder}/tether.db")
@@ -108,7 +108,7 @@ def measure(options: argparse.Namespace, pieces: Pieces, folder: Path) -> dict[s
         timed.looked = 0.0
         seconds, metrics, tokens = timed.iterate(kept=True)
         began = time.perf_counter()
-        metrics |= step_measures(tokens.stored(timed.step, None))  # as a run does before it records a step
+        metrics |= step_measures(tokens.stored(timed.step, None))  # a run also does this before it records a step
         recorder.record(timed.step, metrics, tokens)
         called = time.perf_counter()
         assert recorder.flush()
@@ -122,13 +122,13 @@ def measure(options: argparse.Namespace, pieces: Pieces, folder: Path) -> dict[s
 
 
 def long_rollouts(rows: Sequence[StoredRollout], count: int) -> list[StoredRollout]:
-    """Rollouts of LONG answer tokens, each put together from the answers of rows drawn at random."""
+    """Rollouts of LONG answer tokens, each concatenated from the answers of random rows."""
     draw = random.Random(0)
     made = []
     for place in range(count):
         order, chosen = itertools.cycle(draw.sample(rows, len(rows))), list[StoredRollout]()
         while sum(int(row.columns["response"].sum()) for row in chosen) < LONG:
-            chosen.append(next(order))  # no row twice, where there are enough: a repeat would compress away
+            chosen.append(next(order))  # no row twice if there are enough: a repeat would compress away
         columns = {name: np.concatenate([row.answer(name) for row in chosen])[:LONG] for name in rows[0].columns}
         pieces = [
             piece for row in chosen for piece, own in zip(row.pieces, row.columns["response"], strict=True) if own
@@ -141,7 +141,7 @@ def long_rollouts(rows: Sequence[StoredRollout], count: int) -> list[StoredRollo
 
 
 def long_alternatives(several: Sequence[TopLogprobs]) -> TopLogprobs | None:
-    """The top_logprobs of answers that were put together; those of prompts are none."""
+    """The top_logprobs of concatenated answers; prompts have none."""
     if not several:
         return None
     counts = np.concatenate([others.counts for others in several])
@@ -176,7 +176,7 @@ def main() -> None:
     parser.add_argument("--response", type=int, default=32)
     parser.add_argument("--epochs", type=int, default=4)
     parser.add_argument("--threads", type=int, default=2)
-    parser.add_argument("--iterations", type=int, default=5, help="of each kind, after one that is not counted")
+    parser.add_argument("--iterations", type=int, default=5, help="of each kind, after one warm-up")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
@@ -192,10 +192,10 @@ def main() -> None:
     )
     print(f"iteration, not recorded          {middle['plain']:8.3f} s")
     print(f"iteration, recorded and on disk  {middle['recorded']:8.3f} s")
-    print(f"  of that the call to record     {1000 * middle['calls']:8.3f} ms")
-    print(f"  of that until it is on disk    {1000 * middle['writes']:8.3f} ms")
-    print(f"  of that finding top_logprobs   {1000 * middle['looks']:8.3f} ms")
-    print(f"both of the last                 {direct:.2%} of an iteration")
+    print(f"  call to record                 {1000 * middle['calls']:8.3f} ms")
+    print(f"  until it is on disk            {1000 * middle['writes']:8.3f} ms")
+    print(f"  computing top_logprobs         {1000 * middle['looks']:8.3f} ms")
+    print(f"the last two together            {direct:.2%} of an iteration")
     print(f"a thousand rollouts of {LONG} tokens {size:8.1f} MB, written in {seconds:.1f} s")
     if options.json:
         ratio = middle["recorded"] / middle["plain"] - 1.0

@@ -1,9 +1,9 @@
-"""How quick Studio is: votes of twenty people at once on each database, then its heaviest pages in Chromium.
+"""Latency of Studio: votes of twenty raters at once on each database, then its heaviest pages in Chromium.
 
     python benchmarks/studio.py [--raters 20] [--seconds 20] [--repeats 10] [--no-pages] [--url URL] [--json]
 
-The server, the raters and the browser are processes of their own on one machine, and share its cores. PostgreSQL is a
-server made for this, where its programs are installed, or the one that `--url` names. Both databases wait for the disk.
+The server, the raters and the browser are separate processes on one machine and share its cores. PostgreSQL is a
+temporary server, if it is installed, or the one that `--url` names. Both databases wait for the disk on every commit.
 """
 
 from __future__ import annotations
@@ -54,18 +54,18 @@ def main() -> int:
 
 
 def as_text(line: dict[str, Any]) -> str:
-    """One measured thing, to be read."""
+    """One measurement as text."""
     return f"{line['what']:<44} median {line['median_ms']:6.0f} ms   p95 {line['p95_ms']:6.0f} ms   {line['note']}"
 
 
 def measured(what: str, seconds: list[float], note: str = "") -> dict[str, Any]:
-    """The median and the 95th percentile of what was timed."""
+    """The median and the 95th percentile of the times."""
     at = {f"{name}_ms": round(1000 * float(np.percentile(seconds, q)), 1) for name, q in (("median", 50), ("p95", 95))}
     return {"what": what, **at, "times": len(seconds), "note": note}
 
 
 def votes_under_load(database: str, url: str | None, raters: int, seconds: float) -> dict[str, Any]:
-    """From the vote to its acknowledgement."""
+    """Seconds from the vote to its acknowledgment."""
     with tempfile.TemporaryDirectory(prefix="tether-studio-") as folder, serving(Path(folder), url) as address:
         client = httpx.Client(base_url=address, headers={"authorization": f"Bearer {TOKEN}"}, timeout=60.0)
         queue = client.post("/api/label/queues", json={"name": "benchmark"}).json()["id"]

@@ -1,7 +1,7 @@
-"""How long Studio's heaviest pages take in Chromium, from the address to a page that answers; for benchmarks/studio.py.
+"""Load times of Studio's heaviest pages in Chromium, until the page responds; for benchmarks/studio.py.
 
 The run page shows 20 curves of 50,000 steps, a million points. The microscope shows an answer of 4,096 tokens. Step to
-screen is from `record` in the training process to the number in the chart's own words.
+screen is from `record` in the training process to the number in the chart's label.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ def measure_pages(repeats: int) -> Iterator[tuple[str, list[float], str]]:
             visitor = Visitor(browser, served)
             many = f"#/run/{served.run_id('many')}"
             tokens = f"#/run/{served.run_id('long')}/tokens?step=0&row=0"
-            first = opened(visitor, many, ".chart canvas")  # the server has not read the run before
+            first = opened(visitor, many, ".chart canvas")  # the server has not read the run yet
             shown = "#page[data-shown='0/0'] .t"
             yield "microscope, 4,096 tokens", [opened(visitor, tokens, shown) for _ in range(repeats)], ""
-            yield "colour by another quantity", [recoloured(visitor) for _ in range(repeats)], ""
+            yield "color by another quantity", [recoloured(visitor) for _ in range(repeats)], ""
             yield "step to screen", step_to_screen(visitor, served, workspace), f"{LIVE_STEPS} steps"
             seconds = [opened(visitor, many, ".chart canvas") for _ in range(repeats)]
             yield "run page, a million points", seconds, f"the first time {1000 * first:.0f} ms"
@@ -56,7 +56,7 @@ def measure_pages(repeats: int) -> Iterator[tuple[str, list[float], str]]:
 
 
 def many_points(workspace: Workspace) -> None:
-    """A run of a million points, written into the store in one go."""
+    """Write a run of a million points into the store at once."""
     recorder = start_run(workspace, "many", steps=STEPS)
     recorder.close("done")
     engine = open_engine(workspace)
@@ -119,9 +119,9 @@ OPENING = """([address, sign]) => new Promise((done) => {
 
 
 def opened(visitor: Visitor, address: str, sign: str) -> float:
-    """Seconds from asking for a page, in a browser that has been on another one, until it is drawn and answers.
+    """Seconds from requesting a page, in a browser on another page, until it is drawn and responds.
 
-    The page's own clock, since what drives the browser takes its time too.
+    Measured with the page's own clock, because driving the browser takes time too.
     """
     visitor.go("#/chat")
     return visitor.page.evaluate(OPENING, [address, sign]) / 1000
@@ -137,7 +137,7 @@ def zoomed(visitor: Visitor) -> float:
 
 
 def recoloured(visitor: Visitor) -> float:
-    """Seconds from the key to every token in its new colour."""
+    """Seconds from the key to every token in its new color."""
     start = time.perf_counter()
     visitor.press("q")
     visitor.page.evaluate("() => new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
@@ -145,7 +145,7 @@ def recoloured(visitor: Visitor) -> float:
 
 
 def step_to_screen(visitor: Visitor, served: Served, workspace: Workspace) -> list[float]:
-    """Seconds from recording a step to seeing it, for each of some steps."""
+    """Seconds from recording a step to seeing it, for several steps."""
     recorder = start_run(workspace, "live", steps=LIVE_STEPS + 1)
     recorder.record(0, {"score": 0.0})
     recorder.flush()

@@ -1,4 +1,4 @@
-"""A PostgreSQL server for a benchmark: its own folder, its own socket, and a disk that is waited for, as by default."""
+"""A PostgreSQL server for a benchmark, with its own folder and socket; commits wait for the disk, as by default."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def throwaway_postgres() -> Iterator[str | None]:
         yield None
         return
     folder = Path(tempfile.mkdtemp(prefix="tether-pg-", dir="/tmp"))
-    user: dict[str, Any] = {"user": "nobody", "group": "nogroup"} if os.geteuid() == 0 else {}  # it refuses root
+    user: dict[str, Any] = {"user": "nobody", "group": "nogroup"} if os.geteuid() == 0 else {}  # it rejects root
     if user:
         shutil.chown(folder, **user)
     options: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "cwd": folder} | user
@@ -38,7 +38,7 @@ def throwaway_postgres() -> Iterator[str | None]:
         _wait_for(url)
         yield url
     finally:
-        server.send_signal(signal.SIGINT)  # and no waiting for those who are connected
+        server.send_signal(signal.SIGINT)  # do not wait for open connections
         server.wait(timeout=30)
         shutil.rmtree(folder, ignore_errors=True)
 

@@ -1,8 +1,8 @@
-"""Raters who all vote at once, in a process of their own; benchmarks/studio.py starts it.
+"""Raters who all vote at once, in their own process; benchmarks/studio.py starts it.
 
-Each asks for an item, votes, looks at the next one, and pauses for a second: quicker than people, and in step with each
-other, so that twenty votes arrive together. A vote's time is from the request to its whole answer. Beside it stands the
-time of `/api/me` asked in the same way, which touches no database: what is left of it is the way there and back.
+Each requests an item, votes, requests the next one, and pauses for a second: faster than people, and in lockstep, so
+that twenty votes arrive together. A vote's time is from the request to its complete response. The time of `/api/me`,
+which uses no database, is measured the same way: it is the cost of the round trip.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ PAUSE = 1.0
 
 
 class Rater:
-    """One connection, kept open. Plain sockets: twenty clients with a library each would measure themselves."""
+    """One open connection. It uses plain sockets, because twenty HTTP libraries would measure themselves."""
 
     def __init__(self, address: str, token: str) -> None:
         parts = urlsplit(address)
@@ -28,7 +28,7 @@ class Rater:
         self._headers = {"authorization": f"Bearer {token}", "content-type": "application/json"}
 
     def ask(self, method: str, path: str, body: Any = None) -> tuple[Any, float]:
-        """The answer, and the seconds that it took."""
+        """The response, and its seconds."""
         sent = None if body is None else json.dumps(body).encode()
         begun = time.perf_counter()
         self._connection.request(method, path, body=sent, headers=self._headers)
@@ -41,7 +41,7 @@ class Rater:
 
 
 def rate(address: str, seconds: float, queue: int, tokens: list[str]) -> dict[str, list[float]]:
-    """All the seconds that votes, next items and `/api/me` took."""
+    """The seconds of all votes, next items and `/api/me` requests."""
     taken: dict[str, list[float]] = {"vote": [], "next": [], "me": []}
     together = threading.Barrier(len(tokens))
     ends = time.monotonic() + seconds
@@ -58,7 +58,7 @@ def rate(address: str, seconds: float, queue: int, tokens: list[str]) -> dict[st
             vote = {"client_uid": uuid.uuid4().hex, "item_id": item["id"], "order": item["order"], "choice": "left"}
             together.wait()
             taken["vote"].append(rater.ask("POST", "/api/label/votes", vote)[1])
-            rater.ask("GET", f"/api/label/queues/{queue}/next")  # while others' votes are still on their way
+            rater.ask("GET", f"/api/label/queues/{queue}/next")  # while other raters' votes are in progress
             time.sleep(PAUSE)
         together.abort()
 
@@ -71,7 +71,7 @@ def rate(address: str, seconds: float, queue: int, tokens: list[str]) -> dict[st
 
 
 def _until_broken(work: Any, token: str) -> None:
-    """The first rater whose time is up ends the others' waiting too."""
+    """Run one rater; the first one whose time is up also releases the others."""
     try:
         work(token)
     except threading.BrokenBarrierError:

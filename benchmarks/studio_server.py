@@ -1,4 +1,4 @@
-"""Studio as people start it: a process of its own; for benchmarks/studio.py."""
+"""Studio in its own process, as users start it; for benchmarks/studio.py."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TOKEN = "benchmark-token-of-studio"
 
 @contextmanager
 def serving(folder: Path, url: str | None, token: str = TOKEN) -> Iterator[str]:
-    """The address of a server over a workspace, which is made where there is none."""
+    """The address of a server over a workspace, which is created if missing."""
     environment = {name: value for name, value in os.environ.items() if name != "TETHER_STORE"}
     words = ["studio", "--workspace", str(folder), "--port", "0", "--json"]
     command = [sys.executable, "-m", "tether", *words]

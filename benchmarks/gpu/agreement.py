@@ -1,14 +1,14 @@
-"""How far the sampler's log-probs are from the trainer's, over many sampled tokens: mean, p99.9, max, and the KL.
+"""The difference between the sampler's and the trainer's log-probs over many tokens: mean, p99.9, max, and the KL.
 
     python benchmarks/gpu/agreement.py [--model smollm2-135m] [--tokens 1000000] [--device cuda] [--dtype bfloat16]
         [--prompts 1024] [--samples 1] [--new 128] [--seconds N] [--json FILE] [--seed 0] [--keep FILE]
         [--join FILE ...]
 
 Default settings of PPO (temperature 1, the whole distribution), real weights, questions of `--task`. Every batch of
-answers is evaluated as training would before its first update; nothing is learned in between. The KL is the mean of
-k3 = r - 1 - log r with r = trainer / sampler, an estimate of KL(sampler || trainer) a token that is never negative;
-k1, the mean of sampler - trainer, is printed beside it. A CPU needs hours for a million tokens: `--keep` writes what
-this run saw into a safetensors file after every batch, and `--join` counts such files of runs with other seeds too.
+answers is evaluated as training would before its first update; the weights never change. The KL is the mean of
+k3 = r - 1 - log r with r = trainer / sampler, an estimate of KL(sampler || trainer) per token that is never negative;
+k1, the mean of sampler - trainer, is printed beside it. A CPU needs hours for a million tokens: `--keep` writes this
+run's tokens into a safetensors file after every batch, and `--join` includes such files of runs with other seeds.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ QUESTIONS = 4096
 
 
 def parts_of(options: argparse.Namespace) -> tuple[RLParts, Any]:
-    """A PPO run with default settings but for sizes."""
+    """A PPO run with default settings except for sizes."""
     flags: dict[str, Any] = {
         "model.path": options.model,
         "model.device": options.device,
@@ -60,7 +60,7 @@ def parts_of(options: argparse.Namespace) -> tuple[RLParts, Any]:
 
 
 def one_batch(parts: RLParts, options: argparse.Namespace, step: int) -> EvaluatedBatch:
-    """Sampled and evaluated."""
+    """Sample and evaluate one batch."""
     prompts = parts.prompts.take(step * parts.prompts_per_step, parts.prompts_per_step)
     seed = derive_seed(options.seed, "agreement", step)
     rollouts = parts.engine.generate(prompts, parts.sampling, samples_per_prompt=options.samples, seed=seed)
@@ -91,24 +91,24 @@ def columns_of(batch: EvaluatedBatch) -> Columns:
 
 
 def joined(parts: list[Columns]) -> Columns:
-    """End to end."""
+    """Concatenate the columns."""
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
 def origin(options: argparse.Namespace) -> dict[str, str]:
-    """What a file of kept tokens says about the run."""
+    """The metadata of a file of kept tokens."""
     return {name: str(getattr(options, name)) for name in ("seed", "model", "task", "dtype", "new")}
 
 
 def keep(columns: Columns, options: argparse.Namespace) -> None:
-    """Written beside the file and then put in its place, so that a run that is ended loses one batch at most."""
+    """Write to a temporary file and rename it, so that an interrupted run loses at most one batch."""
     half = Path(f"{options.keep}.half")
     save_file(columns, half, metadata=origin(options))
     half.replace(options.keep)
 
 
 def kept(options: argparse.Namespace) -> list[Columns]:
-    """The tokens of earlier runs, none of them counted twice."""
+    """The tokens of earlier runs; rejects duplicates."""
     found: list[Columns] = []
     seeds = {str(options.seed): "this run"}
     for path in options.join:
@@ -122,13 +122,15 @@ def kept(options: argparse.Namespace) -> list[Columns]:
         if other:
             raise SystemExit(f"--join: {path} is of another {' and '.join(other)}: {said}")
         if said["seed"] in seeds:
-            raise SystemExit(f"--join: {path} has the seed of {seeds[said['seed']]}: the same tokens once more")
+            raise SystemExit(
+                f"--join: {path} has the seed of {seeds[said['seed']]}: it would count the same tokens twice"
+            )
         seeds[said["seed"]] = path
     return found
 
 
 def summary(columns: Columns) -> dict[str, float]:
-    """In float64."""
+    """The statistics, in float64."""
     sampler, trainer = columns["sampler"].double(), columns["trainer"].double()
     gaps = (sampler - trainer).abs().sort().values
     return {
@@ -144,7 +146,7 @@ def summary(columns: Columns) -> dict[str, float]:
 
 
 def worst(columns: Columns, tokenizer: Any, count: int = 5) -> list[dict[str, Any]]:
-    """The tokens with the largest gaps, worst first."""
+    """The tokens with the largest differences, worst first."""
     gaps = (columns["sampler"] - columns["trainer"]).abs()
     return [
         {"text": tokenizer.decode([int(columns["token"][at])])}
@@ -164,18 +166,18 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=1024)
     parser.add_argument("--samples", type=int, default=1, help="answers to each question")
     parser.add_argument("--new", type=int, default=128)
-    parser.add_argument("--seconds", type=float, default=float("inf"), help="stop with what there is after so many")
+    parser.add_argument("--seconds", type=float, default=float("inf"), help="time limit; reports what it has by then")
     parser.add_argument("--json")
-    parser.add_argument("--seed", type=int, default=0, help="of the order of the questions and of what is drawn")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the order of the questions and of sampling")
     parser.add_argument("--keep", help="a safetensors file for this run's tokens, written after every batch")
-    parser.add_argument("--join", nargs="+", default=[], help="such files of earlier runs, to be counted too")
+    parser.add_argument("--join", nargs="+", default=[], help="such files of earlier runs to include")
     options = parser.parse_args()
     options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
     return options
 
 
 def main() -> None:
-    """Sample until there are enough tokens, and print what they say."""
+    """Sample until there are enough tokens, and print the statistics."""
     options = options_given()
     before, seen = kept(options), list[Columns]()
     parts, tokenizer = parts_of(options)

@@ -1,12 +1,12 @@
-"""Does the native engine learn what the general way learns? PPO with real weights on a verifiable task, several seeds.
+"""Does the native engine learn as well as the transformers engine? PPO on a verifiable task, several seeds.
 
     python benchmarks/gpu/curves.py [--recipe recipes/ppo-verifiable.yaml] [--seeds 0 1 2] [--steps 60]
         [--set KEY=VALUE ...] [--seconds S] [--out DIR]
 
-Every run is `tether train` in a process of its own, all at once on one device, each with its seed and one of the two
-engines. After `--seconds` what is still running is ended, and all curves are cut to the shortest. Printed and drawn:
-the mean score by iteration of each engine, and its spread over the seeds. The verdict: the means of the last quarter of
-the runs differ by no more than twice the standard error that the seeds' own spread gives.
+Every run is `tether train` in its own process, all at once on one device, each with its seed and one of the two
+engines. After `--seconds` all running processes are ended, and all curves are cut to the shortest. The script prints
+and draws the mean score by iteration of each engine, with its spread over the seeds. The verdict: whether the means of
+the last quarter of the runs differ by no more than twice the standard error from the spread of the seeds.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any
 
 ENGINES = ("auto", "transformers")
-NAMES = {"auto": "native engine", "transformers": "general way"}
-SMOOTH = 5  # iterations that a drawn point is the mean of
+NAMES = {"auto": "native engine", "transformers": "transformers engine"}
+SMOOTH = 5  # iterations averaged per drawn point
 
 
 def start(options: argparse.Namespace, engine: str, seed: int, folder: Path) -> subprocess.Popen[bytes]:
-    """One run; its steps go to a file, line by line."""
+    """Start one run; its steps go to a file, line by line."""
     flags = [f"--run.seed={seed}", f"--run.steps={options.steps}", f"--rollout.engine={engine}", "--run.save=false"]
     flags += [f"--run.directory={folder / 'runs'}", f"--run.name={engine}-{seed}", "--run.doctor_every=0"]
     flags += ["--checkpoint.every=0", "--store.rollouts_every=0", f"--store.url=sqlite:///{folder}/{engine}-{seed}.db"]
@@ -41,7 +41,7 @@ def start(options: argparse.Namespace, engine: str, seed: int, folder: Path) -> 
 
 
 def ended(job: subprocess.Popen[bytes], deadline: float) -> int:
-    """The run's exit code, once it has ended by itself or is ended at the deadline."""
+    """The run's exit code; ends the run at the deadline."""
     try:
         return job.wait(None if deadline == math.inf else max(0.1, deadline - time.perf_counter()))
     except subprocess.TimeoutExpired:
@@ -52,12 +52,12 @@ def ended(job: subprocess.Popen[bytes], deadline: float) -> int:
 def curve(folder: Path, engine: str, seed: int) -> list[dict[str, Any]]:
     """The steps that a run printed."""
     lines = (folder / f"{engine}-{seed}.jsonl").read_text().splitlines()
-    whole = [line for line in lines if line.endswith("}")]  # a run that was ended may have been writing one
+    whole = [line for line in lines if line.endswith("}")]  # the last line of an ended run may be incomplete
     return [step for step in map(json.loads, whole) if "score" in step]
 
 
 def held_out_curve(rows: list[dict[str, Any]]) -> list[tuple[int, float]]:
-    """`(steps taken, held-out score)`, before the first step and after each that was followed by an evaluation."""
+    """`(steps taken, held-out score)`, before the first step and at each evaluation."""
     start = [(0, row["start/held_out/score"]) for row in rows[:1] if "start/held_out/score" in row]
     return start + [(row["step"] + 1, row["held_out/score"]) for row in rows if "held_out/score" in row]
 
@@ -68,7 +68,7 @@ def smoothed(values: list[float]) -> list[float]:
 
 
 def verdict(runs: dict[str, list[list[float]]]) -> dict[str, Any]:
-    """The engines' last quarters against each other, by the spread of their seeds."""
+    """Compare the engines' last quarters, given the spread of their seeds."""
     ends = {
         engine: [statistics.fmean(scores[-max(1, len(scores) // 4) :]) for scores in runs[engine]] for engine in runs
     }
@@ -142,7 +142,7 @@ def main() -> None:
         if not rows
     ]
     if empty:
-        raise SystemExit(f"{', '.join(empty)}: no step was made, so there is nothing to compare")
+        raise SystemExit(f"{', '.join(empty)}: no step was completed, so there is nothing to compare")
     shortest = min(len(rows) for engine in ENGINES for rows in steps[engine])
     steps = {engine: [rows[:shortest] for rows in steps[engine]] for engine in ENGINES}
     runs = {engine: [[row["score"] for row in rows] for rows in steps[engine]] for engine in ENGINES}

@@ -3,11 +3,11 @@
     python benchmarks/gpu/decode.py [--shapes 135m 1b] [--slots 256] [--prompt 128] [--new 128] [--tail] [--steps]
                                     [--repeats 3] [--rank 16] [--top-k 50] [--top-p 0.9] [--json]
 
-Every token is sampled with its log-prob. `decode` counts from when the first prompts are read; `call` counts their
-reading too. With `--tail` about one token id in 128 ends an answer and at most 1024 tokens are drawn, as in a rollout:
-1,024 answers to as many prompts in 1,024 slots that empty, and a queue of 4,096 answers, four to each of 1,024 prompts,
-over 1,024 slots and over as many as the full batch has (`--slots`).
-The rate is per token of an answer, so idle slots, small steps and the reading of prompts in between count against it.
+Every token is sampled with its log-prob. `decode` starts after the prefill of the first prompts; `call` includes it.
+With `--tail` about one token id in 128 ends an answer and at most 1024 tokens are sampled, as in a rollout: 1,024
+answers to as many prompts in 1,024 slots that empty, and a queue of 4,096 answers, four to each of 1,024 prompts, over
+1,024 slots and over the number of slots of the full batch (`--slots`).
+The rate counts tokens of answers, so idle slots, small steps and prefills in between lower it.
 `--steps` times a step for each number of slots, at a length of 192 tokens.
 """
 
@@ -38,8 +38,8 @@ SHAPES: dict[str, dict[str, int]] = {
 }  # fmt: skip
 VOCABULARY = 49152
 TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-MAX_LENGTH, ENDING = 1024, set(range(0, VOCABULARY, 128))  # of the long tail: the most that is drawn, and what ends it
-MAX_SLOTS = 1024  # slots, as `rollout.max_num_seqs: auto` has them
+MAX_LENGTH, ENDING = 1024, set(range(0, VOCABULARY, 128))  # with --tail: the maximum length, and the end tokens
+MAX_SLOTS = 1024  # slots, as with `rollout.max_num_seqs: auto`
 
 
 def random_model(shape: str, device: str, dtype: torch.dtype, rank: int = 0) -> Any:
@@ -60,7 +60,7 @@ def random_model(shape: str, device: str, dtype: torch.dtype, rank: int = 0) -> 
 
 
 def gap(model: Any, decoder: GpuDecoder, tokens: int, samples: int, new: int) -> dict[str, float]:
-    """How far the log-probs of sampled answers to a long and a short prompt are from the model's own forward pass."""
+    """The difference between sampled log-probs and the model's own forward pass, for a long and a short prompt."""
     prompts = {0: torch.randint(0, VOCABULARY, (tokens,)).tolist(), 1: torch.randint(0, VOCABULARY, (7,)).tolist()}
     uniforms = 1.0 - torch.rand(2 * samples, new, dtype=torch.float64)
     groups = [0] * samples + [1] * samples
@@ -84,7 +84,7 @@ class Run:
         self.decoder = GpuDecoder(model, slots, prompt + sampling.max_new_tokens, sampling.max_new_tokens)
 
     def once(self, answers: int, samples: int, stops: set[int]) -> tuple[GpuBatch, int, float, float]:
-        """The batch, tokens drawn, seconds from when the first prompts were read, and seconds in all."""
+        """The batch, tokens sampled, seconds since the first prefill, and total seconds."""
         prompts = {i: torch.randint(0, VOCABULARY, (self.prompt,)).tolist() for i in range(answers // samples)}
         groups = [group for group in prompts for _ in range(samples)]
         uniforms = 1.0 - torch.rand(answers, self.sampling.max_new_tokens, dtype=torch.float64)
@@ -99,11 +99,11 @@ class Run:
         return batch, sum(len(answer.tokens) for answer in drawn), ended - read, ended - began
 
     def best(self, answers: int, stops: set[int], repeats: int, samples: int = 1, warm: bool = False) -> dict[str, Any]:
-        """The best of several requests, after one that compiles and captures where that is still to be done."""
+        """The best of several requests, after a warm-up that compiles and captures if needed."""
         before = torch.cuda.memory_reserved() + torch.cuda.mem_get_info()[0]
         if not warm:
             self.once(answers, samples, stops)
-        graphs = before - torch.cuda.memory_reserved() - torch.cuda.mem_get_info()[0]  # taken by others than torch
+        graphs = before - torch.cuda.memory_reserved() - torch.cuda.mem_get_info()[0]  # allocated outside torch
         runs = [self.once(answers, samples, stops) for _ in range(repeats)]
         batch, tokens, seconds, whole = min(runs, key=lambda run: run[2] / run[1])
         decoder = self.decoder
@@ -125,7 +125,7 @@ class Run:
         }
 
     def steps(self, repeats: int = 30) -> dict[int, float]:
-        """Milliseconds of one step for each number of slots, all live at 192 tokens."""
+        """Milliseconds of one step for each number of slots, all active at 192 tokens."""
         state, found = self.decoder.state, {}
         self.decoder.sample_by(self.sampling, set())
         for n in [size for size in SIZES if size <= self.slots]:
@@ -145,7 +145,7 @@ class Run:
         return found
 
     def handed_back(self) -> dict[str, float]:
-        """Milliseconds to hand the cache's memory back, and to take and clear it again."""
+        """Milliseconds to release the cache's memory, and to allocate and clear it again."""
         memory, times = self.decoder.cache.memory, []
         for act in (memory.hand_back, memory.take, self.decoder.cache.clear):
             torch.cuda.synchronize()
@@ -157,7 +157,7 @@ class Run:
 
 
 def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Everything asked for, for one shape."""
+    """All requested measurements for one shape."""
     torch.cuda.reset_peak_memory_stats()
     model = random_model(shape, "cuda", torch.bfloat16, options.rank)
     settings = {"top_k": options.top_k, "top_p": options.top_p}
@@ -179,7 +179,7 @@ def measure(shape: str, options: argparse.Namespace) -> dict[str, Any]:
     long = Sampling(MAX_LENGTH, **settings)
     wide = Run(model, MAX_SLOTS, options.prompt, long)
     if options.steps:
-        tell("milliseconds a step by slots", {str(slots): taken for slots, taken in wide.steps().items()})
+        tell("milliseconds per step by slots", {str(slots): taken for slots, taken in wide.steps().items()})
     if options.tail:
         tell("tail", wide.best(MAX_SLOTS, ENDING, options.repeats))
         tell("queue", wide.best(4 * MAX_SLOTS, ENDING, options.repeats, samples=4, warm=True))

@@ -3,10 +3,10 @@
     python benchmarks/gpu/iteration.py --shape 1b [--mode separate] [--critic separate] [--micro-batch-tokens 4096]
         [--prompts 256] [--prompt 128] [--new 128] [--repeats 3] [--set KEY=VALUE ...] [--json FILE]
 
-Random weights in bf16. Rollouts, a reward model of the same shape, the reference, values, four epochs of one optimiser
+Random weights in bf16. Rollouts, a reward model of the same shape, the reference, values, four epochs of one optimizer
 step each: what TRL's PPO does with `num_mini_batches=1`. The best of `--repeats` iterations, after two that compile.
 Operations counted: forward passes of the four roles, and for the update three times a forward pass where weights are
-trained, twice where only adapters are (their own products not counted); what is computed again is not counted.
+trained, twice where only adapters are (without the adapters' own products); recomputation is not counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from tether.train.rl import RLParts, rl_step
 
 
 def iteration_parts(options: argparse.Namespace) -> RLParts:
-    """A PPO run whose four roles are held as the options say."""
+    """A PPO run whose four roles follow the options."""
     flags = {
         "model.dtype": "bfloat16", "roles.mode": options.mode, "roles.critic": options.critic,
         "task.name": "smollm_shape:RandomPrompts",
@@ -51,7 +51,7 @@ def iteration_parts(options: argparse.Namespace) -> RLParts:
 
 
 def reward_model(parts: RLParts, loaded: LoadedModel, recipe: Any, options: argparse.Namespace) -> RewardModelReward:
-    """A reward model of the same shape: one of its own, or adapters on the base that the roles share."""
+    """A reward model of the same shape: a separate one, or adapters on the shared base."""
     policy = parts.roles.actor.policy
     if options.mode == "lora":
         roles = recipe.roles
@@ -65,15 +65,15 @@ def reward_model(parts: RLParts, loaded: LoadedModel, recipe: Any, options: argp
 
 
 class Clock:
-    """When each phase of an iteration began, with the device waited for, and the most memory held in it."""
+    """The start of each phase of an iteration, with the device synchronized, and its peak memory."""
 
     def __init__(self) -> None:
         self.marks: list[tuple[str, float]] = []
         self.peaks: dict[str, float] = {}
-        self.beside = 0.0  # GiB that the sampler's cache takes, which torch does not count
+        self.beside = 0.0  # GiB of the sampler's cache, which torch does not count
 
     def __call__(self, doing: str) -> None:
-        """A phase begins."""
+        """Mark the start of a phase."""
         torch.cuda.synchronize()
         if self.marks:
             beside = self.beside if self.marks[-1][0] == "rollout" else 0.0
@@ -82,7 +82,7 @@ class Clock:
         self.marks.append((doing.split(",")[0], time.perf_counter()))
 
     def seconds(self) -> dict[str, float]:
-        """Of each phase, and of the whole."""
+        """Seconds of each phase, and of the whole."""
         self("end")
         times = {name: after - at for (name, at), (_, after) in zip(self.marks, self.marks[1:], strict=False)}
         return times | {"whole": self.marks[-1][1] - self.marks[0][1]}
@@ -121,7 +121,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     backbone, head = forward_operations(shape, options.prompts, length, options.new + 1)
     backbones = 2 if options.critic == "separate" else 1
     times = 2 if options.mode == "lora" else 3
-    update = options.epochs * times * (backbones * backbone + head)  # of whole backbones: in mode `top` less is done
+    update = options.epochs * times * (backbones * backbone + head)  # of whole backbones: shared_backbone does less
     return {
         "shape": options.shape, "mode": options.mode, "critic": options.critic, "settings": options.set,
         "micro_batch_tokens": options.micro_batch_tokens, "seconds": best, "all": [run["whole"] for run in runs],
@@ -132,7 +132,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def profiled(options: argparse.Namespace) -> None:
-    """Where the device's time in one iteration goes, by kernel."""
+    """The device time of one iteration, by kernel."""
     parts = iteration_parts(options)
     one_iteration(parts, 0, options.release)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
@@ -157,7 +157,7 @@ def main() -> None:
     parser.add_argument("--micro-batch-tokens", type=int, default=4096)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--warmup", type=int, default=2)
-    parser.add_argument("--release", action="store_true", help="the sampler's cache is given back before the update")
+    parser.add_argument("--release", action="store_true", help="free the sampler's cache before the update")
     parser.add_argument("--set", nargs="*", default=[], help="further settings of the recipe")
     parser.add_argument("--profile", action="store_true")
     parser.add_argument("--json", type=Path)

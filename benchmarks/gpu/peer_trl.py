@@ -1,7 +1,7 @@
 """The peer of the PPO benchmark on a GPU: TRL 1.12's PPOTrainer on random weights, timed from log to log.
 
-Runs in an interpreter that has `trl==1.12.0` (or with its packages' folder on PYTHONPATH), with any tokenizer that has
-49,152 tokens. Prints one line of JSON: the seconds of each iteration and of the generation in it, and peak memory.
+It runs in an interpreter that has `trl==1.12.0` (or with its packages' folder on PYTHONPATH), with any tokenizer of
+49,152 tokens. It prints one line of JSON: the seconds of each iteration and of its generation, and peak memory.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ from trl.experimental.ppo import PPOConfig, PPOTrainer  # noqa: E402
 
 
 def now() -> float:
-    """The time, once the device has done all it was asked."""
+    """The time, after the device has finished all its work."""
     torch.cuda.synchronize()
     return time.perf_counter()
 
 
 class Clock(TrainerCallback):
-    """Notes the time at each log, which TRL writes once an iteration, and how long generation took until then."""
+    """Records the time at each log, which TRL writes once per iteration, and the time of generation until then."""
 
     def __init__(self) -> None:
         self.stamps = [now()]
@@ -53,7 +53,7 @@ class Clock(TrainerCallback):
         trainer_module.batch_generation = timed
 
     def on_log(self, *_: Any, **__: Any) -> None:
-        """An iteration is over."""
+        """The end of an iteration."""
         self.stamps.append(now())
         self.generating.append(0.0)
 
@@ -91,11 +91,11 @@ def trainer(options: argparse.Namespace, clock: Clock) -> Any:
 
 
 def main() -> None:
-    """Train for a few iterations, after one that is not counted, and say how long each took."""
+    """Train for a few iterations after one warm-up, and print the time of each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--shape", default="1b", choices=["135m", "360m", "1b"])
     parser.add_argument("--tokenizer", required=True)
-    parser.add_argument("--micro", type=int, default=32, help="rows in one forward and backward")
+    parser.add_argument("--micro", type=int, default=32, help="rows per forward and backward pass")
     for name, value in (("prompts", 256), ("prompt", 128), ("new", 128), ("epochs", 4), ("iterations", 2)):
         parser.add_argument(f"--{name}", type=int, default=value)
     options = parser.parse_args()

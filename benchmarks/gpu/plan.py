@@ -1,12 +1,12 @@
-"""The plan's predicted peak memory against what a device really held: sizes x roles x checkpointing.
+"""The plan's predicted peak memory against the measured one: sizes x roles x checkpointing.
 
     python benchmarks/gpu/plan.py [--only 1b] [--jobs 1] [--device cuda] [--iterations 2] [--json FILE]
         [--markdown FILE]
 
-Random weights in bf16, a few short prompts, two iterations: the second has the optimiser's state. Each configuration
-has a process of its own, as a run has, for libraries keep memory that an earlier run made them take. The peak is the
-largest of the phases' (`torch.cuda.max_memory_allocated`, and the sampler's cache where that is not torch's memory).
-Seconds are of the second iteration. On a CPU the shapes are tiny and nothing but the script itself is tried.
+Random weights in bf16, a few short prompts, two iterations: the second has the optimizer's state. Each configuration
+runs in its own process, because libraries keep memory that an earlier run allocated. The peak is the largest of the
+phases' (`torch.cuda.max_memory_allocated`, plus the sampler's cache where torch does not count it). Seconds are those
+of the second iteration. On a CPU the shapes are tiny, which only tests the script itself.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class Case:
 
     @property
     def name(self) -> str:
-        """In words."""
+        """A readable name."""
         extra = ", ".join(f"{key.rpartition('.')[2]} {value}" for key, value in self.flags.items())
         return f"{self.shape} {self.mode}" + (f", {extra}" if extra else "")
 
@@ -77,7 +77,7 @@ CASES = [
 
 
 def recipe_of(case: Case, dtype: str) -> Any:
-    """Default settings but for what the case says."""
+    """Default settings plus those of the case."""
     flags = {
         "model.dtype": dtype, "roles.mode": case.mode, "task.name": "smollm_shape:RandomPrompts",
         "task.options": {"count": case.prompts * 2, "length": case.prompt},
@@ -119,7 +119,7 @@ def run(recipe: Any, loaded: LoadedModel, iterations: int) -> dict[str, float]:
     for result in train_rl(parts):
         last = result.metrics
         if "out_of_memory" in last:
-            raise RuntimeError("memory ran out, and less was run than was asked for: measure fewer cases at a time")
+            raise RuntimeError("memory ran out, so smaller passes were measured: measure fewer cases at a time")
         if result.step + 1 == iterations:
             break
     return last
@@ -135,7 +135,7 @@ def markdown(results: list[dict[str, Any]]) -> str:
 
 
 def cases_of(device: str) -> list[Case]:
-    """The configurations that are tried on a device."""
+    """The configurations to try on a device."""
     if device == "cuda":
         return CASES
     SHAPES["tiny"] = TINY
@@ -144,7 +144,7 @@ def cases_of(device: str) -> list[Case]:
 
 
 def apart(case: Case, options: argparse.Namespace) -> dict[str, Any]:
-    """What a process of its own measures of a case."""
+    """Measure a case in its own process."""
     flags = ["--case", case.name, "--device", options.device, "--iterations", str(options.iterations)]
     done = subprocess.run([sys.executable, __file__, *flags], capture_output=True, text=True, check=False)
     lines = done.stdout.strip().splitlines()
@@ -157,7 +157,7 @@ def main() -> None:
     """Measure each case and print the list."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--device", default="cuda")
-    parser.add_argument("--only", nargs="+", default=[], help="cases whose name holds one of these words")
+    parser.add_argument("--only", nargs="+", default=[], help="cases whose name contains one of these words")
     parser.add_argument("--case", help="one case, in this process")
     parser.add_argument("--jobs", type=int, default=1, help="cases measured at a time")
     parser.add_argument("--iterations", type=int, default=2)

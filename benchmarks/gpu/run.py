@@ -3,10 +3,10 @@
     python benchmarks/gpu/run.py --json results.json [--docs docs/performance.md] [--repeats 3]
         [--tokenizer FOLDER --peer-path FOLDER] [--limit SCRIPT] [--only 1b 135m adapters 7b 32b]
 
-Each measurement is a process of its own, so that none sees another's memory. The peer needs `trl==1.12.0`: in this
-interpreter, or as a folder of packages (`--peer-path`), and a tokenizer of 49,152 tokens; without `--tokenizer` it is
-left out. `--limit` is a script that prints the rate of a purpose-written decode step for each shape. With `--docs` the
-table between the two marks in that file is written anew.
+Each measurement is its own process, so that none sees another's memory. The peer needs `trl==1.12.0`, in this
+interpreter or as a folder of packages (`--peer-path`), and a tokenizer of 49,152 tokens; without `--tokenizer` it is
+skipped. `--limit` is a script that prints the rate of a purpose-written decode step for each shape. With `--docs` the
+table between the two marks in that file is replaced.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from typing import Any
 
 HERE = Path(__file__).parent
 MARKS = "<!-- iteration table -->", "<!-- end of iteration table -->"
-SAME = ["--set", "optimizer.master_weights=none"]  # as the peer: weights and optimiser state in bf16
+SAME = ["--set", "optimizer.master_weights=none"]  # like the peer: weights and optimizer state in bf16
 OURS: dict[str, tuple[str, list[str]]] = {
     "135m": ("135M, four models", ["--shape", "135m", "--micro-batch-tokens", "8192", "--release", *SAME]),
     "1b": ("1B, four models", ["--shape", "1b", "--release", *SAME]),
-    "1b fp32": ("1B, four models, fp32 master_weights and state", ["--shape", "1b", "--release"]),
+    "1b fp32": ("1B, four models, fp32 master weights and state", ["--shape", "1b", "--release"]),
     "adapters": (
         "1B, adapters, value head",
         ["--shape", "1b", "--mode", "lora", "--critic", "head", "--micro-batch-tokens", "8192", "--release"],
@@ -56,11 +56,11 @@ OURS: dict[str, tuple[str, list[str]]] = {
          "--warmup", "0", "--release", "--set", "model.gradient_checkpointing=true"],
     ),
 }  # fmt: skip
-LARGE = ("32b", "65b")  # minutes each, so only where they are asked for
+LARGE = ("32b", "65b")  # minutes each, so they run only on request
 
 
 def process(command: list[str], path: str | None = None) -> tuple[str, str]:
-    """`(stdout, why it failed)` of a process; the second is empty where it did not."""
+    """`(stdout, why it failed)` of a process; the second is empty on success."""
     search = os.pathsep.join(filter(None, [str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH"), path]))
     print(" ".join(command), flush=True)
     environment = os.environ | {"PYTHONPATH": search}
@@ -71,13 +71,13 @@ def process(command: list[str], path: str | None = None) -> tuple[str, str]:
 
 
 def last_json(text: str, why: str) -> dict[str, Any]:
-    """The last line of JSON in what a process printed, or why there is none."""
+    """The last line of JSON that a process printed, or why there is none."""
     lines = re.findall(r"^\{.*\}$", text, flags=re.MULTILINE)
     return json.loads(lines[-1]) if lines and not why else {"failed": why or "no result"}
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """All that was asked for, by name."""
+    """All requested measurements, by name."""
     found: dict[str, Any] = {"ours": {}, "peer": {}, "limit": ""}
     for name in options.only:
         arguments = [str(HERE / "iteration.py"), *OURS[name][1], "--repeats", str(options.repeats)]
@@ -96,10 +96,10 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(found: dict[str, Any]) -> str:
-    """Markdown: a row for each of ours, beside the peer on the same shape."""
+    """Markdown: one row per run, beside the peer on the same shape."""
     lines = [
-        "| run | s an iteration | rollout | scores | evaluation | update | of the matrix rate | peak GiB "
-        "| TRL 1.12: s, GiB | times as fast |",
+        "| run | s per iteration | rollout | scores | evaluation | update | of the matrix rate | peak GiB "
+        "| TRL 1.12: s, GiB | speedup |",
         "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for name, ours in found["ours"].items():

@@ -1,10 +1,10 @@
-"""Many iterations on end: does anything compile again, does memory grow?
+"""Many iterations in a row: does anything compile again, does memory grow?
 
     python benchmarks/gpu/steady.py [--shape 135m] [--iterations 200] [--device cuda] [--mode separate] [--json FILE]
 
-Random weights, prompts of random lengths, answers that end by chance, so that no two iterations have the same sizes.
-What is counted after iteration `--settled`: kernels that Triton compiled, graphs that torch.compile made, decode steps
-that the sampler captured, and bytes that torch holds between two iterations.
+Random weights, prompts of random lengths, answers that end at random, so that no two iterations have the same sizes.
+The script counts, after iteration `--settled`: kernels that Triton compiled, graphs that torch.compile made, decode
+steps that the sampler captured, and bytes that torch holds between two iterations.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from tether.train.build import build_rl
 from tether.train.rl import RLParts, train_rl
 from tether.types import Prompt, Score
 
-sys.modules.setdefault("steady_benchmark", sys.modules[__name__])  # by this name the recipe finds its task
+sys.modules.setdefault("steady_benchmark", sys.modules[__name__])  # the name under which the recipe finds its task
 TINY = Shape(64, 128, 3, 4, 2, 40960, head_dim=16)
-ENDS = 32  # one token id in so many ends an answer
+ENDS = 32  # one token id in this many ends an answer
 
 
 class UnevenTask:
-    """Prompts of random lengths up to a longest one."""
+    """Prompts of random lengths up to `longest`."""
 
     def __init__(self, count: int, longest: int) -> None:
         self.count, self.longest = count, longest

@@ -94,7 +94,7 @@ def test_a_table_for_people(capsys):
         "greedy",
         "difference",
         "Win rate of tiny-bytes by task: 0.50",
-        "There is no KL",
+        "No KL was computed",
         "3 tied",
     ):
         assert part in shown

@@ -107,7 +107,7 @@ def test_a_demo_that_is_asked_to_stop_says_in_which_stage_and_how_to_go_on(small
             asked.append(True)
 
     monkeypatch.setattr(Session, "keep", ask_in_the_reward_stage)
-    with pytest.raises(Stopped, match=r"stopped in stage reward; go on with: tether resume .*demo"):
+    with pytest.raises(Stopped, match=r"stopped in stage reward; resume with: tether resume .*demo"):
         pipeline.run_demo(small, human=False, json_output=True)
     assert len(asked) == 1
     assert not (tmp_path / "demo" / "ppo").exists()

@@ -72,7 +72,7 @@ def test_a_refusal_names_what_would_fit_and_that_does(seven):
     judged = whole_fits(recipe, plan_of(recipe, seven), 30 * GIB)
     assert judged.verdict == "refused"
     assert "30.0 GiB of a CUDA device are free" in judged.sentence
-    assert "right to about 10%" in judged.sentence
+    assert "accurate to about 10%" in judged.sentence
     assert "--run.memory_check warn" in judged.sentence
     flags = judged.sentence.partition("it would fit with ")[2].partition(", or start")[0].split()
     changed = load_recipe("ppo", None, ["--model.dtype", "bfloat16", *flags])
@@ -84,7 +84,7 @@ def test_weights_alone_are_judged_without_data(seven):
     assert weights_fit(recipe, seven, GPU, 400 * GIB).verdict == "fits"
     judged = weights_fit(recipe, seven, GPU, 60 * GIB)
     assert judged.verdict == "refused"
-    assert "weights, gradients and optimiser" in judged.sentence
+    assert "weights, gradients and optimizer" in judged.sentence
 
 
 def test_a_sampler_that_sizes_itself_on_a_gpu_is_not_counted(seven):
@@ -138,5 +138,5 @@ def test_a_large_model_is_refused_from_its_config_alone(tmp_path):
         weights.truncate(13 * GIB)
     recipe = load_recipe("ppo", None, ["--model.path", str(tmp_path), "--model.device", "cpu"])
     recipe = with_precision(recipe, resolve_device("cpu"))
-    with pytest.raises(ConfigError, match="this run does not fit: the weights, gradients and optimiser"):
+    with pytest.raises(ConfigError, match="this run does not fit: the weights, gradients and optimizer"):
         check_weights(recipe, free=24 * GIB)

@@ -1,4 +1,4 @@
-"""The demo's report and summary: what happened, in pictures and plain words."""
+"""The demo's report and summary."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def write_demo_report(run: DemoRun, judged: Judged) -> tuple[Path, dict[str, Any
 
 
 def summarise(run: DemoRun, judged: Judged) -> dict[str, Any]:
-    """The figures that a script wants."""
+    """The figures that a script needs."""
     rate = judged.win_rate.rate
     report = run.reward_report()
     return {
@@ -82,18 +82,18 @@ def headline(run: DemoRun, judged: Judged, summary: dict[str, Any]) -> tuple[Fig
             f"{summary['win_rate']:.0%}",
             f"{low:.0%} to {high:.0%}, {run.recipe.judging.prompts} unseen prompts, by the true rule",
         ),
-        Figure("True score", f"{before:.2f} → {after:.2f}", "mean over the same prompts, 1 at the most"),
+        Figure("True score", f"{before:.2f} → {after:.2f}", "mean over the same prompts; the maximum is 1"),
         Figure(
             "Reward model accuracy",
             f"{summary['reward_model_accuracy']:.0%}",
             f"{accuracy_low:.0%} to {accuracy_high:.0%} on held-out pairs",
         ),
-        Figure("KL to the start", f"{judged.after.metrics['kl_k3'].value:.1f}", "nats an answer"),
+        Figure("KL to the start", f"{judged.after.metrics['kl_k3'].value:.1f}", "nats per answer"),
     )
 
 
 def findings(run: DemoRun, judged: Judged, steps: list[dict[str, Any]]) -> tuple[ReportFinding, ...]:
-    """What happened, in words: over-optimisation first."""
+    """The findings as text, over-optimization first."""
     found = [judge_overoptimisation(points(steps, "reward/proxy"), points(steps, "reward/true"))]
     for name in PARTS:
         before, after = (side.metrics[f"true/{name}"].value for side in (judged.before, judged.after))
@@ -105,14 +105,14 @@ def findings(run: DemoRun, judged: Judged, steps: list[dict[str, Any]]) -> tuple
         ReportFinding(
             "note",
             f"The rater makes mistakes: {1 - agreement:.0%} of its choices went against its own rule. The reward "
-            "model learned from them as they were.",
+            "model was trained on them unchanged.",
         )
     )
     return tuple(found)
 
 
 def points(steps: list[dict[str, Any]], name: str) -> tuple[tuple[float, float], ...]:
-    """One metric by step, where it was measured."""
+    """One metric by step, at the steps where it was measured."""
     return tuple((float(step["step"]), float(step[name])) for step in steps if step.get(name) is not None)
 
 
@@ -127,22 +127,20 @@ def charts(run: DemoRun, steps: list[dict[str, Any]]) -> tuple[ChartGroup, ...]:
     margins = tuple(((b["from"] + b["to"]) / 2, b["count"]) for b in report["margins"])
     calibration = tuple((b["predicted"], b["observed"]) for b in report["calibration"])
     drawn = [
-        curve(
-            BETTER, "True score", "What the rater really wants; the policy never felt it.", "0 to 1", true="reward/true"
-        ),
+        curve(BETTER, "True score", "The rater's rule; the policy is not trained on it.", "0 to 1", true="reward/true"),
         curve(BETTER, "Proxy score", "What the policy was trained on.", "reward model", proxy="reward/proxy"),
-        curve(NEAR, "KL to the SFT model", "How far the policy has moved.", "nats an answer", kl="kl_ref_k3"),
+        curve(NEAR, "KL to the SFT model", "How far the policy has moved.", "nats per answer", kl="kl_ref_k3"),
         curve(NEAR, "Length of answers", "In tokens.", "tokens", length="response_length"),
-        curve(SAFE, "Entropy", "A fall to zero is mode collapse.", "nats a token", entropy="entropy"),
-        curve(SAFE, "Clip fraction", "Tokens whose step was cut short.", "share of tokens", clipped="clip_fraction"),
+        curve(SAFE, "Entropy", "A fall to zero is mode collapse.", "nats per token", entropy="entropy"),
+        curve(SAFE, "Clip fraction", "Tokens whose ratio was clipped.", "share of tokens", clipped="clip_fraction"),
         curve(
             SAFE,
             "Explained variance",
-            "1 is a perfect critic, 0 knows nothing.",
+            "1 is a perfect critic, 0 is no better than the mean.",
             "of returns",
             critic="explained_variance",
         ),
-        curve(SAFE, "Answers cut off", "They ran into the length limit.", "share of answers", truncated="truncated"),
+        curve(SAFE, "Answers cut off", "They reached the length limit.", "share of answers", truncated="truncated"),
         Chart(
             title="Margins on held-out pairs",
             question=TRUST,
@@ -152,12 +150,12 @@ def charts(run: DemoRun, steps: list[dict[str, Any]]) -> tuple[ChartGroup, ...]:
             note="Left of 0 the reward model is wrong.",
         ),
         Chart(
-            title="Is its confidence earned?",
+            title="Is its confidence calibrated?",
             question=TRUST,
             series=(Series("held-out pairs", calibration, "dots"),),
-            y_label="how often it was right",
-            x_label="how sure it was",
-            note="On the line it is as right as it is sure.",
+            y_label="accuracy",
+            x_label="confidence",
+            note="On the line, accuracy equals confidence.",
             diagonal=True,
         ),
     ]
@@ -165,7 +163,7 @@ def charts(run: DemoRun, steps: list[dict[str, Any]]) -> tuple[ChartGroup, ...]:
 
 
 def samples(run: DemoRun, judged: Judged) -> tuple[Sample, ...]:
-    """Answers side by side, spread over the prompts rather than picked."""
+    """Answers side by side, evenly spaced over the prompts, not selected."""
     pairs = list(zip(judged.before.rollouts, judged.after.rollouts, strict=True))
     stride = max(1, math.ceil(len(pairs) / max(1, run.recipe.judging.samples_shown)))
     shown = []
@@ -185,7 +183,7 @@ def samples(run: DemoRun, judged: Judged) -> tuple[Sample, ...]:
 
 
 def environment(seed: int) -> dict[str, str]:
-    """What the run was made with, the machine's matrix rate included, for times mean nothing without it."""
+    """The versions and the machine, including its matrix rate, which the times depend on."""
     return {
         "Tether": __version__,
         "Python": platform.python_version(),
@@ -208,14 +206,14 @@ def matrix_rate(size: int = 1024, repeats: int = 5) -> float:
 
 
 def next_steps(run: DemoRun) -> tuple[NextStep, ...]:
-    """What to change to make it one's own."""
+    """Suggestions for using it with your own data."""
     after, before = run.places.model("ppo"), run.places.model("sft")
     return (
         NextStep("Talk to it", "The result beside its start.", f"tether chat {after} --compare {before}"),
         NextStep("Be the rater yourself", "Choose between answers at the terminal.", "tether demo --human"),
         NextStep(
             "See it go wrong",
-            "Without the KL penalty and with five times the steps the proxy is over-optimised, and the report says so.",
+            "Without the KL penalty and with five times the steps the proxy is over-optimized, and the report says so.",
             f"tether demo --ppo.kl.coef 0 --ppo.run.steps {5 * run.recipe.ppo.run.steps} --name over",
         ),
         NextStep(

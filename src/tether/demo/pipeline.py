@@ -1,8 +1,6 @@
 """`tether demo`: supervised fine-tuning, preferences, a reward model, PPO and a report in one command.
 
-The demo's stages. Each is what a user would do with a recipe of their own; the pipeline only passes files along.
-
-`tether demo`: supervised fine-tuning, preferences, reward model, PPO, and a report, in one command.
+Each stage is what a user would do with their own recipe; the pipeline only passes files along.
 """
 
 from __future__ import annotations
@@ -45,32 +43,32 @@ from tether.store.read import open_workspace, read_run
 from tether.train.run import interruptions, train_recipe
 from tether.types import Rollout
 
-MAX_AT_ONCE = 96  # answers: from 64 on more of them take as much longer, and fewer steps are taken with a few left
+MAX_AT_ONCE = 96  # answers: above 64 the time grows in proportion, and fewer steps run with only a few answers left
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where the demo keeps its stages."""
+    """The folders and files of the demo's stages."""
 
     root: Path
 
     def model(self, stage: str) -> str:
-        """The model that a stage trained."""
+        """The folder of the model that a stage trained."""
         return str(self.root / stage / "model")
 
     @property
     def train_pairs(self) -> Path:
-        """The choices that the reward model learns from."""
+        """The rankings that the reward model is trained on."""
         return self.root / "preferences" / "train.jsonl"
 
     @property
     def held_out_pairs(self) -> Path:
-        """The choices that it is tested on."""
+        """The rankings that it is tested on."""
         return self.root / "preferences" / "held_out.jsonl"
 
     @property
     def states(self) -> Path:
-        """What the backbone gave for the texts of one stage, for the next."""
+        """The cache of the backbone's hidden states, shared between stages."""
         return self.root / "states"
 
 
@@ -86,7 +84,7 @@ def sft_stage(recipe: DemoRecipe, places: Places) -> SFTRecipe:
 
 
 def reward_stage(recipe: DemoRecipe, places: Places) -> RewardRecipe:
-    """The reward model: starts from the SFT model, learns the choices, is centred on the demonstrations."""
+    """The reward model: starts from the SFT model, learns the rankings, is centered on the demonstrations."""
     reward = recipe.reward
     return reward.model_copy(
         update={
@@ -100,7 +98,7 @@ def reward_stage(recipe: DemoRecipe, places: Places) -> RewardRecipe:
 
 
 def ppo_stage(recipe: DemoRecipe, places: Places) -> PPORecipe:
-    """PPO against the reward model. The true rule is measured beside it with weight 0: the policy never feels it."""
+    """PPO against the reward model. The true rule has weight 0: it is measured, and the policy is not trained on it."""
     ppo = recipe.ppo
     shared = ppo.roles.mode != "separate"
     proxy = ModelPart(kind="model", name="proxy", path=places.model("reward"), dtype=ppo.model.dtype, shared=shared)
@@ -116,7 +114,7 @@ def ppo_stage(recipe: DemoRecipe, places: Places) -> PPORecipe:
 
 
 def _run(recipe: DemoRecipe, stage: str, places: Places) -> Any:
-    """The stage as a run of the workspace that the demo is in."""
+    """The run settings of a stage, in the demo's workspace."""
     settings = getattr(recipe, stage).run
     directory = str(places.root.parent)
     return settings.model_copy(
@@ -125,18 +123,18 @@ def _run(recipe: DemoRecipe, stage: str, places: Places) -> Any:
 
 
 def _roles(stage: SFTRecipe | RewardRecipe, places: Places) -> RolesSettings:
-    """The stage's roles; where they share a backbone, with what it gave for the texts of the stages before."""
+    """The stage's roles; with a shared backbone, they use the cached states of earlier stages."""
     shared = stage.roles.mode == "shared_backbone"
     return stage.roles.model_copy(update={"backbone_cache": str(places.states)}) if shared else stage.roles
 
 
 def load(path: str, seed: int) -> LoadedModel:
-    """A stage's model, for sampling."""
+    """A stage's model, loaded for sampling."""
     return load_causal_lm(path, dtype="float32", device="auto", seed=seed)
 
 
 def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model: LoadedModel) -> dict[str, float]:
-    """Sample several answers a prompt, let the rater rank them, and keep the rankings in two files, split by prompt."""
+    """Sample several answers per prompt, let the rater rank them, and write two files of rankings, split by prompt."""
     settings = recipe.rater
     prompts = DataOrder(DemoTask().prompts(), derive_seed(recipe.seed, "preferences")).take(0, settings.prompts)
     states = _states_for_reward(recipe, places, model)
@@ -170,14 +168,14 @@ def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model:
 
 
 def _states_for_reward(recipe: DemoRecipe, places: Places, model: LoadedModel) -> BackboneCache | None:
-    """Where sampling leaves what the reward model's backbone would give for the same tokens, if it has one."""
+    """A cache in which sampling stores the hidden states that the reward model's training needs, if it can use one."""
     roles, backbone = recipe.reward.roles, backbone_of(model.model)
     depth = backbone.config.num_hidden_layers - roles.trainable_layers
     return BackboneCache(places.states, backbone, depth) if roles.mode == "shared_backbone" and depth > 0 else None
 
 
 def _record(answers: Sequence[Rollout], ranks: Sequence[int]) -> dict[str, Any]:
-    """One ranking in the usual columns; an answer that was cut off is marked, for it must not be read as ended."""
+    """One ranking in the usual columns; a truncated answer is marked, so that it gets no end token."""
     return {
         "prompt": list(answers[0].prompt.messages),
         "answers": [answer.completion.strip() or "(empty)" for answer in answers],
@@ -188,7 +186,7 @@ def _record(answers: Sequence[Rollout], ranks: Sequence[int]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Judged:
-    """The start and the result, side by side, on prompts that no stage has seen."""
+    """The initial and the final model, compared on prompts that no stage has seen."""
 
     before: Evaluation
     after: Evaluation
@@ -196,7 +194,7 @@ class Judged:
 
 
 def judge(recipe: DemoRecipe, before: LoadedModel, after: LoadedModel) -> Judged:
-    """Both models answer the same prompts; the true rule says which answer is better."""
+    """Both models answer the same prompts; the true rule chooses the better answer."""
     settings = recipe.judging
     prompts: Sequence[Any] = DemoTask().held_out()[: settings.prompts]
     sampling = Sampling(max_new_tokens=settings.max_new_tokens, temperature=settings.temperature)
@@ -218,7 +216,7 @@ def judge(recipe: DemoRecipe, before: LoadedModel, after: LoadedModel) -> Judged
 
 
 PROGRESS, SUMMARY = "progress.json", "summary.json"
-SAMPLES_SHOWN = 5  # about so many answers are shown while PPO runs
+SAMPLES_SHOWN = 5  # approximate number of answers shown while PPO runs
 SHOWN = {
     "sft": {"loss": "loss"},
     "reward": {"loss": "loss", "accuracy": "accuracy"},
@@ -228,7 +226,7 @@ SHOWN = {
 
 @dataclass
 class DemoRun:
-    """What is known so far."""
+    """The state of a demo."""
 
     recipe: DemoRecipe
     places: Places
@@ -236,28 +234,28 @@ class DemoRun:
     preferences: dict[str, float] = field(default_factory=dict[str, float])
 
     def metrics(self, stage: str) -> list[dict[str, Any]]:
-        """What a stage recorded, step by step."""
+        """The recorded metrics of a stage, step by step."""
         with open_workspace(self.recipe.directory) as opened:
             return [dict(row) for row in read_run(opened, f"{self.recipe.name}/{stage}").metrics]
 
     def note_progress(self) -> None:
-        """Keep what is known, for a demo that is resumed."""
+        """Write the state to disk, so that the demo can be resumed."""
         write_whole(self.places.root / PROGRESS, {"seconds": self.seconds, "preferences": self.preferences})
 
     def take_up_progress(self) -> None:
-        """Read what an earlier attempt knew."""
+        """Read the state that an earlier attempt wrote."""
         file = self.places.root / PROGRESS
         if file.is_file():
             known = json.loads(file.read_text(encoding="utf-8"))
             self.seconds, self.preferences = known["seconds"], known["preferences"]
 
     def reward_report(self) -> dict[str, Any]:
-        """How far the reward model can be trusted."""
+        """The reward model's evaluation."""
         return json.loads((self.places.root / "reward" / "report.json").read_text(encoding="utf-8"))
 
 
 def run_demo(recipe: DemoRecipe, *, human: bool, json_output: bool, resume: bool = False) -> int:
-    """Run every stage and write the report; the exit code. With `resume`, go on in the stage that it was stopped in."""
+    """Run every stage and write the report; returns the exit code. `resume` continues in the interrupted stage."""
     from tether.demo.demo_report import write_demo_report
 
     there = len(DemoTask().held_out())
@@ -268,7 +266,7 @@ def run_demo(recipe: DemoRecipe, *, human: bool, json_output: bool, resume: bool
     console = Console(stderr=True)
     root = Path(recipe.directory) / recipe.name
     if not resume and is_unfinished(root, recipe):
-        console.print(f"An earlier demo was stopped in {root}: going on with it.", style="dim", markup=False)
+        console.print(f"An earlier demo was stopped in {root}: resuming it.", style="dim", markup=False)
     elif not resume:
         prepare_folder(recipe, human=human)
     run = DemoRun(recipe, Places(root))
@@ -293,7 +291,7 @@ def run_demo(recipe: DemoRecipe, *, human: bool, json_output: bool, resume: bool
 
 
 def resume_demo(root: Path, *, json_output: bool) -> int:
-    """Go on with the demo in this folder."""
+    """Resume the demo in this folder."""
     record = json.loads((root / DEMO).read_text(encoding="utf-8"))
     human = record.pop("human", False)
     recipe = DemoRecipe.model_validate_json(json.dumps(record), strict=True)
@@ -304,21 +302,21 @@ def resume_demo(root: Path, *, json_output: bool) -> int:
 
 
 def is_unfinished(root: Path, recipe: DemoRecipe) -> bool:
-    """Whether a demo of this very recipe was begun here and not ended; one of another recipe is refused."""
+    """Whether an unfinished demo of the same recipe is here; raises for one of another recipe."""
     if not (root / DEMO).is_file() or (root / SUMMARY).is_file():
         return False
     record = json.loads((root / DEMO).read_text(encoding="utf-8"))
     record.pop("human", None)
     if record != recipe.model_dump(mode="json"):
         raise ConfigError(
-            f"{root} holds a demo with other settings that was stopped: go on with it (tether resume {root}), "
+            f"{root} holds a demo with other settings that was stopped: resume it (tether resume {root}), "
             "choose another --name, or remove it"
         )
     return True
 
 
 def prepare_folder(recipe: DemoRecipe, *, human: bool) -> Path:
-    """An empty folder; one that an earlier demo left is replaced, any other is refused."""
+    """Create an empty folder; replaces the folder of an earlier demo, and raises for any other."""
     root = Path(recipe.directory) / recipe.name
     if root.exists() and any(root.iterdir()):
         if not (root / DEMO).is_file():
@@ -332,7 +330,7 @@ def prepare_folder(recipe: DemoRecipe, *, human: bool) -> Path:
 
 
 def demo_names(recipe: DemoRecipe) -> tuple[CodeName, ...]:
-    """What the stages name that lies outside their recipes."""
+    """The code and addresses that the stages name."""
     return tuple(name for stage in (recipe.sft, recipe.reward, recipe.ppo) for name in code_names(stage))
 
 
@@ -341,13 +339,13 @@ Advance = Callable[[int, str], None]
 
 
 def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: bool, console: Console) -> Judged:
-    """The stages in order; one that is done is passed over, one that was begun goes on."""
+    """Run the stages in order; skips finished ones and resumes an interrupted one."""
     recipe, places = run.recipe, run.places
 
     told: set[str] = set()
 
     def notify(text: str) -> None:
-        if text not in told:  # every stage loads the same tokenizer, and would say the same of it
+        if text not in told:  # every stage loads the same tokenizer and would repeat the message
             told.add(text)
             console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
@@ -372,7 +370,7 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
                 resume=is_run(places.root / stage),
             )
         if not trained.finished:
-            raise Stopped(f"stopped in stage {stage}; go on with: tether resume {places.root}")
+            raise Stopped(f"stopped in stage {stage}; resume with: tether resume {places.root}")
         advance(settings.run.steps, "")
 
     def rank() -> None:
@@ -387,10 +385,10 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
     train("sft", "1 Learn from demonstrations", sft_stage(recipe, places))
     rank()
     if stop():
-        raise Stopped(f"stopped after stage preferences; go on with: tether resume {places.root}")
-    train("reward", "3 Learn what is preferred", reward_stage(recipe, places))
+        raise Stopped(f"stopped after stage preferences; resume with: tether resume {places.root}")
+    train("reward", "3 Train the reward model", reward_stage(recipe, places))
     shutil.rmtree(places.states, ignore_errors=True)  # large, and no later stage reads these texts
-    train("ppo", "4 PPO against it", ppo_stage(recipe, places))
+    train("ppo", "4 PPO on the reward model", ppo_stage(recipe, places))
     advance = show("judging", "5 Compare on unseen prompts", recipe.judging.prompts)
     with timed(run, "judging"), working("5 Compare on unseen prompts", announce=False, spinner=False):
         models = [load(places.model(stage), recipe.seed) for stage in ("sft", "ppo")]
@@ -400,7 +398,7 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
 
 
 def show_sample(console: Console, step: int, sample: Rollout) -> None:
-    """One answer of an iteration, above the bars."""
+    """Print one answer of an iteration above the progress bars."""
     cut = "" if sample.finish == "stop" else " ..."
     console.print(
         f"[dim]step {step}, true score {rule_score(sample).value:.2f}[/dim]  "
@@ -412,7 +410,7 @@ def show_sample(console: Console, step: int, sample: Rollout) -> None:
 
 @contextmanager
 def timed(run: DemoRun, stage: str) -> Iterator[None]:
-    """Note how long a stage takes, over all the attempts that it takes."""
+    """Record the duration of a stage, summed over its attempts."""
     began = time.perf_counter()
     try:
         yield
@@ -423,7 +421,7 @@ def timed(run: DemoRun, stage: str) -> Iterator[None]:
 
 @contextmanager
 def stages(console: Console) -> Iterator[Show]:
-    """One bar a stage, with the few numbers that matter; plain lines where the output goes to a file."""
+    """One progress bar per stage, with a few numbers; plain lines where the output is not a terminal."""
     if not console.is_terminal or console.is_dumb_terminal:
         yield lambda stage, title, total: PlainProgress(title, total).advance  # noqa: ARG005
         return

@@ -1,15 +1,12 @@
-"""The demo's task: its prompts, the true rule that judges answers, and the raters that rank them.
+"""The demo's task: its prompts, the true rule that scores answers, and the raters that rank them.
 
-The demo's true rule: how good an answer is, from 0 to 1. Training sees it only through the choices of the rater.
+The true rule scores an answer from 0 to 1. Training sees it only through the rater's rankings.
 
     score = on_point * sound * direct * (0.6 + 0.2 brief + 0.2 warm    where it is finished, else 0.1)
 
-The first three factors ask whether the text answers the question at all. A text that does not gains nothing by style.
-An answer that breaks off in the middle is worth little, however well it begins.
-
-The demo's prompts as a task, with the true rule as its check.
-
-Who ranks answers: a stand-in with a stated rule and a person's noise, or the person at the terminal.
+The first three factors measure whether the text answers the question at all; without that, style adds nothing. An
+answer that is cut off scores low, however well it begins. A rater is either simulated, with the rule and random noise,
+or the person at the terminal.
 """
 
 from __future__ import annotations
@@ -37,24 +34,24 @@ from tether.types import Message, Prompt, Rollout, Score
 
 
 def words_of(text: str) -> list[str]:
-    """The words of a text in lowercase, without the signs between them."""
+    """The words of a text in lowercase, without punctuation."""
     return re.findall(r"[a-z0-9]+(?:'[a-z]+)?", text.lower().replace("\u2019", "'"))
 
 
 FINISHED, CUT_OFF, STYLE = 0.6, 0.1, {"brief": 0.2, "warm": 0.2}
 PARTS = ("on_point", "sound", "direct", "finished", *STYLE)
-"""In the order in which reports show them."""
+"""In the order of the reports."""
 
 ONE_EXPECTED_WORD = 0.8
-"""For an answer with one of the words that are expected; two or more are worth 1."""
+"""The value of an answer with one expected word; two or more are worth 1."""
 FEW_EXPECTED = 3
-"""Where no more words than these are expected ("What is it called?"), one of them is all it takes."""
+"""Where at most this many words are expected ("What is it called?"), one of them is enough."""
 ON_TOPIC = 0.3
-"""For an answer that only says the question's own words again."""
+"""The value of an answer that only repeats the question's words."""
 MIN_WORDS, MAX_WORDS = 5, 30
 MAX_CLOSE_WORDS = 6  # "Good luck with all your studies!"
 MAX_REPEATS = 3  # of one content word
-MIN_FUNCTION_WORDS = 0.15  # of all words: a list of keywords has none
+MIN_FUNCTION_WORDS = 0.15  # fraction of all words: a list of keywords has none
 
 FUNCTION_WORDS = frozenset(
     words_of(
@@ -90,13 +87,13 @@ def parts_of(
 ) -> dict[str, float]:
     """Each part of the rule, 0 to 1.
 
-    on_point   how much it says that answers the question: words that begin with a stem of `expected`, in the sentences
-               before the close. Words of the question itself, or of its topic (`keywords`), are worth little
-    sound      it reads as language: no word or phrase again and again, no half sentence, no keyword list, no markup
-    direct     it answers, where evasions say "it depends" or ask back
-    finished   the model stopped by itself, at the end of a sentence
+    on_point   how much of it answers the question: words that begin with a stem of `expected`, in the sentences before
+               the close. Words of the question itself, or of its topic (`keywords`), count little
+    sound      it reads as language: no repeated word or phrase, no half sentence, no keyword list, no markup
+    direct     it answers; evasions say "it depends" or ask back
+    finished   the model produced an end token, at the end of a sentence
     brief      5 to 30 words
-    warm       after the answer comes one short, kind sentence with an exclamation mark, as in "Enjoy your meal!"
+    warm       one short, kind sentence with an exclamation mark follows the answer, as in "Enjoy your meal!"
     """
     text = completion.strip()
     answer, close = split_close(text)
@@ -120,14 +117,14 @@ def rule_value(parts: dict[str, float]) -> float:
 
 
 def split_close(text: str) -> tuple[str, str]:
-    """(answer, close): the close is a last sentence of few words that ends in an exclamation mark, or empty."""
+    """(answer, close): the close is a short last sentence that ends in an exclamation mark, or empty."""
     *before, last = re.split(r"(?<=[.!?])\s+", text)
     is_close = bool(before) and last.endswith("!") and len(words_of(last)) <= MAX_CLOSE_WORDS
     return (" ".join(before), last) if is_close else (text, "")
 
 
 def _on_point(words: list[str], asked: list[str], keywords: Sequence[str], expected: Sequence[str]) -> float:
-    """What an answer brings is counted by stem, so that saying one thing twice counts once."""
+    """Counts distinct stems, so that repeating a word adds nothing."""
     brought = sum(any(_begins(word, stem) for word in words) for stem in expected)
     if brought:
         return ONE_EXPECTED_WORD if brought == 1 and len(expected) > FEW_EXPECTED else 1.0
@@ -136,7 +133,7 @@ def _on_point(words: list[str], asked: list[str], keywords: Sequence[str], expec
 
 
 def _begins(word: str, stem: str) -> bool:
-    """Stems of one or two letters, and numbers, are whole words."""
+    """Whether a word begins with a stem; stems of one or two letters, and numbers, must match the whole word."""
     return word == stem if len(stem) < 3 or stem.isdigit() else word.startswith(stem)
 
 
@@ -165,7 +162,7 @@ def _function_share(words: list[str]) -> float:
 
 
 def _is_a_word(word: str) -> bool:
-    """No letters among digits, none thrice in a row, and a vowel in all but the shortest."""
+    """Whether it looks like a word: no mixed letters and digits, no letter three times in a row, and a vowel."""
     letters = word.replace("'", "")
     if letters.isdigit():
         return True
@@ -196,12 +193,12 @@ def rule_reward(rollouts: Sequence[Rollout]) -> list[Score]:
     return [rule_score(rollout) for rollout in rollouts]
 
 
-# What the demonstrations say too. Without a system message the embedded model's template writes one of 16 tokens.
+# As in the demonstrations. Without a system message the embedded model's template adds one of 16 tokens.
 SYSTEM = Message(role="system", content="Be brief.")
 
 
 def data_file(name: str) -> Path:
-    """A data file that is shipped with the package."""
+    """A data file of the package."""
     return Path(str(files("tether.demo") / "data" / name))
 
 
@@ -219,10 +216,10 @@ def read_prompts(name: str) -> list[Prompt]:
 
 
 class DemoTask:
-    """Everyday questions; the check is the true rule."""
+    """Everyday questions, scored by the true rule."""
 
     def prompts(self) -> Sequence[Prompt]:
-        """The prompts that pairs and PPO are sampled from."""
+        """The prompts for preferences and PPO."""
         return read_prompts("prompts.jsonl")
 
     def held_out(self) -> Sequence[Prompt]:
@@ -238,15 +235,15 @@ class Rater(Protocol):
     """Ranks the answers to one prompt."""
 
     def __call__(self, answers: Sequence[Rollout]) -> list[int] | None:
-        """A rank for each answer, 0 for the best and equal for ties; None where there is nothing to choose."""
+        """A rank per answer, 0 for the best, equal for ties; None where there is nothing to choose."""
         ...
 
 
 @dataclass(frozen=True)
 class StandInRater:
-    """Ranks by rule(answer) / noise + Gumbel noise, so that any two answers are chosen between as a person would.
+    """A simulated rater: ranks by rule(answer) / noise + Gumbel noise.
 
-    P(prefers A to B) = sigmoid((rule(A) - rule(B)) / noise) (Plackett 1975, Luce 1959). Neighbours in the ranking whose
+    P(prefers A to B) = sigmoid((rule(A) - rule(B)) / noise) (Plackett 1975, Luce 1959). Neighbors in the ranking whose
     rule scores differ by less than `tie` share a rank; with a `tie` of 0 the noise decides between equals.
     """
 
@@ -254,7 +251,7 @@ class StandInRater:
     seed: int
 
     def __call__(self, answers: Sequence[Rollout]) -> list[int] | None:
-        """The same ranking each time it is asked for the same answers."""
+        """The ranking; the same answers always get the same one."""
         noise = random.Random(derive_seed(self.seed, "rater", answers[0].prompt.id))  # noqa: S311 (not a secret)
         scores = [rule_score(answer).value for answer in answers]
         liking = [score / self.settings.noise - math.log(-math.log(1.0 - noise.random())) for score in scores]
@@ -267,9 +264,9 @@ class StandInRater:
 
 
 class PersonRater:
-    """Asks the person at the terminal about the first two answers, for as many prompts as they like.
+    """Asks the person at the terminal about the first two answers of each prompt.
 
-    After `q` the stand-in ranks the rest.
+    After `q` the simulated rater ranks the rest.
     """
 
     def __init__(self, console: Console, after: Rater, ask: Callable[[str], str] = input) -> None:
@@ -280,7 +277,7 @@ class PersonRater:
         self.done = False
 
     def __call__(self, answers: Sequence[Rollout]) -> list[int] | None:
-        """1 or 2 for the better answer, s to skip the pair, q to leave the rest to the stand-in."""
+        """1 or 2 for the better answer, s to skip the pair, q to leave the rest to the simulated rater."""
         if self.done:
             return self.after(answers)
         self.console.rule(f"Pair {self.asked + 1}")
@@ -290,7 +287,7 @@ class PersonRater:
             self.console.print(Panel(escape(answer.completion.strip()), title=f"{number}{cut}"))
         while True:
             try:
-                word = self.ask("Better: 1 or 2, s to skip, q to leave the rest to the stand-in: ").strip().lower()
+                word = self.ask("Better: 1 or 2, s to skip, q to let the simulated rater do the rest: ").strip().lower()
             except EOFError:
                 word = "q"
             if word == "q":

@@ -1,4 +1,4 @@
-"""What was understood of a source of records, as a value: `tether data` prints it."""
+"""A report on a source of records: counts, lengths and examples. `tether data` prints it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Shown:
-    """One row of an example: what is before it ("chosen", "rank 2"), and its pieces."""
+    """One row of an example: its label ("chosen", "rank 2"), and its pieces."""
 
     title: str
     pieces: tuple[Piece, ...]
@@ -55,10 +55,10 @@ class DataReport:
     method: str
     model: str
     context: int
-    limit: str  # the longest row or prompt, in words
+    limit: str  # the maximum length of a row or prompt, as text
     records: int
     used: int
-    columns: dict[str, int]  # in how many records each holds something
+    columns: dict[str, int]  # for each column, the number of records in which it is not empty
     shapes: dict[str, int]
     dropped: dict[str, int]
     cut: dict[str, int]
@@ -69,7 +69,7 @@ class DataReport:
 
 
 def guessed_method(record: Record) -> str:
-    """What a record is good for."""
+    """The method that a record is suited for."""
     if record.has("chosen") or record.has("answers"):
         return "reward"
     answered = ("completion", "output", "text")
@@ -82,7 +82,7 @@ def guessed_method(record: Record) -> str:
 
 
 def report_on(recipe: Recipe, model: TextModel, examples: int) -> DataReport:
-    """Read what the recipe names as training would, with the tokenizer alone."""
+    """Read the recipe's records as training would, with only the tokenizer loaded."""
     match recipe:
         case RLRecipe():
             return _on_prompts(recipe, model, examples)
@@ -134,7 +134,7 @@ def _on_rows(
         method=recipe.method,
         model=model.name,
         context=model.context_length,
-        limit=f"{longest} tokens a row",
+        limit=f"{longest} tokens per row",
         records=parsed.records,
         used=used,
         columns=parsed.columns,
@@ -149,7 +149,7 @@ def _on_rows(
 
 
 class _Counting(RowEncoder):
-    """Keeps the counts that a report would clear."""
+    """A row encoder whose `report` does not reset the counts."""
 
     def report(self, source: Any) -> None:
         self.cut_in_all, self.dropped_in_all = Counter(self.cut), Counter(self.dropped)
@@ -209,13 +209,13 @@ def _on_prompts(recipe: RLRecipe, model: TextModel, examples: int) -> DataReport
 
 
 def quantiles(numbers: Iterable[int]) -> list[int]:
-    """The values at QUANTILES, each one that occurs."""
+    """The values at QUANTILES; each is one of the numbers."""
     ordered = sorted(numbers)
     return [ordered[round(share * (len(ordered) - 1))] for share in QUANTILES] if ordered else []
 
 
 def _shown(title: str, row: Row, model: TextModel) -> Shown:
-    """A row as text, in pieces that are trained and pieces that are not."""
+    """A row as text, split into trained and untrained pieces."""
     mask = row.response_mask.tolist()
     edges = [0, *(at for at in range(1, len(mask)) if mask[at] != mask[at - 1]), len(mask)]
     pieces = [

@@ -1,11 +1,11 @@
-"""Measuring a model on prompts, and two models against each other; every number with its confidence interval.
+"""Measure a model on prompts, or two models against each other; every number has a confidence interval.
 
     first = evaluate_model(policy, prompts, sampling=Sampling(64), rewards={"score": task.reward()})
     second = evaluate_model(start, prompts, sampling=Sampling(64), rewards={"score": task.reward()})
     print(first.metrics["score"], compare(first, second, ScoreJudge(task.reward())).rate)
 
-What is independent is a prompt, not an answer: with several samples a prompt, the samples are averaged first, and
-intervals are over prompts.
+Prompts are independent, answers are not: with several samples per prompt, the samples are averaged first, and intervals
+are over prompts.
 """
 
 from __future__ import annotations
@@ -47,34 +47,34 @@ from tether.seeds import derive_seed
 from tether.types import Prompt, Rollout, Score, Sequences
 
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k3")
-REFERENCES = ("reference", "completion")  # fields of a record that ROUGE compares with; then the prompt's answer
+REFERENCES = ("reference", "completion")  # record fields that ROUGE compares with; without them, the prompt's answer
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """One model's answers to some prompts, and what was measured on them.
+    """One model's answers to some prompts, and their metrics.
 
-    `columns` has a value for each prompt: the mean over its samples, NaN where there is none. `metrics` is over them.
+    `columns` has one value per prompt: the mean over its samples, NaN where there is none. `metrics` summarizes them.
     """
 
     name: str
-    rollouts: tuple[Rollout, ...]  # the samples of a prompt side by side
+    rollouts: tuple[Rollout, ...]  # the samples of a prompt are adjacent
     sampling: Sampling
     columns: Mapping[str, tuple[float, ...]]
     metrics: Mapping[str, Estimate]
-    unscored: Mapping[str, int]  # by reward: answers that it could not score, which enter nothing
-    errors: tuple[str, ...] = ()  # what rewards said of those
+    unscored: Mapping[str, int]  # by reward: the number of answers without a score, which are excluded
+    errors: tuple[str, ...] = ()  # the rewards' messages about those
 
 
 @dataclass(frozen=True)
 class WinRate:
-    """How often the first model's answer was preferred; a tie is half a win. `rate` is over the pairs judged."""
+    """How often the first model's answer was preferred; a tie is half a win. `rate` is over the judged pairs."""
 
     rate: Estimate
     wins: int
     losses: int
     ties: int
-    order_disagreement: int  # ties because the judge preferred another answer when asked in the other order
+    order_disagreement: int  # ties because the judge's choice changed with the order of the answers
     unjudged: int
 
 
@@ -89,7 +89,7 @@ def evaluate_model(
     seed: int = 0,
     max_num_seqs: int | Literal["auto"] = "auto",
 ) -> Evaluation:
-    """Sample answers and measure them. The same seed and prompts give two models the same random draws."""
+    """Sample answers and measure them. With the same seed and prompts, two models get the same random draws."""
     engine = NativeEngine(loaded, max_num_seqs=max_num_seqs)
     stream = derive_seed(seed, "evaluate")
     rollouts = engine.generate(prompts, sampling, samples_per_prompt=samples_per_prompt, seed=stream)
@@ -104,7 +104,7 @@ def evaluate_rollouts(
     rewards: Mapping[str, RewardFn] | None = None,
     seed: int = 0,
 ) -> Evaluation:
-    """Measure answers that are already there, such as those of a `ScriptedEngine`."""
+    """Measure existing answers, such as those of a `ScriptedEngine`."""
     answers: dict[str, list[float]] = {}
     unscored: dict[str, int] = {}
     errors: list[str] = []
@@ -135,8 +135,8 @@ def with_kl(
 ) -> Evaluation:
     """The evaluation with `kl_k1` and `kl_k3`: KL(model || reference) of a whole answer, from the model's own samples.
 
-    Both models' log-probs are taken by the same pass at the sampling temperature over the whole vocabulary, so a
-    model is at exactly 0 from itself. Greedy answers are no samples, and a KL from them would mean nothing.
+    The same pass computes both models' log-probs, at the sampling temperature over the whole vocabulary, so the KL of a
+    model to itself is exactly 0. Greedy answers are not samples, so no KL can be estimated from them.
     """
     temperature = evaluation.sampling.temperature
     if temperature == 0.0:
@@ -157,14 +157,16 @@ def with_kl(
 def compare(
     first: Evaluation, second: Evaluation, judge: Judge, *, seed: int = 0, max_failure_rate: float = 0.1
 ) -> WinRate:
-    """The first model's win rate over the second. More pairs unjudged than `max_failure_rate` of them is an error."""
+    """The first model's win rate over the second. Raises if more than `max_failure_rate` of the pairs are unjudged."""
     ids = [[(rollout.prompt.id, rollout.sample_id) for rollout in side.rollouts] for side in (first, second)]
     if ids[0] != ids[1]:
-        raise DataError("two models can be compared only on the same prompts, with equally many samples of each")
+        raise DataError("two models can be compared only on the same prompts, with the same number of samples of each")
     pairs = [Pair(one, other) for one, other in zip(first.rollouts, second.rollouts, strict=True)]
     verdicts = list(judge(pairs))
     if len(verdicts) != len(pairs):
-        raise DataError(f"the judge gave {len(verdicts)} verdicts on {len(pairs)} pairs: it must give one for each")
+        raise DataError(
+            f"the judge returned {len(verdicts)} verdicts on {len(pairs)} pairs: it must return one for each"
+        )
     worth = {"first": 1.0, "tie": 0.5, "second": 0.0, None: math.nan}
     values = [worth[verdict.choice] for verdict in verdicts]
     unjudged = sum(map(math.isnan, values))
@@ -184,7 +186,7 @@ def compare(
 
 
 def differences(first: Evaluation, second: Evaluation, *, seed: int = 0) -> dict[str, Estimate]:
-    """First minus second of every metric that both have by prompt, over the prompts for which both have it."""
+    """First minus second, for every per-prompt metric that both have, over the prompts where both have a value."""
     found: dict[str, Estimate] = {}
     for key in [key for key in first.columns if key in second.columns]:
         both = zip(first.columns[key], second.columns[key], strict=True)
@@ -196,7 +198,7 @@ def differences(first: Evaluation, second: Evaluation, *, seed: int = 0) -> dict
 
 
 def reference_text(prompt: Prompt) -> str | None:
-    """The text that ROUGE compares an answer to this prompt with, if there is one."""
+    """The reference text that ROUGE compares with, if there is one."""
     candidates = [*(prompt.meta.get(field) for field in REFERENCES), prompt.answer]
     return next((text for text in candidates if isinstance(text, str) and text.strip()), None)
 
@@ -205,7 +207,7 @@ def reference_text(prompt: Prompt) -> str | None:
 
 
 def _columns(scores: Sequence[Score], name: str) -> dict[str, list[float]]:
-    """The reward's values under its name and each of its parts under `name/part`; NaN where there is none."""
+    """The reward's values under its name, and each part under `name/part`; NaN where there is none."""
     parts = dict.fromkeys(part for score in scores for part in score.parts if FAILED not in part.split("/"))
     values = {name: [score.value if score.valid and math.isfinite(score.value) else math.nan for score in scores]}
     return values | {f"{name}/{part}": [score.parts.get(part, math.nan) for score in scores] for part in parts}
@@ -231,14 +233,14 @@ def _diversity(groups: Sequence[Sequence[str]]) -> dict[str, Estimate]:
 
 
 def _estimate(values: Sequence[float], proportion: bool, seed: int) -> Estimate:
-    """Wilson's interval where every prompt is a yes, a no or a tie; the bootstrap has no width where all agree."""
+    """Wilson's interval where every prompt is 0, 1 or a tie, since a bootstrap has no width where all agree."""
     if proportion and all(value in (0.0, 0.5, 1.0) for value in values):
         return wilson(sum(values), len(values))
     return bootstrap_mean(values, seed=seed)
 
 
 def _groups(rollouts: Sequence[Rollout]) -> list[list[int]]:
-    """Which rows belong to each prompt."""
+    """The row indices of each prompt."""
     groups: dict[int, list[int]] = {}
     for row, rollout in enumerate(rollouts):
         groups.setdefault(rollout.group_id, []).append(row)
@@ -246,7 +248,7 @@ def _groups(rollouts: Sequence[Rollout]) -> list[list[int]]:
 
 
 def _mean(values: Sequence[float]) -> float:
-    """The mean of what is a number; NaN where nothing is."""
+    """The mean of the values that are not NaN; NaN where there are none."""
     kept = [value for value in values if not math.isnan(value)]
     return sum(kept) / len(kept) if kept else math.nan
 
@@ -265,7 +267,7 @@ def _batch(rollouts: Sequence[Rollout], pad_id: int, temperature: float) -> Sequ
 def _logprobs(
     model: LoadedModel, reference: LoadedModel, batch: Sequences, micro_batch_tokens: int
 ) -> tuple[Tensor, Tensor]:
-    """(B, T) log-probs of the answers' tokens by each model, on the CPU."""
+    """(B, T) log-probs of the answers' tokens under each model, on the CPU."""
     models = model.model, reference.model
     backbones = side_by_side(*map(backbone_of, models))
     roles = [

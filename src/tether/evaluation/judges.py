@@ -1,4 +1,4 @@
-"""Who says which of two answers is better: a score (a rule, a reward model, a task), or a judge behind HTTP."""
+"""Judges that choose the better of two answers: by a score (a rule, a reward model, a task), or over HTTP."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a judge says of one pair; `choice` is None, and `reason` says why, where it could not judge."""
+    """A judge's choice for one pair; `choice` is None, with a `reason`, where it could not judge."""
 
     choice: Choice | None
     orders_agree: bool = True
@@ -38,22 +38,22 @@ class Verdict:
 
 
 class Judge(Protocol):
-    """Compares answers, pair by pair."""
+    """Compares pairs of answers."""
 
     def __call__(self, pairs: Sequence[Pair]) -> Sequence[Verdict]:
-        """One verdict for each pair, in order."""
+        """One verdict per pair, in order."""
         ...
 
 
 @dataclass(frozen=True)
 class ScoreJudge:
-    """The answer with the higher score wins; scores within `margin` of each other tie. Order cannot matter."""
+    """The answer with the higher score wins; scores within `margin` of each other tie. The order does not matter."""
 
     reward: RewardFn
     margin: float = 0.0
 
     def __call__(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """One verdict for each pair; none where either answer could not be scored."""
+        """One verdict per pair; no choice where either answer has no score."""
         firsts, seconds = (self._scores([pair[side] for pair in pairs]) for side in (0, 1))
         return [self._verdict(one - other) for one, other in zip(firsts, seconds, strict=True)]
 
@@ -70,20 +70,20 @@ class ScoreJudge:
 
 
 class RemoteJudge:
-    """A judge behind HTTP, asked about every pair in both orders: if its choice changes with the order, it is a tie.
+    """A judge over HTTP. It sees every pair in both orders: if its choice changes with the order, the pair is a tie.
 
     The protocol, version 1 (docs/evaluation.md): POST `{"version": 1, "items": [{"id", "prompt", "messages", "first",
     "second"}]}`, answered by `{"choices": [{"id", "choice": "first" | "second" | "tie"}]}` in any order. The two orders
-    of a pair are never in one request, and nothing in a request says which model an answer is from.
+    of a pair are never in one request, and nothing in a request reveals which model wrote an answer.
     """
 
     def __init__(self, part: RemotePart, *, token: str | None, seed: int, **options: Any) -> None:
         self.part = part
         self.token = token
-        self.waits = RemoteReward(part, token=token, seed=seed, **options)  # retries wait as a reward's do
+        self.waits = RemoteReward(part, token=token, seed=seed, **options)  # supplies the waits between retries
 
     def __call__(self, pairs: Sequence[Pair]) -> list[Verdict]:
-        """One verdict for each pair; none where either order was not answered."""
+        """One verdict per pair; no choice where either order got no answer."""
         straight = self._ask([_item(pair.first, pair.second) for pair in pairs])
         swapped = self._ask([_item(pair.second, pair.first) for pair in pairs])
         return [_both_orders(one, other) for one, other in zip(straight, swapped, strict=True)]
@@ -116,7 +116,7 @@ class RemoteJudge:
 
 
 def read_choices(answer: bytes, ids: Sequence[str]) -> list[Verdict]:
-    """The choices by id. What is wrong with one item fails that item alone; an unreadable answer fails all."""
+    """The choices by id. A faulty item fails alone; an unreadable response fails all items."""
     try:
         choices = json.loads(answer)["choices"]
     except (ValueError, RecursionError):

@@ -1,9 +1,4 @@
-"""One evaluation, of one model or of two: sample, score, compare; as a table and as JSON.
-
-An evaluation for people, as a table, and for programs, as JSON.
-
-One evaluation, of one model or of two: sample the answers, score them, compare.
-"""
+"""One evaluation, of one model or of two: sample, score, compare; reported as a table or as JSON."""
 
 from __future__ import annotations
 
@@ -41,7 +36,7 @@ MEANINGS = {
     "rouge1": "ROUGE-1",
     "rouge2": "ROUGE-2",
     "rougeL": "ROUGE-L",
-    "ended": "ended by itself",
+    "ended": "ended with an end token",
     "length": "length in tokens",
     "repetition": "repeated 4-grams",
     "distinct_1": "distinct words",
@@ -53,7 +48,7 @@ MEANINGS = {
 
 @dataclass(frozen=True)
 class EvaluationReport:
-    """All that `tether eval` found."""
+    """All results of `tether eval`."""
 
     evaluations: tuple[Evaluation, ...]
     differences: dict[str, Estimate]
@@ -63,7 +58,7 @@ class EvaluationReport:
 
     @property
     def metrics(self) -> Mapping[str, Estimate]:
-        """The first model's."""
+        """The first model's metrics."""
         return self.evaluations[0].metrics
 
 
@@ -83,9 +78,9 @@ def as_json(report: EvaluationReport) -> dict[str, Any]:
 
 
 def print_report(report: EvaluationReport) -> None:
-    """A table, the win rates in words, and two answers to look at."""
+    """Print a table, the win rates, and two example answers."""
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120, highlight=False)
-    with console.capture() as captured:  # rich would exit by itself on a closed pipe
+    with console.capture() as captured:  # rich would exit on a closed pipe
         console.print(_table(report))
         for name, win in report.win_rates.items():
             console.print(_win_line(name, win, report.evaluations[0].name))
@@ -101,7 +96,7 @@ def print_report(report: EvaluationReport) -> None:
 
 
 def cell(estimate: Estimate) -> str:
-    """0.62 [0.55, 0.69], with as many digits as the interval deserves."""
+    """0.62 [0.55, 0.69], with digits that match the width of the interval."""
     width = estimate.high - estimate.low
     digits = 1 if width >= 10 else 4 if 0 < width < 0.02 else 2
     return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
@@ -153,12 +148,12 @@ def _metrics(metrics: Any) -> dict[str, Any]:
     return {name: dataclasses.asdict(estimate) for name, estimate in metrics.items()}
 
 
-SCORE = "score"  # the metric that the task's own reward is reported as
+SCORE = "score"  # the metric name of the task's own reward
 
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked, and the task's reward where there is a task."""
+    """The prompts, and the task's reward where there is a task."""
 
     prompts: Sequence[Prompt]
     reward: RewardFn | None
@@ -166,7 +161,7 @@ class Question:
 
 @dataclass(frozen=True)
 class NamedJudge:
-    """A judge by the name that reports call it; one that scores has a reward too, which is reported by itself."""
+    """A judge with its name in reports; a judge that scores also has a reward, which is reported separately."""
 
     name: str
     judge: Judge
@@ -219,7 +214,7 @@ def measure(
         try:
             evaluations[0] = with_kl(evaluations[0], models[0], models[1], seed=seed)
         except ConfigError as error:
-            notices.append(f"There is no KL: {error}.")
+            notices.append(f"No KL was computed: {error}.")
     settings = {
         "prompts": len(question.prompts),
         "samples": samples,
@@ -234,7 +229,7 @@ def measure(
 def fitting(
     question: Question, models: Sequence[LoadedModel], sampling: Sampling, notify: Callable[[str], None]
 ) -> Question:
-    """Without the prompts that are too long for one of the models; `notify` hears how many those were."""
+    """The prompts without those that are too long for one of the models; `notify` gets their number."""
     prompts = question.prompts
     for model in models:
         rule = PromptRule.of(PromptSettings(), model.context_length, sampling.max_new_tokens)
@@ -246,7 +241,7 @@ def fitting(
 
 
 def for_all(reward: RewardFn, models: Sequence[LoadedModel]) -> RewardFn:
-    """The reward, for answers of all models: where their tokenizers differ, token ids mean different texts."""
+    """The reward for answers of all models; if tokenizers differ, it reads text, since token ids differ in meaning."""
     first, *others = models
     differ = any(tokenizer_difference(first.tokenizer, other.tokenizer) for other in others)
     return reading_text(reward) if differ else reward

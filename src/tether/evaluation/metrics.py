@@ -1,14 +1,11 @@
-"""Text metrics (ROUGE, diversity), and confidence intervals for what was measured.
+"""Text metrics (ROUGE, diversity), and confidence intervals.
 
-ROUGE-1, ROUGE-2 and ROUGE-L as F1 (Lin 2004): how many words, pairs of words, and words in order two texts share.
+ROUGE-1, ROUGE-2 and ROUGE-L are F1 scores (Lin 2004) over shared words, pairs of words, and words in order. Words are
+runs of letters and digits in lower case, without stemming or stop words. On English text this equals the package
+`rouge-score` without its stemmer. Equal texts score 1; texts that share nothing, or have no words, score 0.
 
-Words are runs of letters and digits in lower case; nothing is stemmed and no word is left out. On English text this is
-what the package `rouge-score` does without its stemmer. A text against itself is 1; texts that share nothing are 0, and
-so is a text with no words.
-
-How varied texts are: what a collapsed policy loses first.
-
-How sure a number is: intervals for proportions, means, differences, and statistics of a whole set.
+Diversity metrics detect a collapsed policy. Intervals exist for proportions, means, paired differences, and statistics
+of a whole set.
 """
 
 from __future__ import annotations
@@ -36,7 +33,7 @@ class Rouge(NamedTuple):
 
 
 def words(text: str) -> list[str]:
-    """The words that every metric of this package counts."""
+    """The words that every metric in this package counts."""
     return _WORD.findall(text.lower())
 
 
@@ -54,16 +51,16 @@ def rouge(candidate: str, reference: str) -> Rouge:
 
 
 def rouge_n(candidate: Sequence[str], reference: Sequence[str], n: int) -> float:
-    """F1 of shared n-grams, each counted as often as both have it."""
+    """F1 of shared n-grams; each counts as often as both texts have it."""
     ours, theirs = Counter(ngrams(candidate, n)), Counter(ngrams(reference, n))
     return _f1((ours & theirs).total(), ours.total(), theirs.total())
 
 
 def longest_common(a: Sequence[str], b: Sequence[str]) -> int:
-    """Length of the longest subsequence of both.
+    """Length of the longest common subsequence.
 
-    Hyyrö's bit-vector method (2004): bit j of `row` is 0 where the table of longest common lengths goes up by one
-    from column j to j + 1, so that one row of the table is two operations on whole numbers.
+    Hyyrö's bit-vector method (2004): bit j of `row` is 0 where the table of longest common lengths increases by one
+    from column j to j + 1, so that one row of the table takes two integer operations.
     """
     places: dict[str, int] = {}
     for column, word in enumerate(b):
@@ -82,16 +79,16 @@ def _f1(shared: int, ours: int, theirs: int) -> float:
 
 
 def distinct_n(texts: Sequence[str], n: int) -> float:
-    """Different n-grams over all n-grams of the texts together (Li et al. 2016); NaN where there are none.
+    """Distinct n-grams divided by all n-grams of the texts (Li et al. 2016); NaN where there are none.
 
-    It falls as there is more text, so compare only sets of like size.
+    It falls with the amount of text, so compare only sets of similar size.
     """
     counts = _counts(texts, n).values()
     return len(counts) / sum(counts) if counts else math.nan
 
 
 def distinct_without_each(groups: Sequence[Sequence[str]], n: int) -> list[float]:
-    """`distinct_n` of all texts but one group's, for each group in turn: what a jackknife needs, in one pass."""
+    """`distinct_n` without each group in turn, in one pass; the jackknife needs these values."""
     own = [_counts(texts, n) for texts in groups]
     all_counts: Counter[tuple[str, ...]] = Counter()
     for counts in own:
@@ -106,7 +103,7 @@ def distinct_without_each(groups: Sequence[Sequence[str]], n: int) -> list[float
 
 
 def repetition_rate(text: str, n: int = 4) -> float:
-    """1 - (different n-grams / n-grams) within one text: 0 where nothing repeats, towards 1 in a loop."""
+    """1 - (distinct n-grams / n-grams) within one text: 0 without repetition, near 1 in a loop."""
     grams = ngrams(words(text), n)
     return 1.0 - len(set(grams)) / len(grams) if grams else 0.0
 
@@ -121,7 +118,7 @@ RESAMPLES = 2000
 
 @dataclass(frozen=True)
 class Estimate:
-    """A number and the interval around it; `count` is how many independent things it rests on."""
+    """A number and its interval; `count` is the number of independent observations."""
 
     value: float
     low: float
@@ -131,19 +128,19 @@ class Estimate:
 
 
 def wilson(successes: float, trials: int, *, level: float = LEVEL) -> Estimate:
-    """A proportion with Wilson's score interval (1927), which stays within [0, 1] and has width also at 0 and 1.
+    """A proportion with Wilson's score interval (1927), which stays within [0, 1] and has width even at 0 and 1.
 
         centre = (p + z²/2n) / (1 + z²/n),   half = z √(p(1-p)/n + z²/4n²) / (1 + z²/n)
 
-    A tie may be half a success: it varies less than a coin does, so the interval is then a little too wide.
+    A tie may count as half a success: it varies less than a coin flip, so the interval is then a little too wide.
     """
     if trials < 1 or not 0.0 <= successes <= trials:
-        raise ValueError(f"{successes} successes of {trials} trials is no proportion")
+        raise ValueError(f"{successes} successes of {trials} trials is not a proportion")
     z, p = _z(level), successes / trials
     scale = 1.0 + z * z / trials
     centre = (p + z * z / (2 * trials)) / scale
     half = z * math.sqrt(p * (1.0 - p) / trials + z * z / (4 * trials * trials)) / scale
-    low = 0.0 if successes == 0 else max(centre - half, 0.0)  # exactly, where rounding would miss the bound
+    low = 0.0 if successes == 0 else max(centre - half, 0.0)  # exact, where rounding would miss the bound
     high = 1.0 if successes == trials else min(centre + half, 1.0)
     return Estimate(p, low, high, trials, "wilson")
 
@@ -151,7 +148,7 @@ def wilson(successes: float, trials: int, *, level: float = LEVEL) -> Estimate:
 def bootstrap_mean(values: Sequence[float], *, seed: int, level: float = LEVEL, resamples: int = RESAMPLES) -> Estimate:
     """A mean with the percentile bootstrap (Efron 1979): the middle `level` of the means of resampled values."""
     if not values:
-        raise ValueError("there is no mean of no values")
+        raise ValueError("a mean needs at least one value")
     column = torch.tensor(values, dtype=torch.float64)
     generator = torch.Generator().manual_seed(seed)
     means = torch.cat([column[rows].mean(dim=1) for rows in _resampled(len(values), resamples, generator)])
@@ -163,7 +160,7 @@ def bootstrap_mean(values: Sequence[float], *, seed: int, level: float = LEVEL, 
 def paired_difference(
     first: Sequence[float], second: Sequence[float], *, seed: int, level: float = LEVEL, resamples: int = RESAMPLES
 ) -> Estimate:
-    """The mean of first - second, bootstrapped over pairs: what both share, such as a hard prompt, cancels."""
+    """The mean of first - second, bootstrapped over pairs: shared effects, such as a hard prompt, cancel."""
     if len(first) != len(second):
         raise ValueError(f"{len(first)} values cannot be paired with {len(second)}")
     differences = [one - other for one, other in zip(first, second, strict=True)]
@@ -177,12 +174,12 @@ def jackknife(
     level: float = LEVEL,
     bounds: tuple[float, float] = (-math.inf, math.inf),
 ) -> Estimate:
-    """A statistic of a whole set, with a normal interval from its values on the set without each member in turn.
+    """A statistic of a whole set, with a normal interval from its values without each member in turn.
 
         se² = (n-1)/n Σ (θ_i - θ̄)²
 
-    For statistics that count what is different: a bootstrap repeats members, and so makes every set look less varied.
-    `bounds` are those of the statistic itself.
+    For statistics that count distinct items: a bootstrap repeats members, which makes every set look less varied.
+    `bounds` are the bounds of the statistic itself.
     """
     count = len(without_each)
     if count < 2:
@@ -194,14 +191,14 @@ def jackknife(
 
 
 def _z(level: float) -> float:
-    """How many standard deviations hold the middle `level` of a normal distribution."""
+    """The number of standard deviations that cover the middle `level` of a normal distribution."""
     if not 0.0 < level < 1.0:
-        raise ValueError(f"a level of confidence is between 0 and 1, not {level}")
+        raise ValueError(f"a confidence level is between 0 and 1, not {level}")
     return NormalDist().inv_cdf(0.5 + level / 2.0)
 
 
 def _resampled(count: int, resamples: int, generator: torch.Generator) -> Iterator[Tensor]:
-    """(rows, count) indices drawn with replacement, in pieces of about a million at most."""
+    """(rows, count) indices drawn with replacement, in chunks of at most about a million."""
     piece = max(1, 1_000_000 // count)
     for start in range(0, resamples, piece):
         yield torch.randint(count, (min(piece, resamples - start), count), generator=generator)

@@ -1,8 +1,8 @@
-"""Answers of a model to prompts: sampled batch by batch, and as the records that annotators and trainers read.
+"""Sample a model's answers to prompts in batches, and write them as records for annotators and trainers.
 
-A record keeps what was sampled: the prompt's messages, the answers' texts and token ids, whether each ended by itself,
-and its log-probability. Ranks come from a reward. Without one every answer has rank 0, a tie, which no trainer takes
-for a preference.
+A record keeps the prompt's messages, the answers' texts and token ids, whether each answer has an end token, and its
+log-probability. Ranks come from a reward. Without one every answer has rank 0, a tie, which no trainer uses as a
+preference.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from tether.rewards.function import score_rollouts
 from tether.rollout.native import NativeEngine
 from tether.types import Prompt, Rollout
 
-CPU_BATCH, GPU_BATCH = 64, 2048  # answers between two reports of progress
+CPU_BATCH, GPU_BATCH = 64, 2048  # answers between two progress reports
 
-Progress = Callable[[int, int], None]  # (prompts done, prompts in all)
+Progress = Callable[[int, int], None]  # (prompts done, total prompts)
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """The answers to one prompt. `scores` are the reward's, None where it gave none; empty without a reward."""
+    """The answers to one prompt. `scores` has the reward's values, None for a failure; empty without a reward."""
 
     prompt: Prompt
     rollouts: tuple[Rollout, ...]
     scores: tuple[float | None, ...] = ()
 
     def different(self) -> Sampled:
-        """The answers that can be compared: not empty, scored where there is a reward, each text once."""
+        """The answers that can be compared: non-empty, scored where there is a reward, without duplicates."""
         kept: dict[str, int] = {}
         for place, rollout in enumerate(self.rollouts):
             if rollout.completion.strip() and not (self.scores and self.scores[place] is None):
@@ -57,11 +57,11 @@ def sample_answers(
     skip: Callable[[Prompt, str], None] | None = None,
     batch_answers: int | None = None,
 ) -> Iterator[Sampled]:
-    """`n` answers to each prompt, in the order of the prompts, handed out as each batch is done.
+    """`n` answers to each prompt, in the order of the prompts, yielded batch by batch.
 
-    What is drawn depends on the seed, the prompt's id and the answer's number alone, so a run that begins in the
-    middle of `prompts` gives the same answers; call `unique_prompts` first where ids may repeat. A prompt that leaves
-    no room for an answer in the model's context is reported to `skip(prompt, reason)`; without `skip` it is an error.
+    The draws depend only on the seed, the prompt's id and the answer's number, so a run that starts in the middle of
+    `prompts` gives the same answers; call `unique_prompts` first where ids may repeat. A prompt that leaves no room for
+    an answer in the model's context is reported to `skip(prompt, reason)`; without `skip` it is an error.
     """
     engine = model if isinstance(model, NativeEngine) else NativeEngine(model)
     fitting = [prompt for prompt in prompts if _fits(engine.loaded, prompt, sampling, skip)]
@@ -81,7 +81,7 @@ def sample_answers(
 
 
 def unique_prompts(prompts: Sequence[Prompt]) -> list[Prompt]:
-    """The prompts with ids that differ: the second of an id gets `#2` behind it, and so on."""
+    """The prompts with unique ids: the second prompt of an id gets the suffix `#2`, and so on."""
     seen: Counter[str] = Counter()
     taken = {prompt.id for prompt in prompts}
     named: list[Prompt] = []
@@ -100,11 +100,11 @@ def _fits(loaded: LoadedModel, prompt: Prompt, sampling: Sampling, skip: Callabl
     if length + sampling.max_new_tokens <= context:
         return True
     reason = (
-        f"prompt {prompt.id!r} has {length} tokens, and with an answer of {sampling.max_new_tokens} exceeds the "
+        f"prompt {prompt.id!r} has {length} tokens, and with an answer of {sampling.max_new_tokens} it exceeds the "
         f"model's context of {context}"
     )
     if skip is None:
-        raise DataError(f"{reason}: shorten the prompt, or allow fewer tokens")
+        raise DataError(f"{reason}: shorten the prompt, or lower the answer length")
     skip(prompt, reason)
     return False
 
@@ -120,9 +120,9 @@ def _scores(reward: RewardFn | None, rollouts: Sequence[Rollout]) -> list[float 
 
 
 def ranking_record(sampled: Sampled) -> dict[str, Any] | None:
-    """All different answers to the prompt as one record, ranked where there are scores; None where there are none.
+    """All distinct answers to the prompt as one record, ranked by score; None where there are none.
 
-    The fields `prompt`, `answers`, `ranks` and `ended` are those that `tether train reward` and `dpo` read.
+    `tether train reward` and `dpo` read the fields `prompt`, `answers`, `ranks` and `ended`.
     """
     kept = sampled.different()
     if not kept.rollouts:
@@ -140,8 +140,8 @@ def ranking_record(sampled: Sampled) -> dict[str, Any] | None:
 def pair_records(sampled: Sampled) -> list[dict[str, Any]]:
     """The prompt's answers in pairs.
 
-    With scores, one pair: the best answer (`chosen`) against the worst (`rejected`); none where all tie. Without, as
-    many pairs as there are with each answer in one of them, to be judged: `answers` of two, with equal ranks.
+    With scores, one pair: the best answer (`chosen`) against the worst (`rejected`); none where all tie. Without
+    scores, as many disjoint pairs as possible, to be judged: `answers` of two, with equal ranks.
     """
     kept = sampled.different()
     if not kept.scores:
@@ -166,7 +166,7 @@ def pair_records(sampled: Sampled) -> list[dict[str, Any]]:
 
 
 def ranks_of(scores: Sequence[float | None]) -> list[int]:
-    """0 for the best; equal scores tie. Every score must be a number."""
+    """0 for the best; equal scores tie. No score may be None."""
     numbers = [math.nan if score is None else score for score in scores]
     order = sorted(set(numbers), reverse=True)
     return [order.index(number) for number in numbers]

@@ -1,1 +1,1 @@
-"""Before a run: what it will cost in memory, steps and seconds, and what to change where it does not fit."""
+"""Predict what a run costs in memory, steps and seconds, and what to change if it does not fit."""

@@ -1,12 +1,10 @@
-"""The machine that a plan is for, and how long an iteration takes on it.
+"""The machine that a plan is for, and the time of an iteration on it.
 
-The machine that a plan is for: how much memory it has, and how fast it multiplies and moves numbers.
-
-How long an iteration will take: counted operations and bytes, over the device's rates.
-
-A pass of a backbone over one token costs 2 operations for each number of its matrices, and 4 Q a token before it for
-attention. The backward pass costs as much for the states and once more for trained weights. The output layer costs
-2 V H for each wanted token, and in training as much four times: the backward makes the logits anew.
+A machine has an amount of memory, a rate of matrix products and a memory bandwidth. The time of an iteration is the
+number of operations and bytes divided by these rates. A backbone's pass over one token costs 2 operations per number in
+its matrices, plus 4 Q per previous token for attention. The backward pass costs the same for the states, and again for
+trained weights. The output layer costs 2 V H per wanted token, and four times that in training, because the backward
+pass recomputes the logits.
 """
 
 from __future__ import annotations
@@ -26,50 +24,50 @@ from tether.models.load import resolve_device
 from tether.plan.memory import Held, Memory, slots_of
 from tether.plan.workload import Shape, Work
 
-CUDA_OWN = 700 * 2**20  # bytes that the driver, libraries and captured graphs keep for themselves
+CUDA_OWN = 700 * 2**20  # bytes that the driver, libraries and captured graphs use
 UNITS = {"gib": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6, "tib": 2**40, "tb": 10**12, "g": 2**30, "m": 2**20}
-STATED = {"cuda": (300e12, 2e12), "mps": (10e12, 3e11), "cpu": (2e11, 3e10)}  # products and bytes a second
+STATED = {"cuda": (300e12, 2e12), "mps": (10e12, 3e11), "cpu": (2e11, 3e10)}  # operations and bytes per second
 
 
 @dataclass(frozen=True)
 class Machine:
-    """A device, as a plan sees it."""
+    """A device, as seen by a plan."""
 
     kind: str  # cpu, cuda or mps
     name: str
     memory: int  # bytes
-    rate: float  # of large matrix products, operations a second
-    bandwidth: float  # bytes a second
-    basis: str  # where rate and bandwidth are known from
+    rate: float  # of large matrix products, operations per second
+    bandwidth: float  # bytes per second
+    basis: str  # where rate and bandwidth come from
 
     @property
     def usable(self) -> int:
-        """Bytes that a run can have."""
+        """Bytes that a run can use."""
         return self.memory - (CUDA_OWN if self.kind == "cuda" else 0)
 
 
 def machine_for(device: str, dtype: str, memory: str | None = None) -> Machine:
-    """The device named, measured where it is here; `memory` plans for another size, such as 24GiB."""
+    """The named device, measured if it is present; `memory` plans for another size, such as 24GiB."""
     wanted = parse_memory(memory) if memory else None
     place = planned_device(device)
     if place.type == "cuda" and not torch.cuda.is_available():
         if wanted is None:
-            raise ConfigError("no CUDA device is here: say how much memory to plan for, such as --memory 24GiB")
+            raise ConfigError("there is no CUDA device: give the memory to plan for, such as --memory 24GiB")
         rate, bandwidth = STATED["cuda"]
-        basis = f"no such device is here; {rate / 1e12:.0f} TFLOP/s and {bandwidth / 1e12:.0f} TB/s are assumed"
+        basis = f"the device is not present; {rate / 1e12:.0f} TFLOP/s and {bandwidth / 1e12:.0f} TB/s are assumed"
         return Machine("cuda", "a CUDA device", wanted, rate, bandwidth, basis)
     rate, bandwidth, basis = measured(place, dtype)
     return Machine(place.type, device_name(place), wanted or device_memory(place), rate, bandwidth, basis)
 
 
 def planned_device(name: str) -> torch.device:
-    """The device to plan for, as `resolve_device` finds it; a CUDA device need not be here."""
+    """The device to plan for, as `resolve_device` finds it; a CUDA device need not be present."""
     absent = re.fullmatch(r"cuda(:\d+)?", name) is not None and not torch.cuda.is_available()
     return torch.device("cuda") if absent else resolve_device(name)
 
 
 def parse_memory(text: str) -> int:
-    """24GiB, 24GB or 24g in bytes."""
+    """Convert 24GiB, 24GB or 24g to bytes."""
     number = text.strip().rstrip("abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ ")
     unit = text.strip()[len(number) :].strip().lower() or "gib"
     try:
@@ -82,33 +80,33 @@ def parse_memory(text: str) -> int:
 
 
 def device_memory(device: torch.device) -> int:
-    """Bytes of a device; of a CPU, what this process may have."""
+    """Memory of a device in bytes; for a CPU, the limit of this process."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = Path("/sys/fs/cgroup/memory.max")
     try:
         return min(physical, int(limit.read_text()))
-    except (OSError, ValueError):  # no limit is set, or this is no Linux
+    except (OSError, ValueError):  # no limit is set, or this is not Linux
         return physical
 
 
 def device_name(device: torch.device) -> str:
-    """What people call it."""
+    """The device's name for people."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return "this machine's CPU" if device.type == "cpu" else "this machine's GPU (MPS)"
 
 
 def measured(device: torch.device, dtype: str) -> tuple[float, float, str]:
-    """`(operations a second, bytes a second, in words)` of this device: one product and one copy, the best of a few.
+    """`(operations per second, bytes per second, description)` of this device: one product and one copy, best of a few.
 
-    No random number is drawn, so measuring changes no run.
+    It draws no random numbers, so measuring does not change a run.
     """
     kind = torch.bfloat16 if dtype == "bfloat16" and device.type != "cpu" else torch.float32
     rate, bandwidth = _matrix_rate(device, kind), _bandwidth(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # a run may need all of it in one piece
+        torch.cuda.empty_cache()  # a run may need the memory in one piece
     name = str(kind).removeprefix("torch.")
     return rate, bandwidth, f"measured here: {_flops(rate)} in {name} products, {bandwidth / 1e9:,.0f} GB/s"
 
@@ -150,13 +148,13 @@ def _flops(rate: float) -> str:
 
 @dataclass(frozen=True)
 class Pace:
-    """How much of a device's rates is reached, and what a step costs at the least."""
+    """The achieved fractions of a device's rates, and the minimum cost of a step."""
 
-    share: float  # of the rate of large products, in passes over many tokens
-    layer: float  # seconds that one layer's forward pass takes however few the tokens
-    bytes_share: float  # of the bandwidth, while sampling
-    step_layer: float  # seconds that one layer's decode step takes at the least
-    general_layer: float  # the same on the general way
+    share: float  # fraction of the product rate, in passes over many tokens
+    layer: float  # minimum seconds of one layer's forward pass
+    bytes_share: float  # fraction of the bandwidth, while sampling
+    step_layer: float  # minimum seconds of one layer's decode step
+    general_layer: float  # the same in the transformers engine
 
 
 PACES = {
@@ -169,14 +167,16 @@ PACES = {
 def seconds_of(
     recipe: Recipe, shape: Shape, work: Work, memory: Memory, machine: Machine, critic: Shape | None = None
 ) -> dict[str, float]:
-    """Predicted seconds of each phase of an iteration; `critic` is the shape of one that is not the policy's."""
+    """Predicted seconds of each phase of an iteration; `critic` is the critic's shape if it is not the policy's."""
     pace, held = PACES[machine.kind], Held.of(recipe, shape, machine.kind)
     fast = pace.share * machine.rate
     frozen_below = recipe.roles.mode == "shared_backbone"
     layers = min(recipe.roles.trainable_layers, shape.layers) if frozen_below else shape.layers
     part = layers / shape.layers
     backbone = part * _pass_of(shape, work)
-    like_policy = 1.0 if critic is None else _pass_of(critic, work) / _pass_of(shape, work)  # the critic's work
+    like_policy = (
+        1.0 if critic is None else _pass_of(critic, work) / _pass_of(shape, work)
+    )  # the critic's relative cost
     head = 2.0 * shape.vocabulary * shape.hidden
     tokens, answers = float(work.tokens), float(work.rows * work.answer_tokens)
     critics = like_policy if work.critic == "separate" else 0.0
@@ -209,7 +209,7 @@ def _pass_of(shape: Shape, work: Work) -> float:
 
 
 def _rollout(recipe: RLRecipe, shape: Shape, work: Work, machine: Machine, held: Held) -> float:
-    """Reading the prompts, then one step after another of all slots: weights and caches are read at each."""
+    """Prefill, then one step after another over all slots; each step reads all weights and caches."""
     pace = PACES[machine.kind]
     slots = slots_of(recipe, work, machine.kind)
     reading = 2.0 * shape.products * work.prompts * work.prompt_tokens / (pace.share * machine.rate)

@@ -1,27 +1,23 @@
-"""What each role costs in memory, activations included, and when the most is held at once.
+"""The memory of each role, including activations, and the peak over the phases of an iteration.
 
-What a forward pass leaves behind for its backward pass, counted from the code that makes it.
+Activations are counted from the code that creates them. For one token and one layer of width H, with Q features of
+queries, K of keys (and as many of values) and I inner ones, the fused pass on a CUDA device (`fused_layer.py`) keeps
 
-For one token and one layer of width H, with Q features of queries, K of keys (and as many of values) and I inner ones,
-the fused pass on a CUDA device (`layer_fused.py`) keeps
-
-    H      what enters the first norm
-    Q      queries, turned
-    2 K    keys and values, the keys turned
-    Q      what attention mixed
-    H      what enters the second norm
+    H      input of the first norm
+    Q      rotated queries
+    2 K    rotated keys, and values
+    Q      output of attention
+    H      input of the second norm
     2 I    gate and up
 
-and float32 sums of attention and norms; normed states and the gated product are made again. In plain torch
-(`plain_ops.py`) both normed states are kept as well, keys and values are repeated for every query head, and the gate's
-activation and the product are kept too. A model's own modules also keep what their norms do in float32. In the last
-layer only tokens whose states are read go on after keys and values. Of layers that are run again in the backward pass
-only what enters them is kept.
+plus float32 sums of attention and norms; normed states and the gated product are recomputed. Plain torch
+(`plain_ops.py`) also keeps both normed states, repeats keys and values for every query head, and keeps the gate's
+activation and the product. A model's own modules also keep the float32 intermediates of their norms. In the last layer,
+only tokens whose states are read continue after keys and values. With gradient checkpointing only the input of each
+layer is kept.
 
-Where layers are small and all batches have one shape, the fused pass is held as CUDA graphs, and what it keeps stays
-where it is from then on, with the gradients (`cuda_graphs.py`).
-
-What each role costs in memory, and when the most is held at once.
+Where layers are small and all batches have one shape, the fused pass runs as CUDA graphs, which keep their activations
+and gradients allocated (`cuda_graph.py`).
 """
 
 from __future__ import annotations
@@ -39,25 +35,25 @@ from tether.ops.logprobs import CHUNK_ELEMENTS
 from tether.plan.workload import Shape, Work
 
 Backend = Literal["plain", "fused", "modules"]
-CHUNK = {"fused": FUSED_CHUNK, "plain": CHUNK_ELEMENTS, "modules": CHUNK_ELEMENTS}  # logits at a time
+CHUNK = {"fused": FUSED_CHUNK, "plain": CHUNK_ELEMENTS, "modules": CHUNK_ELEMENTS}  # logits per chunk
 
 
 @dataclass(frozen=True)
 class Pass:
     """One backbone's pass over a micro-batch."""
 
-    tokens: int  # in all
-    wanted: int  # whose states are read after the last layer
-    layers: int  # that autograd sees
-    width: int  # bytes of a number
+    tokens: int  # in total
+    wanted: int  # tokens whose states are read after the last layer
+    layers: int  # layers in the autograd graph
+    width: int  # bytes per number
     backend: Backend
-    rank: int = 0  # of the adapters; 0 where weights themselves are trained
+    rank: int = 0  # of the adapters; 0 where the weights themselves are trained
     recompute: bool = False
     trains_head: bool = True  # whether the output layer is trained
-    captured: bool = False  # held as CUDA graphs
+    captured: bool = False  # runs as CUDA graphs
 
     def kept(self, shape: Shape) -> int:
-        """Bytes held from the forward pass until the backward pass comes by, the head's not counted."""
+        """Bytes kept from the forward pass for the backward pass, without the head's."""
         if not self.layers:
             return 0
         angles = 2 * self.tokens * shape.head_dim * self.width
@@ -75,40 +71,40 @@ class Pass:
         return (self.tokens * each + wanted * going_on) * self.width + single
 
     def _numbers(self, shape: Shape, last: bool) -> tuple[int, int]:
-        """(numbers kept of every token, numbers kept of each that goes on after attention)."""
+        """(numbers kept per token, numbers kept per token that continues after attention)."""
         inner, queries, hidden = shape.inner, shape.queries, shape.hidden
-        thin = 5 * self.rank  # of queries, output, gate, up and down; of keys and values 2 more for every token
+        thin = 5 * self.rank  # for queries, output, gate, up and down; keys and values add 2 for every token
         if self.backend == "fused":
             raw = (queries, shape.keys) if shape.head_norms else (0, 0)
             each = hidden + 2 * shape.keys + raw[1] + 2 * self.rank
             return each, 2 * queries + raw[0] + hidden + 2 * inner + thin
         keys = 2 * (queries if shape.kv_heads < shape.heads else shape.keys)
-        each = 2 * hidden + keys + 2 * queries + 2 * self.rank  # in the last layer, too, all tokens go into attention
+        each = 2 * hidden + keys + 2 * queries + 2 * self.rank  # all tokens enter attention, also in the last layer
         return each, (2 * queries + hidden if last else 0) + 2 * hidden + 4 * inner + thin
 
     def rerun(self, shape: Shape) -> int:
-        """Bytes of the one layer that is being run again, where layers are."""
+        """Bytes of the one layer that is recomputed, with gradient checkpointing."""
         return self.layer(shape) if self.recompute else 0
 
     def passing(self, shape: Shape) -> int:
-        """Bytes of the gradients at the widest place of a layer, its MLP: they come and go."""
+        """Temporary bytes of the gradients at the widest part of a layer, its MLP."""
         inner = 3 if self.backend == "fused" else 4
         return self.tokens * self.width * (inner * shape.inner + 4 * shape.hidden)
 
     def forward(self, shape: Shape) -> int:
-        """Bytes of a pass without gradients at its widest."""
+        """Peak bytes of a pass without gradients."""
         return self.tokens * self.width * (3 * shape.inner + 4 * shape.hidden)
 
     # -- heads --------------------------------------------------------------------------------------------------------
 
     def ends(self, shape: Shape) -> int:
-        """Bytes kept after the last layer: what is normed, and its norm where it is laid out among all tokens again."""
+        """Bytes kept after the last layer: the norm's input, and its output where it is scattered to all tokens."""
         return 2 * self.wanted * shape.hidden * self.width
 
     def states(self, shape: Shape) -> int:
-        """Bytes kept for the output layer: the states it reads and, where it is frozen, the slopes it found.
+        """Bytes kept for the output layer: the states it reads and, where it is frozen, their gradients.
 
-        Logits of a single chunk wait for the backward pass on the fused way.
+        In the fused pass, logits that fit one chunk are kept for the backward pass.
         """
         waits = self.chunk(shape) if self.trains_head and self.backend == "fused" and self.chunks(shape) == 1 else 0
         return (1 if self.trains_head else 2) * self.wanted * shape.hidden * self.width + waits
@@ -118,11 +114,11 @@ class Pass:
         return 4 * self.wanted * shape.hidden
 
     def chunks(self, shape: Shape) -> int:
-        """In how many parts logits are made."""
+        """The number of chunks in which logits are computed."""
         return -(-self.wanted // max(1, CHUNK[self.backend] // shape.vocabulary))
 
     def chunk(self, shape: Shape) -> int:
-        """Bytes of the logits that are there at a time, without gradients."""
+        """Bytes of one chunk of logits, without gradients."""
         rows = min(self.wanted, max(1, CHUNK[self.backend] // shape.vocabulary))
         return rows * shape.vocabulary * (self.width if self.backend == "fused" else 3 * 4)
 
@@ -135,13 +131,13 @@ class Pass:
 
 
 BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
-BASE_BYTES = {"8bit": 1.02, "4bit": 0.56}  # a quantised number, with its share of the scales
-REMEMBERED = 2**29  # bytes of states that a shared backbone remembers at the most
-CUDA_LIBRARIES = 40 * 2**20  # bytes that the libraries of products take from torch
-GRAPHS_OWN = 256 * 2**20  # bytes that captured passes take beside what they keep: work space of each graph, measured
-CLOSING = 8  # float32 copies of a part that exist while its codes are made
-EIGHT_BIT_MEANS = 2 * (1 + 4 / BLOCK)  # bytes of two codes, and their share of the scales of a block
-MAX_SLOTS = {"cuda": 1024, "mps": 64, "cpu": 64}  # of a sampler that chooses for itself
+BASE_BYTES = {"8bit": 1.02, "4bit": 0.56}  # bytes per quantized number, including its share of the scales
+REMEMBERED = 2**29  # maximum bytes of states that a shared backbone caches
+CUDA_LIBRARIES = 40 * 2**20  # bytes that the matrix libraries allocate through torch
+GRAPHS_OWN = 256 * 2**20  # bytes that CUDA graphs use beside their activations: work space of each graph, measured
+CLOSING = 8  # float32 copies of a part that exist while its codes are computed
+EIGHT_BIT_MEANS = 2 * (1 + 4 / BLOCK)  # bytes of two codes, and their share of a block's scales
+MAX_SLOTS = {"cuda": 1024, "mps": 64, "cpu": 64}  # of a sampler with max_num_seqs: auto
 
 
 @dataclass(frozen=True)
@@ -149,7 +145,7 @@ class RoleCost:
     """Bytes of one role."""
 
     role: str
-    what: str  # in words
+    what: str  # a description
     weights: int = 0
     gradients: int = 0
     optimizer: int = 0
@@ -158,22 +154,22 @@ class RoleCost:
 
     @property
     def held(self) -> int:
-        """What is there from the first to the last second."""
+        """Bytes held for the whole run."""
         return self.weights + self.optimizer
 
 
 @dataclass(frozen=True)
 class Memory:
-    """The roles, and the most that is held at once in each phase, in bytes."""
+    """The roles, and the peak of each phase, in bytes."""
 
     roles: tuple[RoleCost, ...]
     phases: dict[str, int]
-    micro_rows: int  # rows in one forward and backward
-    micro_batches: int  # of one optimiser step
+    micro_rows: int  # rows per forward and backward pass
+    micro_batches: int  # per optimizer step
 
     @property
     def peak(self) -> int:
-        """The most that is held at any time."""
+        """The maximum over all phases."""
         return max(self.phases.values())
 
     @property
@@ -184,20 +180,20 @@ class Memory:
 
 @dataclass(frozen=True)
 class Held:
-    """How the recipe has numbers held."""
+    """The storage formats that the recipe selects."""
 
-    width: int  # bytes of a weight that is not quantised
-    base: float  # bytes of a number in the matrices of a frozen base
-    master_weights: bool  # float32 copies of weights that are trained in half precision
-    eight_bit: bool  # the optimiser's running means
+    width: int  # bytes of a weight that is not quantized
+    base: float  # bytes per number in the matrices of a frozen base
+    master_weights: bool  # float32 copies of weights trained in half precision
+    eight_bit: bool  # the optimizer's moments
     backend: Backend
     checkpointing: bool
-    offload: bool  # the reference waits in host memory
+    offload: bool  # the reference is kept in CPU memory between its passes
     device: str
 
     @classmethod
     def of(cls, recipe: Recipe, shape: Shape, device: str) -> Held:
-        """As the recipe says, on this kind of device."""
+        """From the recipe, on this kind of device."""
         width = BYTES[recipe.model.dtype]
         half: Backend = "fused" if device == "cuda" and shape.packed else "modules"
         return cls(
@@ -213,21 +209,21 @@ class Held:
 
     @property
     def moments(self) -> float:
-        """Bytes of both running means of one trained weight."""
+        """Bytes of both moments of one trained weight."""
         if self.eight_bit:
             return EIGHT_BIT_MEANS
         return 8.0 if self.master_weights else 2.0 * self.width
 
     def trained(self, count: int) -> dict[str, int]:
-        """Gradients and optimiser of so many weights."""
+        """Gradients and optimizer state of `count` weights."""
         copy = 4 if self.master_weights else 0
         return {"gradients": count * self.width, "optimizer": round(count * (self.moments + copy))}
 
     def stepping(self, count: int, largest: int) -> int:
-        """Bytes that come and go while `count` weights are stepped: float32 copies of a bucket's numbers.
+        """Temporary bytes while `count` weights are updated: float32 copies of one bucket.
 
-        They are of its gradients, of its weights without master weights, and of its running means where these are
-        codes, which are made a part at a time. A bucket holds whole weights: the largest may be one of its own.
+        They are copies of its gradients, of its weights without master weights, and of its 8-bit moments, which are
+        decoded one part at a time. A bucket contains whole weights: the largest may form its own bucket.
         """
         if not self.master_weights and not self.eight_bit:
             return 0
@@ -239,7 +235,7 @@ class Held:
 
 
 def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None) -> Memory:
-    """What the recipe holds, role by role and phase by phase; `critic` is the shape of one that is not the policy's."""
+    """The memory of the recipe, by role and phase; `critic` is the critic's shape if it differs from the policy's."""
     held = Held.of(recipe, shape, device)
     micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_batch_tokens // max(1, work.longest_row)))
     micro_batches = math.ceil(work.minibatch / micro_rows)
@@ -262,7 +258,7 @@ def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str, critic: Sha
     passing = max(one.forward(shape), other.forward(own), one.chunk(shape) if work.policy else 0)
     phases["evaluation"] = always + graphs + streamed + passing
     passing = max(one.passing(shape) + one.rerun(shape), other.passing(own) + other.rerun(own))
-    stays = sum(kept[role.role] for role in roles if role.activations) if one.captured else 0  # between passes, too
+    stays = sum(kept[role.role] for role in roles if role.activations) if one.captured else 0  # also between passes
     largest = max(shape.embedding, own.embedding)
     several = micro_batches > 1 or one.captured
     phases["update"] = always + _update(shape, work, held, one, roles, (passing, stays, largest), several=several)
@@ -274,7 +270,7 @@ def micro_pass(recipe: Recipe, shape: Shape, work: Work, held: Held, micro_rows:
     mode = recipe.roles.mode
     tokens = min(round(micro_rows * work.row_tokens), micro_rows * work.longest_row)
     weights = 2 * shape.hidden * (2 * shape.queries + 2 * shape.inner)
-    alike = work.row_tokens == work.longest_row  # rows of one length make micro-batches of one shape
+    alike = work.row_tokens == work.longest_row  # rows of equal length make micro-batches of one shape
     return Pass(
         tokens=tokens,
         wanted=micro_rows * min(work.answer_tokens + 1, work.longest_row),
@@ -298,11 +294,11 @@ def _update(
     *,
     several: bool,
 ) -> int:
-    """The most that comes on top of weights and optimiser: activations, gradients, and what passes by.
+    """The peak beyond weights and optimizer: activations, gradients, and temporary memory.
 
-    `of_all` roles: what passes by at the most, what captured passes keep, and numbers in the largest weight.
-    The critic's pass is made last, so its backward pass comes first, and the policy's head waits for it. The first
-    micro-batch of a step makes gradients where activations were; from the second on all gradients are there.
+    `of_all` has, over all roles: the maximum temporary memory, the memory that CUDA graphs keep, and the size of the
+    largest weight. The critic's pass is last, so its backward pass is first, while the policy's head is still held. The
+    first micro-batch of a step allocates gradients in place of activations; from the second on all gradients exist.
     """
     passing, stays, largest = of_all
     trained = [role for role in roles if role.gradients]
@@ -315,10 +311,10 @@ def _update(
     if work.policy:
         made = before or (critic.gradients if critic is not None else 0)
         moments.append(made + own + one.head(shape))
-        # The gradient of an output layer that is the embedding waits for the embedding's own.
+        # With tied embeddings, the output layer's gradient is held until the embedding's own gradient.
         waits = shape.embedding * one.width if one.trains_head and not shape.output and one.chunks(shape) > 1 else 0
         moments.append(made + own + waits + passing)
-        moments.append(gradients + (waits if one.backend == "fused" else 2 * waits))  # fused, it has no copy of its own
+        moments.append(gradients + (waits if one.backend == "fused" else 2 * waits))  # the fused pass makes no copy
     count = max((role.gradients // held.width for role in trained), default=0)
     moments.append(gradients + stays + held.stepping(count, largest if one.trains_head else 0))
     return max(moments)
@@ -338,7 +334,7 @@ def _roles(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> t
 
 
 def _separate(_: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> list[RoleCost]:
-    """Every role a model of its own."""
+    """Every role is a separate model."""
     found: list[RoleCost] = []
     policy, critic = _kept(shape, work, one)
     if work.policy:
@@ -355,13 +351,13 @@ def _separate(_: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> lis
         found.append(_value_head(shape))
     if work.reference:
         where = 0 if held.offload else shape.parameters * held.width
-        words = "a frozen copy" + (", in host memory until its pass" if held.offload else "")
+        words = "a frozen copy" + (", in CPU memory between its passes" if held.offload else "")
         found.append(RoleCost("reference", words, where))
     return found
 
 
 def _critic_of(shape: Shape, held: Held, one: Pass) -> RoleCost:
-    """A separate critic that is a model of its own shape."""
+    """A separate critic with its own shape."""
     count, head = shape.backbone, 4 * 4 * (shape.hidden + 1)
     kept = one.kept(shape) + one.ends(shape) + one.values(shape)
     words = f"a model of its own size ({count / 1e6:,.0f}M), trained"
@@ -369,7 +365,7 @@ def _critic_of(shape: Shape, held: Held, one: Pass) -> RoleCost:
 
 
 def _adapters(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> list[RoleCost]:
-    """One frozen base, and low-rank adapters on it for every role that learns."""
+    """One frozen base with LoRA adapters for every trained role."""
     matrices = shape.products
     base = round(matrices * held.base) + (shape.parameters - matrices) * held.width
     count = shape.adapters(recipe.roles.lora_rank, recipe.roles.lora_targets)
@@ -382,7 +378,7 @@ def _adapters(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -
 
 
 def _learning(shape: Shape, work: Work, held: Held, one: Pass, count: int, words: str) -> list[RoleCost]:
-    """The roles that learn on a shared base: each has `count` weights of its own."""
+    """The trained roles on a shared base: each has `count` weights of its own."""
     found: list[RoleCost] = []
     own = {"weights": count * held.width, **held.trained(count)}
     policy, critic = _kept(shape, work, one)
@@ -403,13 +399,13 @@ def _tops(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> li
     words = f"{top} layers of its own"
     found = [RoleCost("base", "one frozen backbone under all roles", (shape.parameters - count) * held.width)]
     found += _learning(shape, work, held, one, count, words)
-    # The tops as they were loaded are kept whether or not a reference is asked for: other roles start from them.
+    # The initial top layers are kept even without a reference, because other roles start from them.
     found.append(RoleCost("reference", f"the {top} layers as they were loaded", count * held.width))
     return found
 
 
 def _kept(shape: Shape, work: Work, one: Pass) -> tuple[int, int]:
-    """(the policy's activations, a separate critic's), each with what its head keeps."""
+    """(the policy's activations, a separate critic's), each including its head."""
     backbone = one.kept(shape) + one.ends(shape)
     policy = backbone + one.states(shape) + (one.values(shape) if work.critic == "head" else 0)
     return policy, backbone + one.values(shape)
@@ -435,7 +431,7 @@ def _cache(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
 
 
 def _work_space(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
-    """What the sampler keeps beside its cache, also between its calls: a step's logits and states, draws to be made."""
+    """The sampler's buffers beside its cache, which stay allocated: logits and states of a step, pending draws."""
     slots = slots_of(recipe, work, held.device)
     step = (shape.vocabulary + shape.inner + 2 * shape.hidden + 2 * shape.queries) * held.width
     parts = 4 * shape.hidden * max(8 * min(slots, 256), slots)
@@ -443,13 +439,13 @@ def _work_space(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
 
 
 def _remembered(recipe: RLRecipe, shape: Shape, work: Work, held: Held) -> int:
-    """States that a shared backbone remembers of the rows it was run on."""
+    """The states that a shared backbone caches for the rows it has seen."""
     if recipe.roles.mode != "shared_backbone":
         return 0
     return min(REMEMBERED, round(work.rows * work.row_tokens) * shape.hidden * held.width)
 
 
 def slots_of(recipe: RLRecipe, work: Work, device: str) -> int:
-    """Answers that are sampled at once; what is sized from free memory is taken to find enough of it."""
+    """The number of answers sampled at once; a size that depends on free memory is assumed to fit."""
     most = recipe.rollout.max_num_seqs
     return min(most if isinstance(most, int) else MAX_SLOTS[device], work.rows)

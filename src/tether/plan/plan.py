@@ -1,13 +1,9 @@
-"""A plan: what a recipe will cost on a machine, whether it fits, and what to change where it does not.
+"""A plan: what a recipe costs on a machine, whether it fits, and what to change if it does not.
 
-A plan: what a recipe will cost on a machine, as one value.
-
-What to change where a plan does not fit: settings tried one after another on the plan itself.
-
-Whether a run fits into the memory that is free, asked before its first step: run, split or refused.
-
-The plan is right to about a tenth (docs/plan.md). A run is refused only where even nine tenths of what it predicts do
-not fit, so that what fits is never refused; where the prediction itself does not fit, that is said and the run starts.
+`make_plan` predicts; `advice` tries settings one after another on the plan itself. `weights_fit` and `whole_fits` check
+the free memory before a run's first step: the run starts, is split into smaller passes, or is refused. The plan is
+accurate to about 10 % (docs/plan.md). A run is refused only if even 90 % of the prediction does not fit, so a run that
+fits is never refused; if the prediction itself does not fit, a warning is printed and the run starts.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Plan:
-    """Everything the table says."""
+    """All values of the table."""
 
     method: str
     model: str
@@ -47,12 +43,12 @@ class Plan:
 
     @property
     def fits(self) -> bool:
-        """Whether the most that is held at once fits into the device."""
+        """Whether the peak fits into the device."""
         return self.memory.peak <= self.machine.usable
 
     @property
     def seconds_in_all(self) -> float:
-        """Of one iteration."""
+        """Seconds of one iteration."""
         return sum(self.seconds.values())
 
     def as_json(self) -> dict[str, Any]:
@@ -95,37 +91,37 @@ def make_plan(
     return Plan(*named, shape, lengths, work, memory, seconds, machine, algorithm)
 
 
-SMALLEST_MICRO = 256  # tokens: below that a device idles
+SMALLEST_MICRO = 256  # tokens: smaller passes leave a device idle
 
 
 @dataclass(frozen=True)
 class Change:
-    """One setting, to which value, and what that saves by itself."""
+    """One setting, its new value, and what it saves alone."""
 
     key: str
     value: str
-    saves: int  # bytes off the peak, by itself
-    peak: int  # bytes that the peak would be
+    saves: int  # bytes off the peak, with this change alone
+    peak: int  # the resulting peak, in bytes
     fits: bool
     note: str
 
 
 def advice(recipe: Recipe, plan: Plan) -> tuple[list[Change], list[Change]]:
-    """`(each change by itself, the fewest found that together fit)`; what costs the least comes first."""
+    """`(each change alone, the fewest found that fit together)`; the cheapest changes come first."""
     alone = [change for candidate in candidates(recipe, plan) if (change := _try(recipe, plan, [candidate])).saves > 0]
     enough = next(([change] for change in alone if change.fits), None)
     return alone, enough if enough is not None else _together(recipe, plan, alone)
 
 
 def _together(recipe: Recipe, plan: Plan, alone: list[Change]) -> list[Change]:
-    """Change after change until it fits, and then those left out again without which it still does."""
+    """Add changes until the plan fits, then drop those that are not needed."""
 
     def fits(changes: Iterable[Change]) -> bool:
         return _try(recipe, plan, [(each.key, each.value, each.note) for each in changes]).fits
 
     taken: dict[str, Change] = {}
     for change in alone:
-        taken[change.key] = change  # of one key the last and strongest value counts
+        taken[change.key] = change  # the last and strongest value of a key is used
         if fits(taken.values()):
             break
     else:
@@ -138,7 +134,7 @@ def _together(recipe: Recipe, plan: Plan, alone: list[Change]) -> list[Change]:
 
 
 def candidates(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str, str]]:
-    """(key, value, note): from those that change nothing but time to those that change what is trained."""
+    """(key, value, note): from changes that only cost time to changes of what is trained."""
     tokens = recipe.optimizer.micro_batch_tokens
     longest = plan.work.longest_row
     for smaller in (tokens // 2, tokens // 4, tokens // 8, tokens // 16):
@@ -152,41 +148,41 @@ def candidates(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str, str]]:
     if recipe.model.dtype == "float32" and plan.machine.kind == "cuda":
         yield "model.dtype", "bfloat16", "half the bytes of every weight"
     if recipe.roles.mode == "separate" and plan.work.reference and not recipe.roles.offload_reference:
-        yield "roles.offload_reference", "true", "the reference waits in host memory"
+        yield "roles.offload_reference", "true", "the reference stays in CPU memory between its passes"
     if recipe.optimizer.name == "adamw":
-        yield "optimizer.name", "adamw_8bit", "the optimiser's moments in 8 bits"
+        yield "optimizer.name", "adamw_8bit", "the optimizer's moments in 8 bits"
     if plan.work.critic == "separate" and plan.work.policy and recipe.method != "trpo":
         yield "roles.critic", "head", "the critic is a head on the policy's backbone"
     if recipe.roles.mode == "separate":
-        yield "roles.mode", "lora", "adapters on one frozen base are trained in place of whole models"
+        yield "roles.mode", "lora", "train adapters on one frozen base instead of whole models"
     elif recipe.model.quantize == "none" and recipe.roles.mode == "lora" and plan.machine.kind == "cuda":
         yield "model.quantize", "8bit", "the frozen base in 8 bits"
         yield "model.quantize", "4bit", "the frozen base in 4 bits"
 
 
 def _try(recipe: Recipe, plan: Plan, changes: list[tuple[str, str, str]]) -> Change:
-    """The plan under some changes; named after the last of them."""
+    """The plan with some changes, named after the last of them."""
     flags = [word for key, value, _ in changes for word in (f"--{key}", value)]
     changed = make_plan(change_settings(recipe, flags), plan.shape, plan.lengths, plan.machine, plan.algorithm)
     key, value, note = changes[-1]
     return Change(key, value, plan.memory.peak - changed.memory.peak, changed.memory.peak, changed.fits, note)
 
 
-PLAN_ERROR = 0.1  # how far the plan may be off
-CPU_ERROR = 0.25  # on a CPU, where the allocator and the libraries take more or less than what is counted
+PLAN_ERROR = 0.1  # relative error of the plan
+CPU_ERROR = 0.25  # on a CPU, where the allocator and the libraries add more uncertainty
 
 
 @dataclass(frozen=True)
 class Judgement:
-    """What became of the question, in a sentence where there is something to say."""
+    """The result of a memory check, with a sentence for the user where needed."""
 
     verdict: Literal["fits", "tight", "split", "refused"]
     sentence: str = ""
-    micro_batch_tokens: int | None = None  # the size of passes that fits, where they must be smaller
+    micro_batch_tokens: int | None = None  # a size of passes that fits, where they must be smaller
 
 
 def free_memory(device: torch.device) -> int:
-    """Bytes that this process can have: what is free, and what it already holds for the models of this run."""
+    """Bytes that this process can use: what is free, plus what it already holds for this run's models."""
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return free + torch.cuda.memory_reserved(device)
@@ -194,13 +190,13 @@ def free_memory(device: torch.device) -> int:
         return torch.mps.recommended_max_memory()
     held = _status("/proc/self/status", "VmRSS")
     available = _status("/proc/meminfo", "MemAvailable")
-    if available is None:  # no Linux
+    if available is None:  # not Linux
         return device_memory(device)
     return min(available + (held or 0), _left_in_group(held or 0), device_memory(device))
 
 
 def _left_in_group(held: int) -> int:
-    """What a container's limit leaves, files that are only cached not counted; no limit is no bound."""
+    """What a container's limit leaves, without cached files; unbounded if there is no limit."""
     group = Path("/sys/fs/cgroup")
     with suppress(OSError, ValueError):
         limit, used = (int((group / name).read_text()) for name in ("memory.max", "memory.current"))
@@ -222,25 +218,25 @@ def _status(file: str, name: str) -> int | None:
 
 
 def weights_fit(recipe: Recipe, shape: Shape, machine: Machine, free: int) -> Judgement:
-    """Whether weights, gradients and optimiser fit, before any of them is made: no data is needed to say so."""
+    """Whether weights, gradients and optimizer fit, before any of them is allocated; needs no data."""
     roles = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), machine).memory.roles
     needed = sum(role.held + role.gradients for role in roles)
     if needed * (1.0 - _error(machine)) <= free:
         return Judgement("fits")
     plan = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), _with_memory(machine, free))
-    what = f"the weights, gradients and optimiser of this run take {_size(needed)}"
+    what = f"the weights, gradients and optimizer of this run take {_size(needed)}"
     return Judgement("refused", _refusal(recipe, plan, what, free))
 
 
 def whole_fits(recipe: Recipe, plan: Plan, free: int) -> Judgement:
-    """Whether the most that is held at once fits; where smaller passes make it fit, how small they must be."""
+    """Whether the peak fits; if smaller passes would fit, their size."""
     machine = _with_memory(plan.machine, free)
     needed, error = _needed(recipe, plan), _error(machine)
     if needed <= free:
         return Judgement("fits")
-    about = f"about {_size(needed)} are needed at the most and {_size(free)} of {machine.name} are free"
+    about = f"the peak is about {_size(needed)} and {_size(free)} of {machine.name} are free"
     if needed * (1.0 - error) <= free:
-        return Judgement("tight", f"It may not fit: {about}, and the plan is right to about {error:.0%}.")
+        return Judgement("tight", f"It may not fit: {about}, and the plan is accurate to about {error:.0%}.")
     tokens = recipe.optimizer.micro_batch_tokens
     while (tokens := tokens // 2) >= max(SMALLEST_MICRO, plan.work.longest_row):
         smaller = change_settings(recipe, ["--optimizer.micro_batch_tokens", str(tokens)])
@@ -253,11 +249,11 @@ def whole_fits(recipe: Recipe, plan: Plan, free: int) -> Judgement:
                 tokens,
             )
     tightened = make_plan(recipe, plan.shape, plan.lengths, machine, plan.algorithm)
-    return Judgement("refused", _refusal(recipe, tightened, f"about {_size(needed)} are needed at the most", free))
+    return Judgement("refused", _refusal(recipe, tightened, f"the peak is about {_size(needed)}", free))
 
 
 def _needed(recipe: Recipe, plan: Plan) -> int:
-    """The plan's peak. A sampler on a GPU that chooses its own number of slots takes what is free, and no more."""
+    """The plan's peak. On a GPU, a sampler with max_num_seqs: auto never uses more than the free memory."""
     phases = dict(plan.memory.phases)
     if isinstance(recipe, RLRecipe) and recipe.rollout.max_num_seqs == "auto" and plan.machine.kind == "cuda":
         phases["rollout"] -= sum(role.cache for role in plan.memory.roles)
@@ -267,10 +263,10 @@ def _needed(recipe: Recipe, plan: Plan) -> int:
 def _refusal(recipe: Recipe, plan: Plan, what: str, free: int) -> str:
     _, together = advice(recipe, plan)
     flags = " ".join(f"--{change.key} {change.value}" for change in together)
-    repair = f"it would fit with {flags}" if flags else "take a smaller model, or a device with more memory"
+    repair = f"it would fit with {flags}" if flags else "use a smaller model, or a device with more memory"
     return (
-        f"this run does not fit: {what}, and {_size(free)} of {plan.machine.name} are free (the plan is right to about "
-        f"{_error(plan.machine):.0%}); {repair}, or start it all the same with --run.memory_check warn"
+        f"this run does not fit: {what}, and {_size(free)} of {plan.machine.name} are free (the plan is accurate to "
+        f"about {_error(plan.machine):.0%}); {repair}, or start it anyway with --run.memory_check warn"
     )
 
 
@@ -287,7 +283,7 @@ def _size(number: int) -> str:
 
 
 def weights_on_disk(path: str) -> int:
-    """Bytes of a folder's weights; 0 where it is no folder of a saved model."""
+    """Bytes of a folder's weights; 0 where it is not the folder of a saved model."""
     folder = Path(path).expanduser()
     with suppress(OSError):
         return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

@@ -1,9 +1,4 @@
-"""A plan as a table, alone before a run or beside what was measured after it.
-
-What a run really took, gathered step by step, to stand beside what was planned.
-
-A plan as a person reads it, alone before a run or beside what was measured after it.
-"""
+"""A plan as a table, alone before a run or beside the measured values after it."""
 
 from __future__ import annotations
 
@@ -25,7 +20,7 @@ PHASES = ("rollout", "scores", "evaluation", "update")
 
 
 class Measured:
-    """Means over the iterations seen; the first, which compiles and warms up, counts only where it is alone."""
+    """Means over the iterations seen; the first, which compiles and warms up, counts only if it is the only one."""
 
     def __init__(self, *, on_cpu: bool) -> None:
         self.iterations = 0
@@ -36,7 +31,7 @@ class Measured:
         self._base = _reset_process_peak() if on_cpu else None
 
     def see(self, metrics: Mapping[str, float]) -> None:
-        """Take in one iteration."""
+        """Add one iteration."""
         taken = ("seconds/", "tokens/")
         numbers = {name: value for name, value in metrics.items() if name == "steps" or name.startswith(taken)}
         if self.iterations == 0:
@@ -51,34 +46,34 @@ class Measured:
         self.peak = max(self.bytes.values(), default=0)
 
     def finish(self) -> None:
-        """Look at the process itself, where there is no device to ask."""
+        """Read the peak memory of the process, where there is no device to ask."""
         if self._base is not None:
             self.peak = max(0, _process_peak() - self._base)
 
     def mean(self, name: str) -> float:
-        """Of one iteration."""
+        """The mean of one metric over the iterations."""
         count = self.iterations - 1
         return self._sums.get(name, 0.0) / count if count > 0 else self._first.get(name, 0.0)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Of each phase and of an iteration."""
+        """Seconds of each phase and of an iteration."""
         found = {phase: self.mean(f"seconds/{phase}") for phase in PHASES}
         return {phase: took for phase, took in found.items() if took} | {"iteration": self.mean("seconds/step")}
 
     @property
     def steps(self) -> float:
-        """Optimiser steps of an iteration."""
+        """Optimizer steps per iteration."""
         return self.mean("steps")
 
     @property
     def tokens(self) -> float:
-        """Tokens that an iteration learned from."""
+        """Tokens trained on per iteration."""
         return self.mean("tokens/learned")
 
     @property
     def sampled(self) -> float:
-        """Tokens that were sampled."""
+        """Tokens sampled per iteration."""
         return self.mean("tokens/sampled")
 
     def as_json(self) -> dict[str, Any]:
@@ -94,14 +89,14 @@ class Measured:
 
 
 def _reset_process_peak() -> int:
-    """Have Linux forget how much memory the process once had; what it has now, in bytes."""
+    """Reset Linux's peak memory of the process; returns its current memory in bytes."""
     with suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
     return _status("VmRSS") or _process_peak()
 
 
 def _process_peak() -> int:
-    """The most memory that the process has had."""
+    """The peak memory of the process."""
     most = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return _status("VmHWM") or (most if sys.platform == "darwin" else most * 1024)
 
@@ -120,12 +115,12 @@ COLUMNS = ("weights", "gradients", "optimizer", "activations", "cache")
 def plan_text(
     plan: Plan, *, alone: Sequence[Change] = (), together: Sequence[Change] = (), measured: Measured | None = None
 ) -> list[RenderableType]:
-    """The whole of it: memory by role, then steps, tokens and seconds, then what to change."""
+    """The whole report: memory by role, then steps, tokens and seconds, then what to change."""
     return [_roles(plan), Text(), _numbers(plan, measured), *_verdict(plan, measured), *_changes(alone, together)]
 
 
 def size(number: int | float) -> str:
-    """Bytes for people."""
+    """Bytes as text for people."""
     if number == 0:
         return ""
     if number < 2**20:
@@ -144,7 +139,7 @@ def _roles(plan: Plan) -> Table:
         table.add_row(role.role, role.what, *(size(getattr(role, name)) for name in COLUMNS))
     sums = [sum(getattr(role, name) for role in plan.memory.roles) for name in COLUMNS]
     table.add_section()
-    table.add_row("in all", "", *map(size, sums))
+    table.add_row("total", "", *map(size, sums))
     return table
 
 
@@ -155,15 +150,13 @@ def _numbers(plan: Plan, measured: Measured | None) -> Table:
     found = measured
     for phase, number in plan.memory.phases.items():
         seen = found.bytes.get(phase) if found else None
-        rows.append((f"memory at most, {phase}", size(number), size(seen) if seen else None, ""))
+        rows.append((f"peak memory, {phase}", size(number), size(seen) if seen else None, ""))
     peak = size(found.peak) if found and found.peak else None
     device = f"in the {plan.memory.peak_phase}; the device has {size(plan.machine.memory)}"
-    rows.append(("memory at most", size(plan.memory.peak), peak, device))
+    rows.append(("peak memory", size(plan.memory.peak), peak, device))
     steps = f"{found.steps:g}" if found else None
-    rows.append(("optimiser steps", str(plan.work.steps), steps, plan.work.why))
-    rows.append(
-        ("tokens learned from", f"{plan.work.tokens:,}", f"{found.tokens:,.0f}" if found else None, _rows(plan))
-    )
+    rows.append(("optimizer steps", str(plan.work.steps), steps, plan.work.why))
+    rows.append(("tokens trained on", f"{plan.work.tokens:,}", f"{found.tokens:,.0f}" if found else None, _rows(plan)))
     if plan.work.sampled:
         sampled = f"{found.sampled:,.0f}" if found else None
         rows.append(("of which sampled", f"{plan.work.sampled:,}", sampled, "every answer at full length"))
@@ -178,7 +171,7 @@ def _numbers(plan: Plan, measured: Measured | None) -> Table:
 
 
 def duration_short(seconds: float) -> str:
-    """Seconds with as many digits as they deserve."""
+    """Seconds with a suitable number of digits."""
     return f"{seconds:.2f} s" if seconds < 10 else duration(seconds)
 
 
@@ -210,6 +203,8 @@ def _changes(alone: Sequence[Change], together: Sequence[Change]) -> list[Render
         table.add_row(f"--{change.key} {change.value}", size(change.saves), then, Text(change.note, "dim"))
     flags = " ".join(f"--{change.key} {change.value}" for change in together)
     last = (
-        f"It would fit with: {flags}" if together else "Nothing here makes it fit: take a smaller model or device more."
+        f"It would fit with: {flags}"
+        if together
+        else "No change here makes it fit: use a smaller model or more memory."
     )
     return [table, Text(last)]

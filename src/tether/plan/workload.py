@@ -1,8 +1,6 @@
 """What one iteration of a recipe computes: the model's shape, rows, tokens, optimizer steps.
 
-The shape of a model, from its config alone: no weight is read, and none is made.
-
-What one iteration of a recipe does: rows, tokens, optimiser steps, and who runs over them.
+The shape comes from the model's config alone: no weights are read or allocated.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ TINY = "tiny-bytes"
 
 @dataclass(frozen=True)
 class Shape:
-    """What costs depend on. Counts are of parameters; `linears` are (name, in, out) of one layer's matrices."""
+    """Sizes that costs depend on. Counts are of parameters; `linears` are (name, in, out) of one layer's matrices."""
 
     layers: int
     hidden: int
@@ -50,48 +48,48 @@ class Shape:
     vocabulary: int
     context: int
     embedding: int
-    output: int  # of an output layer of its own: 0 where it is the embedding
-    layer: int  # of one layer
-    norm: int  # of what is left: the final norm
+    output: int  # parameters of the output layer; 0 where it is tied to the embedding
+    layer: int  # parameters of one layer
+    norm: int  # parameters of the rest: the final norm
     linears: tuple[tuple[str, int, int], ...]
-    head_norms: bool  # whether queries and keys are normed by head
-    packed: bool  # whether the pass over packed tokens is written for its kind
+    head_norms: bool  # whether queries and keys are normed per head
+    packed: bool  # whether the packed pass supports this architecture
 
     @property
     def parameters(self) -> int:
-        """All of them, each counted once."""
+        """All parameters, each counted once."""
         return self.backbone + self.output
 
     @property
     def backbone(self) -> int:
-        """Without an output layer of its own."""
+        """Parameters without an untied output layer."""
         return self.embedding + self.layers * self.layer + self.norm
 
     @property
     def queries(self) -> int:
-        """Features of all query heads together."""
+        """Features of all query heads."""
         return self.heads * self.head_dim
 
     @property
     def keys(self) -> int:
-        """Features of all key heads together; values have as many."""
+        """Features of all key heads; values have as many."""
         return self.kv_heads * self.head_dim
 
     @property
     def products(self) -> int:
-        """Numbers in the matrices that every token is multiplied with: those of the layers."""
+        """Numbers in the matrices of all layers, which multiply every token."""
         return self.layers * sum(inputs * outputs for _, inputs, outputs in self.linears)
 
     def adapters(self, rank: int, targets: str) -> int:
-        """Parameters of one role's adapters: rank x (in + out) for each layer that has one."""
+        """Parameters of one role's adapters: rank x (in + out) per adapted layer."""
         named = None if targets == "all-linear" else {name.strip() for name in targets.split(",")}
         sides = sum(a + b for name, a, b in self.linears if named is None or name in named)
         return self.layers * rank * sides
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> Shape:
-        """Read off a model, be it on the meta device."""
-        if getattr(model, "is_quantized", False):  # its weights are packed: their shapes are in the config
+        """Read the shape from a model, which may be on the meta device."""
+        if getattr(model, "is_quantized", False):  # quantized weights are packed: the config has their shapes
             return replace(shape_of_config(model.config), packed=False)
         config: Any = model.config.get_text_config()
         backbone: Any = model.base_model
@@ -122,7 +120,7 @@ class Shape:
 
 
 def _matrices(layer: nn.Module) -> tuple[tuple[str, int, int], ...]:
-    """(name, in, out) of every matrix that tokens are multiplied with; `Conv1D` holds them the other way round."""
+    """(name, in, out) of every matrix that multiplies tokens; `Conv1D` stores them transposed."""
     found: list[tuple[str, int, int]] = []
     for name, parameter in layer.named_parameters():
         if parameter.dim() == 2:
@@ -135,7 +133,7 @@ def _matrices(layer: nn.Module) -> tuple[tuple[str, int, int], ...]:
 
 
 def _layers(backbone: PreTrainedModel) -> list[nn.Module]:
-    """The backbone's layers; where they cannot be told apart, the whole backbone counts as one."""
+    """The backbone's layers; if they cannot be identified, the whole backbone counts as one."""
     try:
         return list(layer_list(backbone)[1])
     except ConfigError:
@@ -150,14 +148,14 @@ def shape_of(path: str) -> Shape:
 
 
 def critic_shape_of(recipe: Recipe) -> Shape | None:
-    """The shape of a separate critic that starts as another model; None where it has the policy's."""
+    """The shape of a separate critic that starts from another model; None where it has the policy's shape."""
     start = recipe.roles.critic_init
     if start is None or recipe.roles.mode != "separate":
         return None
     try:
         return shape_of_config(read_config(find_model(start)))
     except ConfigError as error:
-        raise ConfigError(f"roles.critic_init {start!r} has no config that can be read: {error}") from error
+        raise ConfigError(f"roles.critic_init {start!r} has no readable config: {error}") from error
 
 
 def shape_of_config(config: PretrainedConfig) -> Shape:
@@ -170,11 +168,11 @@ def shape_of_config(config: PretrainedConfig) -> Shape:
         raise
     except Exception as error:
         reason = str(error).strip().partition("\n")[0][:300]
-        raise ConfigError(f"the model's config describes no model ({type(error).__name__}: {reason})") from error
+        raise ConfigError(f"the model's config is invalid ({type(error).__name__}: {reason})") from error
 
 
 def read_config(path: str) -> PretrainedConfig:
-    """The config at `path`; of adapters, that of the model they are for. No weights are fetched."""
+    """The config at `path`; for adapters, that of their base model. Downloads no weights."""
     if path in EMBEDDED:
         found = cached_model(path)
         if found is None:
@@ -196,15 +194,15 @@ def read_config(path: str) -> PretrainedConfig:
             return AutoConfig.from_pretrained(
                 str(folder) if folder.is_dir() else path, local_files_only=only_local, trust_remote_code=False
             )
-        except Exception as error:  # a file that somebody made can bring any of a library's errors
+        except Exception as error:  # an untrusted file can cause any error of a library
             reason = str(error).strip().partition("\n")[0][:300] or type(error).__name__
     raise ConfigError(
-        f"model.path {path!r} has no config that can be read, and a plan needs no more than that: name the folder with "
-        f"its config.json, {TINY!r}, or a model's name ({reason})"
+        f"model.path {path!r} has no readable config, which is all that a plan needs: name the folder with its "
+        f"config.json, {TINY!r}, or a model's name ({reason})"
     )
 
 
-ASSUMED_PROMPT = 64  # tokens, where nobody can say
+ASSUMED_PROMPT = 64  # tokens, where the length is unknown
 PROMPTS_LOOKED_AT = 256
 
 Critic = Literal["head", "separate"]
@@ -212,7 +210,7 @@ Critic = Literal["head", "separate"]
 
 @dataclass(frozen=True)
 class Lengths:
-    """Tokens of the prompts (or of whole records), and where that is known from."""
+    """Lengths in tokens of the prompts (or of whole records), and their source."""
 
     mean: float
     longest: int
@@ -220,55 +218,55 @@ class Lengths:
 
     @classmethod
     def of(cls, prompts: Sequence[Prompt], tokenizer: Encoder) -> Lengths:
-        """Of some of the prompts."""
+        """From a sample of the prompts."""
         some = [len(prompt_token_ids(tokenizer, prompt)) for prompt in prompts[:PROMPTS_LOOKED_AT]]
         return cls(sum(some) / len(some), max(some), f"the recipe's prompts, {len(some)} of them")
 
     @classmethod
     def of_records(cls, recipe: Recipe) -> Lengths:
-        """Of records that nobody has read yet."""
+        """For records that have not been read yet."""
         longest = recipe.data.max_length  # pyright: ignore[reportAttributeAccessIssue]
-        return cls.assumed(longest, "data.max_length: every record as long as it may be")
+        return cls.assumed(longest, "data.max_length: every record has the maximum length")
 
     @classmethod
     def of_rows(cls, lengths: Sequence[int]) -> Lengths:
-        """Of records that were read, each as a row of so many tokens."""
+        """From the lengths of rows that were read."""
         return cls(sum(lengths) / len(lengths), max(lengths), f"the recipe's records, {len(lengths)} rows")
 
     @classmethod
     def assumed(cls, tokens: int, why: str) -> Lengths:
-        """As nobody can say."""
+        """A fixed length, where the real one is unknown."""
         return cls(tokens, tokens, why)
 
 
 @dataclass(frozen=True)
 class Work:
-    """One iteration. Every answer is taken to be as long as it may be."""
+    """One iteration. Every answer is assumed to have the maximum length."""
 
-    rows: int  # sequences that are learned from
-    row_tokens: float  # of a row: prompt and answer
+    rows: int  # sequences trained on
+    row_tokens: float  # mean length of a row: prompt and answer
     longest_row: int
-    answer_tokens: int  # of a row, those that are learned from
+    answer_tokens: int  # trained tokens per row
     prompts: int  # read before sampling; 0 where nothing is sampled
     prompt_tokens: float
     epochs: int
-    minibatch: int  # rows in one optimiser step
+    minibatch: int  # rows per optimizer step
     steps: int
-    why: str  # the steps, in words
+    why: str  # an explanation of the steps
     critic: Critic | None
-    critic_alone: int  # further epochs, of the critic by itself
+    critic_alone: int  # additional epochs of the critic alone
     reference: bool
     rewards: int  # reward models
     policy: bool  # whether a policy is trained; a reward model's training has none
 
     @property
     def tokens(self) -> int:
-        """Tokens that an iteration learns from, with their prompts."""
+        """Tokens per iteration of training, including prompts."""
         return round(self.rows * self.row_tokens)
 
     @property
     def sampled(self) -> int:
-        """Tokens that are sampled, at the most."""
+        """Maximum number of sampled tokens."""
         return self.rows * self.answer_tokens if self.prompts else 0
 
 
@@ -344,7 +342,7 @@ def _from_records(recipe: Recipe, lengths: Lengths) -> Work:
         minibatch=batch * each,
         steps=1,
         why=f"{batch} {what}: 1 step",
-        critic="separate" if scores else None,  # a reward model costs what a critic does
+        critic="separate" if scores else None,  # a reward model costs as much as a critic
         critic_alone=0,
         reference=isinstance(recipe, DPORecipe),
         rewards=0,

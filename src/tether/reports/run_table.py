@@ -149,7 +149,7 @@ def _cell_number(value: float | None) -> str:
 # -- a run, a step, an answer -------------------------------------------------------------------------------------
 
 SHOWN_COLUMNS = {
-    "behavior_logprob": "behaviour",
+    "behavior_logprob": "behavior",
     "old_logprob": "old",
     "ref_logprob": "reference",
     "kl": "KL",
@@ -283,7 +283,7 @@ def sample_tables(run: RecordedRun, rollout: StoredRollout) -> list[RenderableTy
     shown = [name for name in SHOWN_COLUMNS if name in columns]
     table = Table(box=None, padding=(0, 1, 0, 0))
     table.add_column("token", justify="right", style="dim")
-    table.add_column("piece", no_wrap=True, max_width=24, overflow="ellipsis")
+    table.add_column("text", no_wrap=True, max_width=24, overflow="ellipsis")
     for name in shown:
         table.add_column(SHOWN_COLUMNS[name], justify="right", no_wrap=True)
     if "clipped" in columns:
