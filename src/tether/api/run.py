@@ -16,7 +16,7 @@ from tether.errors import ConfigError
 from tether.evaluation.sample_answers import sample_answers, unique_prompts
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.ops.sampling import check_sampling
-from tether.protocols import Sampling, Tracker
+from tether.protocols import Sampling, StepHook, Tracker
 from tether.reports.export_data import copy_model
 from tether.seeds import derive_seed
 from tether.store.folder import RunFolder
@@ -239,6 +239,7 @@ class Run:
         engine: Any = None,
         algorithm: Any = None,
         trackers: Sequence[Tracker] | None = None,
+        hooks: Sequence[StepHook] | None = None,
         on_step: Callable[[Any], object] | None = None,
         progress: bool = True,
     ) -> Run:
@@ -249,7 +250,7 @@ class Run:
         from tether.api.training import go
 
         recipe = resumable_recipe(self.path)
-        objects = self._with(reward, task, engine, algorithm, trackers)
+        objects = self._with(reward, task, engine, algorithm, trackers, hooks)
         if reward is not None:
             _check_weights(recipe, reward)
         self.release()
@@ -268,6 +269,7 @@ class Run:
         engine: Any = None,
         algorithm: Any = None,
         trackers: Sequence[Tracker] | None = None,
+        hooks: Sequence[StepHook] | None = None,
         on_step: Callable[[Any], object] | None = None,
         progress: bool = True,
     ) -> Run:
@@ -279,7 +281,7 @@ class Run:
 
         given = dict(settings or {})
         given |= {key: value for key, value in (("run.steps", steps), ("run.name", name)) if value is not None}
-        objects = self._with(reward, task, engine, algorithm, trackers)
+        objects = self._with(reward, task, engine, algorithm, trackers, hooks)
         if reward is not None:
             given["reward.parts"] = reward_of(reward)[0]
         passed = {name.partition(" ")[0] for name in objects.names()}
@@ -290,10 +292,19 @@ class Run:
         self.release()
         return go(_with_url(child, self._store_url), objects, on_step=on_step, progress=progress, forked=forked)
 
-    def _with(self, reward: Any, task: Any, engine: Any, algorithm: Any, trackers: Sequence[Tracker] | None) -> Objects:
+    def _with(
+        self,
+        reward: Any,
+        task: Any,
+        engine: Any,
+        algorithm: Any,
+        trackers: Sequence[Tracker] | None,
+        hooks: Sequence[StepHook] | None,
+    ) -> Objects:
         """The objects that this run holds, with those that are passed in their place."""
         functions = None if reward is None else reward_of(reward)[1]
         changed = {"rewards": functions, "task": task, "engine": engine, "algorithm": algorithm, "trackers": trackers}
+        changed["hooks"] = hooks
         return replace(self._objects, **{role: one for role, one in changed.items() if one is not None})
 
     # -- reading --------------------------------------------------------------------------------------------------

@@ -1,9 +1,4 @@
-"""Training and evaluating from Python: one function for each method, and one for any recipe.
-
-Training from Python: one function for each method, and one for any recipe.
-
-Measuring models from Python, alone or against each other.
-"""
+"""Training and evaluating from Python: one function for each method, and one for any recipe."""
 
 from __future__ import annotations
 
@@ -26,7 +21,7 @@ from tether.evaluation.measure import EvaluationReport, NamedJudge, Question, fi
 from tether.models.load import load_causal_lm
 from tether.ops.sampling import check_sampling
 from tether.progress import working
-from tether.protocols import Sampling, Task, Tracker
+from tether.protocols import Sampling, StepHook, Task, Tracker
 from tether.rewards.agree import agree_to_recipe
 from tether.rewards.parts import build_reward
 from tether.seeds import derive_seed
@@ -65,6 +60,7 @@ def ppo(
     engine: Any = None,
     algorithm: Any = None,
     trackers: Sequence[Tracker] = (),
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Train a model by PPO so that its answers to the prompts get more reward.
 
@@ -72,7 +68,7 @@ def ppo(
     of the prompts to hold out. `reward` is a function `f(prompt, completion, **columns)` that gives a number, or any
     other form that docs/python.md lists. `settings` are keys of the recipe, such as {"rollout.samples_per_prompt": 4}.
     `on_step` is called with a `Step` after each step, and may return False to stop. `task` stands in for prompts and
-    reward. `engine`, `algorithm` and `trackers` are objects of `tether.protocols` and `tether.algorithms`.
+    reward. `engine`, `algorithm`, `trackers` and `hooks` are objects of `tether.protocols` and `tether.algorithms`.
 
     Ctrl-C ends the run after the step at hand and raises `Stopped`, whose `run` can be resumed.
     """
@@ -96,6 +92,7 @@ def grpo(
     engine: Any = None,
     algorithm: Any = None,
     trackers: Sequence[Tracker] = (),
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Train a model by GRPO: as `ppo`, with advantages relative to a group of answers and no critic."""
     return _from_rollouts("grpo", locals())
@@ -115,6 +112,7 @@ def sft(
     on_step: OnStep | None = None,
     progress: bool = True,
     trackers: Sequence[Tracker] = (),
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Fine-tune a model on demonstrations: a file, or a list of mappings such as {"prompt": ..., "completion": ...}."""
     return _from_records("sft", data, locals())
@@ -134,6 +132,7 @@ def reward_model(
     on_step: OnStep | None = None,
     progress: bool = True,
     trackers: Sequence[Tracker] = (),
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Train a reward model on preferences: mappings such as {"prompt": ..., "chosen": ..., "rejected": ...}.
 
@@ -156,6 +155,7 @@ def dpo(
     on_step: OnStep | None = None,
     progress: bool = True,
     trackers: Sequence[Tracker] = (),
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Train a model on preferences by DPO, without a reward model; `preferences` as for `reward_model`."""
     return _from_records("dpo", preferences, locals())
@@ -173,13 +173,14 @@ def train_recipe(
     engine: Any = None,
     algorithm: Any = None,
     trackers: Sequence[Tracker] = (),
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Train as a recipe file says, with `settings` in place of its keys: `tether train METHOD RECIPE` from Python.
 
     `method` is one of `tether train --help`: sft, reward, ppo, reinforce, rloo, grpo, trpo, dpo.
     """
     given: dict[str, Any] = {}
-    objects = _objects(given, reward, task, engine, algorithm, trackers)
+    objects = _objects(given, reward, task, engine, algorithm, trackers, hooks)
     path = None if recipe is None else str(recipe)
     return _begin(method, path, _merged(settings, given), objects, on_step, progress)
 
@@ -200,7 +201,8 @@ def _from_rollouts(method: str, arguments: dict[str, Any]) -> Run:
     if prompts is not None:
         given["task.prompts"] = source_of(prompts, directory, "prompts", texts=True)
     given |= _held_out("task", arguments["held_out"], directory, texts=True)
-    objects = _objects(given, reward, task, *(arguments[name] for name in ("engine", "algorithm", "trackers")))
+    others = (arguments[name] for name in ("engine", "algorithm", "trackers", "hooks"))
+    objects = _objects(given, reward, task, *others)
     settings = _merged(arguments["settings"], given)
     return _begin(method, None, settings, objects, arguments["on_step"], arguments["progress"])
 
@@ -211,7 +213,7 @@ def _from_records(method: str, records: Any, arguments: dict[str, Any]) -> Run:
     given["data.train"] = source_of(records, directory, "preferences" if method != "sft" else "data")
     given |= _held_out("data", arguments["held_out"], directory)
     settings = _merged(arguments["settings"], given)
-    objects = Objects(trackers=arguments["trackers"])
+    objects = Objects(trackers=arguments["trackers"], hooks=arguments["hooks"])
     return _begin(method, None, settings, objects, arguments["on_step"], arguments["progress"])
 
 
@@ -238,7 +240,13 @@ def _sets_reward(settings: Mapping[str, Any]) -> bool:
 
 
 def _objects(
-    given: dict[str, Any], reward: Any, task: Any, engine: Any, algorithm: Any, trackers: Sequence[Tracker]
+    given: dict[str, Any],
+    reward: Any,
+    task: Any,
+    engine: Any,
+    algorithm: Any,
+    trackers: Sequence[Tracker],
+    hooks: Sequence[StepHook],
 ) -> Objects:
     """The objects among the arguments; what a recipe can say of them is put into `given`."""
     functions: dict[str, Callable[..., Any]] = {}
@@ -246,7 +254,7 @@ def _objects(
         given["reward.parts"], functions = reward_of(reward)
     if task is not None:
         given["task.name"] = task if isinstance(task, str) else f"{OBJECT}{name_of(task)}"
-    objects = Objects(functions, None if isinstance(task, str) else task, engine, algorithm, trackers)
+    objects = Objects(functions, None if isinstance(task, str) else task, engine, algorithm, trackers, hooks)
     if objects.names():
         given["run.objects"] = objects.names()
     return objects

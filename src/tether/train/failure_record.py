@@ -18,6 +18,8 @@ from torch import Tensor
 from tether.errors import StorageError
 from tether.files import read_plain_json
 from tether.learner.gradients import Fault, NonfiniteTensor
+from tether.protocols import StepHook
+from tether.train.hooks import RunContext
 from tether.types import (
     EvaluatedBatch,
     Experience,
@@ -35,17 +37,25 @@ STAGES = {
 }
 
 
-class FaultRecorder:
+class FaultRecorder(StepHook):
     """Writes each skipped update to `faults/step-000123-0/` of the run's folder, up to `MAX_DUMPS` in a run.
 
-    It is a learner's `on_fault`. The loop sets `step`. Nothing that goes wrong here reaches the training: it is told to
-    `notify`, and the run goes on.
+    It is the `on_fault` of a learner. An error while writing is reported to `notify` and does not end the run.
     """
 
     def __init__(self, run_folder: Path, notify: Callable[[str], None] = lambda text: None) -> None:  # noqa: ARG005
         self.folder = run_folder / FOLDER
         self.notify = notify
         self.step = 0
+
+    def begin(self, run: RunContext) -> None:
+        """Receive the faults of the learner."""
+        self._run = run
+        run.training.learner.on_fault = self
+
+    def heartbeat(self, phase: str) -> None:  # noqa: ARG002
+        """Name dumps by the step that is being taken."""
+        self.step = self._run.done
 
     def __call__(self, fault: Fault) -> None:
         """Write it, unless there are enough."""

@@ -11,28 +11,25 @@ from tether.algorithms.algorithm import Algorithm
 from tether.config.recipes import Recipe
 from tether.errors import ConfigError
 from tether.models.load import LoadedModel
-from tether.protocols import RolloutEngine, Task, Tracker
+from tether.protocols import RolloutEngine, StepHook, Task, Tracker
+
+HOOK_METHODS = ("begin", "restore", "heartbeat", "after_step", "state", "finish", "close")
 
 
 @dataclass(frozen=True)
 class Objects:
-    """What a program passes. `run.objects` records all of it but the trackers, which leave no trace in the weights."""
+    """The objects that a program passes. `run.objects` records all of them except trackers and hooks."""
 
     rewards: Mapping[str, Callable[..., Any]] = field(default_factory=dict[str, Callable[..., Any]])  # by part
     task: Task | None = None
     engine: RolloutEngine | Callable[[LoadedModel], RolloutEngine] | None = None
     algorithm: Algorithm | Callable[[Algorithm], Algorithm] | None = None
     trackers: Sequence[Tracker] = ()
+    hooks: Sequence[StepHook] = ()
 
     def __post_init__(self) -> None:
-        given: Any = self.trackers
-        if not isinstance(given, Sequence):
-            raise ConfigError(f"trackers: expected a list of trackers, was given a {type(given).__name__}")
-        for place, tracker in enumerate(self.trackers):
-            missing = [name for name in ("record", "close") if not callable(getattr(tracker, name, None))]
-            if isinstance(tracker, type) or missing:
-                wrong = f"has no method {missing[0]}" if missing else "is a class: pass an object of it"
-                raise ConfigError(f"trackers[{place}]: {name_of(tracker)} {wrong} (tether.protocols.Tracker)")
+        _check_list("trackers", self.trackers, Tracker, ("record", "close"))
+        _check_list("hooks", self.hooks, StepHook, HOOK_METHODS)
 
     def names(self) -> tuple[str, ...]:
         """As `run.objects` records them."""
@@ -68,6 +65,17 @@ class Objects:
                 "function from the recipe's Algorithm to another"
             )
         return chosen
+
+
+def _check_list(argument: str, given: Any, protocol: type, methods: Sequence[str]) -> None:
+    """Raise ConfigError unless `given` is a list of objects with these methods."""
+    if not isinstance(given, Sequence):
+        raise ConfigError(f"{argument}: expected a list of {argument}, was given a {type(given).__name__}")
+    for place, each in enumerate(given):
+        missing = [name for name in methods if not callable(getattr(each, name, None))]
+        if isinstance(each, type) or missing:
+            wrong = f"has no method {missing[0]}" if missing else "is a class: pass an object of it"
+            raise ConfigError(f"{argument}[{place}]: {name_of(each)} {wrong} (tether.protocols.{protocol.__name__})")
 
 
 def name_of(thing: Any) -> str:

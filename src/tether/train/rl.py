@@ -16,14 +16,14 @@ from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner
 from tether.models.roles import Roles
 from tether.models.shared_backbone import SharedBackbone
-from tether.protocols import RewardFn, RolloutEngine, Sampling
+from tether.protocols import RewardFn, RolloutEngine, Sampling, StepOutcome
 from tether.rewards.combine import failure_errors, part_metrics
 from tether.rewards.function import score_rollouts
 from tether.rollout.native import check_rollouts
 from tether.seeds import derive_seed
 from tether.train.timers import Timers
 from tether.train.token_stats import TokenStats
-from tether.types import Experience, Metrics, Prompt, Rollout, Score
+from tether.types import Experience, Metrics, Prompt
 
 Heartbeat = Callable[[str], None]
 """Told what comes next, such as `rollout, step 12`: whoever waits for progress hears of it."""
@@ -54,22 +54,13 @@ class RLParts:
     top_tokens_at: Callable[[int], int] = lambda step: 0  # noqa: ARG005 how many of a step's likeliest tokens are kept
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One iteration: what it measured, what it learned from, and the KL controllers after it.
+@dataclass(frozen=True, kw_only=True)
+class StepResult(StepOutcome):
+    """The outcome of one iteration, and the KL controllers after it."""
 
-    Row b of the experience is `rollouts[b]`, which was scored `scores[b]`.
-    """
-
-    step: int
-    metrics: dict[str, float]
-    experience: Experience
-    rollouts: list[Rollout]
-    scores: list[Score]
+    experience: Experience  # pyright: ignore[reportGeneralTypeIssues] (by keyword, so it needs no default)
+    ratios: Tensor  # pyright: ignore[reportGeneralTypeIssues]
     controllers: Controllers
-    ratios: Tensor  # (B, T) new / old in the update's last pass over each token
-    clipped: Tensor | None  # (B, T) bool
-    reward_errors: tuple[str, ...] = ()  # what the reward said of answers that it could not score
 
 
 def _nothing(_: str) -> None:
@@ -192,13 +183,13 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
     return StepResult(
         step,
         metrics,
-        experience,
-        made.rollouts,
-        made.scores,
-        controllers,
-        look.ratios(),
-        look.clipped(objective),
-        tuple(failure_errors(scores)),
+        experience=experience,
+        rollouts=made.rollouts,
+        scores=made.scores,
+        ratios=look.ratios(),
+        clipped=look.clipped(objective),
+        reward_errors=tuple(failure_errors(scores)),
+        controllers=controllers,
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 from transformers import PreTrainedModel
@@ -15,25 +14,17 @@ from tether.models.backbones import backbone_notices
 from tether.models.heads import ScalarModel
 from tether.models.load import LoadedModel
 from tether.models.roles import ActorCritic
+from tether.protocols import StepOutcome
 from tether.store.checkpoints import Checkpoint
 from tether.train.build import build_rl, build_supervised
 from tether.train.inputs import Inputs
 from tether.train.objects import Objects
-from tether.train.rl import StepResult, train_rl
+from tether.train.rl import train_rl
 from tether.train.run_state import capture, restore
 from tether.train.supervised import train_supervised
 
 Stop = Callable[[], bool]
 Heartbeat = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Taken:
-    """One step. `result` has its rollouts, where there were any."""
-
-    step: int
-    metrics: dict[str, float]
-    result: StepResult | None = None
 
 
 class Training(Protocol):
@@ -63,7 +54,7 @@ class Training(Protocol):
         """Around saving the model before the last step: what is done to it at the end, for as long as that takes."""
         ...
 
-    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[Taken]:
+    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[StepOutcome]:
         """Take the steps from `start` on, until the last or until `stop()`."""
         ...
 
@@ -98,11 +89,11 @@ class FromRollouts:
         """As it is."""
         return nullcontext()
 
-    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[Taken]:
+    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[StepOutcome]:
         """Iterations; what the shared backbone remembers is of one iteration, so it is no part of the state."""
         for result in train_rl(self.parts, start=start, controllers=self.controllers, stop=stop, heartbeat=heartbeat):
             self.controllers = result.controllers
-            yield Taken(result.step, result.metrics, result)
+            yield result
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
         """Learner, controllers and random streams."""
@@ -134,10 +125,10 @@ class FromRecords:
         """A reward model is centred."""
         return self.parts.as_saved(self.parts)
 
-    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[Taken]:
+    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[StepOutcome]:
         """One optimiser step a batch."""
         for step, metrics in train_supervised(self.parts, start=start, stop=stop, heartbeat=heartbeat):
-            yield Taken(step, metrics)
+            yield StepOutcome(step, metrics)
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
         """Learner, random streams, and how the shared backbone found what it remembers."""

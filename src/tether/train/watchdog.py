@@ -10,16 +10,17 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import TextIO
+from typing import Any, TextIO
 
 from tether.errors import Stalled
+from tether.protocols import StepHook
 from tether.user_code import end_process
 
 GRACE = 5.0  # seconds that writing the traces may take: a disk that hangs is one more way to stall
 
 
-class Watchdog:
-    """Ends the process when it is not patted for `seconds`; with 0 seconds it does nothing.
+class Watchdog(StepHook):
+    """Ends the process when there is no heartbeat for `seconds`; with 0 seconds it does nothing.
 
     On expiry the stacks of all threads go to `stall-<time>.txt` in the run's folder and to standard error, below what
     was last being done. Then the process exits with the code of `Stalled`, at once and without cleaning up: a main
@@ -38,21 +39,29 @@ class Watchdog:
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._watch, name="tether-watchdog", daemon=True)
 
-    def __enter__(self) -> Watchdog:
+    def begin(self, run: Any = None) -> None:  # noqa: ARG002
+        """Start to watch."""
         if self.seconds > 0:
-            self.beat(self._phase)
+            self.heartbeat(self._phase)
             self._thread.start()
+
+    def __enter__(self) -> Watchdog:
+        self.begin()
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None) -> None:  # noqa: ARG002
+        """Stop watching."""
         self._over.set()
         if self.seconds > 0:
             faulthandler.cancel_dump_traceback_later()
             self._thread.join()
 
-    def beat(self, phase: str) -> None:
+    def heartbeat(self, phase: str) -> None:
         """There is progress; `phase` says what comes next, such as `rollout, step 12`."""
         self._phase = phase
         self._last_beat = time.monotonic()
