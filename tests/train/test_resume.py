@@ -19,7 +19,7 @@ from tether.store.folder import RunFolder, is_run, run_path
 from tether.store.read import find_run, open_workspace, read_run
 from tether.train.attempt import Attempt
 from tether.train.resume import resume_run, start_or_resume, stored_recipe
-from tether.train.run_state import random_numbers, random_tensors, seed_everything, set_random_state
+from tether.train.training import random_numbers, random_tensors, seed_everything, set_random_state
 
 RECORDS = ("sft", "reward", "dpo")
 ROLLOUTS = ("ppo", "grpo", "rloo", "reinforce", "trpo")

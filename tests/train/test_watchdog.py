@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tether.errors import Stalled
-from tether.train.watchdog import Watchdog
+from tether.train.failures import Watchdog
 
 HEAD = """
 import re, sys, threading, time
 from pathlib import Path
-from tether.train.watchdog import Watchdog
+from tether.train.failures import Watchdog
 """
 
 

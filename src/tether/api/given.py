@@ -14,7 +14,7 @@ from tether.data.conversations import prompt_of
 from tether.data.prompts import read_prompts
 from tether.data.records import PLAIN, Record
 from tether.errors import ConfigError, DataError, StorageError
-from tether.train.objects import name_of
+from tether.train.inputs import name_of
 from tether.types import Prompt
 
 if TYPE_CHECKING:

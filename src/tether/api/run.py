@@ -22,7 +22,7 @@ from tether.seeds import derive_seed
 from tether.store.folder import RunFolder
 from tether.store.read import OpenWorkspace, RunSummary, find_run, open_workspace, read_run, recorded
 from tether.store.recorded import Event
-from tether.train.objects import Objects
+from tether.train.inputs import Objects
 from tether.train.resume import checkpoint_model, forked_recipe, resumable_recipe, run_folder, stored_recipe
 
 if TYPE_CHECKING:

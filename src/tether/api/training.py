@@ -26,7 +26,7 @@ from tether.rewards.agree import agree_to_recipe
 from tether.rewards.parts import build_reward
 from tether.seeds import derive_seed
 from tether.store.find import find_model, find_run_or_model, run_config
-from tether.train.objects import Objects, name_of
+from tether.train.inputs import Objects, name_of
 from tether.train.run import Forked, Watch, interruptions, progress_bar, tell, train_watched
 from tether.user_code import Interrupted
 

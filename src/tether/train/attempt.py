@@ -12,7 +12,7 @@ from tether.models.save import save_model
 from tether.protocols import StepHook, StepOutcome
 from tether.store.checkpoints import Checkpoint
 from tether.train.checkpointing import BestModel, Checkpointer, StepRecorder
-from tether.train.failure_record import FaultRecorder
+from tether.train.failures import FaultRecorder, Watchdog
 from tether.train.hooks import (
     HOOK_KEY,
     AnswerMetrics,
@@ -24,11 +24,10 @@ from tether.train.hooks import (
     UserHook,
     user_hooks,
 )
-from tether.train.objects import Objects, name_of
+from tether.train.inputs import Objects, name_of
 from tether.train.provenance import Provenance
 from tether.train.run_plan import FILE as PLAN
 from tether.train.run_plan import PlanMeasurements, RunPlan
-from tether.train.watchdog import Watchdog
 
 
 class Attempt:

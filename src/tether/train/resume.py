@@ -25,7 +25,7 @@ from tether.store.folder import RECIPE, RunFolder, is_run, recipe_record, run_pa
 from tether.store.header import check_own_files, protected_recipe
 from tether.store.lineage import models_of
 from tether.train.build import load_policy
-from tether.train.objects import Objects, check_objects
+from tether.train.inputs import Objects, check_objects
 from tether.train.provenance import environment_of, model_changes, model_digests, other_models
 from tether.train.run import Forked, run_recipe
 from tether.train.training import build_training

@@ -35,12 +35,10 @@ from tether.store.folder import FINISHED, RunFolder, json_line, run_path
 from tether.train.attempt import Attempt
 from tether.train.build import load_policy
 from tether.train.hooks import RunContext
-from tether.train.inputs import read_before_loading
-from tether.train.objects import Objects, check_objects
+from tether.train.inputs import Objects, check_objects, read_before_loading
 from tether.train.provenance import model_digests
 from tether.train.run_plan import RunPlan, check_room, check_weights
-from tether.train.run_state import seed_everything
-from tether.train.training import build_training
+from tether.train.training import build_training, seed_everything
 from tether.types import Rollout
 from tether.user_code import end_process, exits_told
 
