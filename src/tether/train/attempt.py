@@ -59,6 +59,7 @@ class Attempt:
             Watchdog(run.recipe.run.hang_timeout, run.path),
         ]
         self._begun: list[StepHook] = []
+        self._with_heartbeat = [hook for hook in run.hooks if type(hook).heartbeat is not StepHook.heartbeat]
 
     def __enter__(self) -> Attempt:
         for place in (self.run.folder.best_path, self.run.folder.model_path):
@@ -124,7 +125,7 @@ class Attempt:
 
     def heartbeat(self, phase: str) -> None:
         """A phase of a step starts."""
-        for hook in self.run.hooks:
+        for hook in self._with_heartbeat:
             hook.heartbeat(phase)
 
     def after_step(self, outcome: StepOutcome) -> None:

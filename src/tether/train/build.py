@@ -52,7 +52,6 @@ from tether.rewards.model import load_vocabulary
 from tether.rewards.parts import build_reward
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
-from tether.store.database.apply import KeepRollouts
 from tether.store.find import find_model
 from tether.train.inputs import Inputs, Objects, checked, read_inputs
 from tether.train.rl import RLParts
@@ -137,7 +136,7 @@ def build_rl(
         start_critic_from=start,
         offload_reference=recipe.roles.offload_reference,
     )
-    rollout, kept = recipe.rollout, KeepRollouts(recipe.store.rollouts_every)
+    rollout = recipe.rollout
     reward = build_reward(
         recipe.reward.parts,
         own=task.reward(),
@@ -179,7 +178,8 @@ def build_rl(
         held_out=list(task.held_out())[: recipe.evaluation.prompts],
         evaluate_every=recipe.evaluation.every,
         shared=sharing.shared,
-        top_tokens_at=lambda step: recipe.store.top_logprobs if kept.wants(step) else 0,
+        top_logprobs=recipe.store.top_logprobs,
+        top_logprobs_every=recipe.store.rollouts_every,  # the store keeps no answers of other steps
     )
 
 

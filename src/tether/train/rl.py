@@ -55,7 +55,8 @@ class RLParts:
     held_out: Sequence[Prompt] = ()
     evaluate_every: int = 0
     shared: SharedBackbone | None = None  # layers that remember what they were run on
-    top_tokens_at: Callable[[int], int] = lambda step: 0  # noqa: ARG005 how many of a step's likeliest tokens are kept
+    top_logprobs: int = 0  # most probable tokens to keep beside each sampled one
+    top_logprobs_every: int = 1  # in steps; 0: never
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -127,7 +128,7 @@ def evaluate_held_out(parts: RLParts) -> dict[str, float]:
 def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Heartbeat = _nothing) -> StepResult:
     """One iteration."""
     algorithm, learner, phases = parts.algorithm, parts.learner, Timers(parts.learner.device)
-    coefficients = controllers.coefficients()
+    coefficients, every = controllers.coefficients(), parts.top_logprobs_every
 
     def begin(phase: str) -> None:
         heartbeat(f"{phase}, step {step}")
@@ -164,7 +165,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
             micro_batch_tokens=learner.micro_batch_tokens,
             device=learner.device,
             shrink_micro_batch=learner.shrink_micro_batch,
-            top_tokens=parts.top_tokens_at(step),
+            top_tokens=parts.top_logprobs if every and step % every == 0 else 0,
         )
         begin("update")
         experience, sums = algorithm.advantages(evaluated, coefficients.reference)
