@@ -71,7 +71,7 @@ class Timed:
 
     def __init__(self, parts: RLParts) -> None:
         self.parts, self.controllers, self.step = parts, parts.algorithm.controllers, 0
-        self.unseen = dataclasses.replace(parts, top_tokens_at=lambda step: 0)  # noqa: ARG005
+        self.unseen = dataclasses.replace(parts, top_logprobs=0)
         self.looked = 0.0  # seconds spent on top_logprobs
         whole = roles.top_tokens
 

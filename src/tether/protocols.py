@@ -5,13 +5,13 @@ docs/extending.md has an example of each.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor, nn
 
-from tether.types import Loss, Prompt, Rollout, Score, Sequences, TokenOutputs
+from tether.types import Experience, Loss, Prompt, Rollout, Score, Sequences, TokenOutputs
 
 InBatch = TypeVar("InBatch", bound=Sequences, contravariant=True)
 AnyOutputs = TypeVar("AnyOutputs", contravariant=True)
@@ -168,3 +168,57 @@ class Tracker(Protocol):
     def close(self) -> None:
         """Flush and close, after the last step."""
         ...
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """What one training step produced.
+
+    A step that sampled answers has rollouts and an experience: row b of the experience is `rollouts[b]`, whose score is
+    `scores[b]`. A step that learned from records has metrics alone.
+    """
+
+    step: int  # 0 is the first
+    metrics: dict[str, float]
+    experience: Experience | None = None
+    rollouts: Sequence[Rollout] = ()
+    scores: Sequence[Score] = ()
+    ratios: Tensor | None = None  # (B, T) new / old probability in the last pass of the update over each token
+    clipped: Tensor | None = None  # (B, T) bool
+    reward_errors: tuple[str, ...] = ()  # why some answers have no score
+
+
+class StepHook(Protocol):
+    """Runs around the steps of a run, in the training thread. Inherit from it: every method has a default.
+
+    `run` is a `tether.train.hooks.RunContext`: `path`, `total`, `done`, `config`, `model`, `tokenizer`, and the methods
+    `notify(text)`, `event(kind, text)` and `end_early(reason)`.
+    """
+
+    def begin(self, run: Any) -> None:  # noqa: ARG002
+        """Prepare, before the first step of a new, resumed or forked run."""
+        return
+
+    def restore(self, state: Mapping[str, Any]) -> None:  # noqa: ARG002
+        """Take back what `state` returned for the checkpoint that the run continues from."""
+        return
+
+    def heartbeat(self, phase: str) -> None:  # noqa: ARG002
+        """A phase of a step starts, such as `rollout, step 12`."""
+        return
+
+    def after_step(self, outcome: StepOutcome) -> None:  # noqa: ARG002
+        """Use the outcome of a step; its metrics are recorded already."""
+        return
+
+    def state(self) -> Mapping[str, Any]:
+        """JSON values for the checkpoint that is about to be written."""
+        return {}
+
+    def finish(self) -> None:
+        """Finish, after the last step and before the model is saved. A stopped run does not get here."""
+        return
+
+    def close(self, error: BaseException | None) -> None:  # noqa: ARG002
+        """Release what `begin` took. Called once, also for a run that stops or fails; `error` is why it failed."""
+        return

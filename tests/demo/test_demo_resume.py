@@ -12,7 +12,7 @@ import tether.demo.demo_report as report
 import tether.demo.pipeline as pipeline
 from tether.errors import Stopped
 from tether.store.read import open_workspace, read_run
-from tether.train.session import Session
+from tether.train.attempt import Attempt
 
 STAGES = ("sft", "preferences", "reward", "ppo", "judging", "report")
 
@@ -34,14 +34,14 @@ def break_in(stage: str, monkeypatch) -> None:
     elif stage == "report":
         monkeypatch.setattr(report, "write_demo_report", break_off)
     else:
-        keep = Session.keep
+        after_step = Attempt.after_step
 
-        def breaking(self, taken):
-            if self.folder.path.name == stage and taken.step == 1:
+        def breaking(self, outcome):
+            if self.run.path.name == stage and outcome.step == 1:
                 raise Broken(stage)
-            keep(self, taken)
+            after_step(self, outcome)
 
-        monkeypatch.setattr(Session, "keep", breaking)
+        monkeypatch.setattr(Attempt, "after_step", breaking)
 
 
 def everything(root):
@@ -95,18 +95,18 @@ def test_a_demo_that_is_broken_off_in_every_stage_ends_as_one_that_is_not(small,
 
 def test_a_demo_that_is_asked_to_stop_says_in_which_stage_and_how_to_go_on(small, tmp_path, monkeypatch):  # noqa: F811
     asked: list[bool] = []
-    keep = Session.keep
+    after_step = Attempt.after_step
 
-    def ask_in_the_reward_stage(self, taken):
-        keep(self, taken)
-        if self.folder.path.name == "reward":
+    def ask_in_the_reward_stage(self, outcome):
+        after_step(self, outcome)
+        if self.run.path.name == "reward":
             import os
             import signal
 
             os.kill(os.getpid(), signal.SIGTERM)
             asked.append(True)
 
-    monkeypatch.setattr(Session, "keep", ask_in_the_reward_stage)
+    monkeypatch.setattr(Attempt, "after_step", ask_in_the_reward_stage)
     with pytest.raises(Stopped, match=r"stopped in stage reward; resume with: tether resume .*demo"):
         pipeline.run_demo(small, human=False, json_output=True)
     assert len(asked) == 1

@@ -49,7 +49,7 @@ def folder(tmp_path, monkeypatch):
 def test_every_block_is_a_file_or_a_command():
     assert all(kind == "console" or text.split()[1] in FILES for kind, text in BLOCKS)
     assert len(FILES) == sum(kind != "console" for kind, _ in BLOCKS), "two blocks have one name"
-    assert len(PROGRAMS) >= 11 and len(TESTS) == 8 and len(COMMANDS) == 8
+    assert len(PROGRAMS) >= 12 and len(TESTS) == 9 and len(COMMANDS) == 8
     assert all(text.count('__name__ == "__main__"') == 1 for name, text in FILES.items() if name in PROGRAMS)
 
 
@@ -290,3 +290,13 @@ def test_what_is_no_tracker_is_refused(folder):
     _refused(tether.ConfigError, r"^trackers\[0\]: Deaf has no method record", trackers=[Deaf()])
     _refused(tether.ConfigError, r"^trackers\[0\]: CsvTracker is a class: pass an object of it", trackers=[CsvTracker])
     assert not list(Path("runs").glob("grpo*"))
+
+
+def test_what_is_no_hook_is_refused(folder):
+    StopAtScore = runpy.run_path("my_hook.py")["StopAtScore"]
+    _refused(tether.ConfigError, r"^hooks: expected a list of hooks, was given a StopAtScore", hooks=StopAtScore(1.0))
+    _refused(tether.ConfigError, r"^hooks\[0\]: Deaf has no method begin", hooks=[Deaf()])
+    _refused(tether.ConfigError, r"^hooks\[0\]: StopAtScore is a class: pass an object of it", hooks=[StopAtScore])
+    hook = StopAtScore(99.0)
+    hook.state = lambda: {"mean": torch.zeros(1)}
+    _refused(tether.ConfigError, r"^hooks: state\(\) of StopAtScore gave what JSON cannot hold", hooks=[hook])

@@ -27,8 +27,8 @@ import tether.store.checkpoints as checkpoints
 from tether.config.recipes import Recipe
 from tether.store.database.journal import Journal
 from tether.store.folder import is_run, run_path
+from tether.train.attempt import Attempt as RunAttempt
 from tether.train.run import train_recipe
-from tether.train.session import Session
 
 PHASES = ("start", "rollout", "scores", "evaluation", "update", "step", "recording", "the end")
 LOOK_EVERY = 0.005  # seconds
@@ -139,20 +139,20 @@ def _live(recipe: Recipe, notes: Notes, prepare: Callable[[Notes], None]) -> Non
 
 def watch(notes: Notes) -> None:
     """Have the library's own steps noted."""
-    heartbeat, keep, finish = Session.heartbeat, Session.keep, Session.finish
+    heartbeat, after_step, finish = RunAttempt.heartbeat, RunAttempt.after_step, RunAttempt.finish
     write_record, write_checkpoint = Journal.write, checkpoint_writer.write
 
-    def noted_doing(self: Session, words: str) -> None:
+    def noted_heartbeat(self: RunAttempt, words: str) -> None:
         heartbeat(self, words)
         phase = next((place for place, name in enumerate(PHASES) if words.startswith(name)), 0)
         notes.note(phase=phase, ready=notes.ready or time.monotonic())
 
-    def noted_keep(self: Session, *taken: object) -> None:
+    def noted_after_step(self: RunAttempt, *outcome: object) -> None:
         notes.note(phase=PHASES.index("recording"))
-        keep(self, *taken)  # pyright: ignore[reportArgumentType]
+        after_step(self, *outcome)  # pyright: ignore[reportArgumentType]
         notes.note(steps=notes.steps + 1)
 
-    def noted_finish(self: Session) -> None:
+    def noted_finish(self: RunAttempt) -> None:
         notes.note(phase=PHASES.index("the end"))
         finish(self)
 
@@ -167,7 +167,7 @@ def watch(notes: Notes) -> None:
         notes.note(checkpoint=False)
         return path
 
-    Session.heartbeat, Session.keep, Session.finish = noted_doing, noted_keep, noted_finish  # pyright: ignore
+    RunAttempt.heartbeat, RunAttempt.after_step, RunAttempt.finish = noted_heartbeat, noted_after_step, noted_finish  # pyright: ignore
     Journal.write = noted_record  # pyright: ignore
     checkpoint_writer.write = noted_checkpoint  # pyright: ignore
 

@@ -48,7 +48,7 @@ from tether.train.run import Forked, train_recipe
 PPO = ("--run.steps", "5", "--checkpoint.every", "2", "--evaluation.every", "1", "--run.doctor_every", "0")
 SFT = ("--run.steps", "6", "--checkpoint.every", "2", "--evaluation.every", "2", "--run.doctor_every", "0")
 RESUMED, READ = 0.1, 0.3  # shares of flips that are resumed whatever is seen before; of the store's, that are only read
-SITTINGS = ("failed", "stopped", "resumed", "forked", "trouble")
+SITTINGS = ("failed", "stopped", "resumed", "forked", "warning")
 
 
 @dataclass

@@ -7,8 +7,8 @@ from pathlib import Path
 
 from tether.config.recipes import Recipe
 from tether.store.folder import is_run, run_path
+from tether.train.attempt import Attempt
 from tether.train.run import Trained, train_recipe
-from tether.train.session import Session
 
 
 class Broken(Exception):  # noqa: N818 (stands for a kill)
@@ -53,16 +53,16 @@ def step_by_step(recipe: Recipe) -> Path:
 
 def broken_in_every_step(recipe: Recipe, monkeypatch, words: str) -> Path:
     """Run it, broken off once in each step where that is at `words`; where it is."""
-    heartbeat = Session.heartbeat
+    heartbeat = Attempt.heartbeat
     broken: set[str] = set()
 
-    def breaking(self: Session, said: str) -> None:
+    def breaking(self: Attempt, said: str) -> None:
         heartbeat(self, said)
         if said.startswith(words) and said not in broken:
             broken.add(said)
             raise Broken(said)
 
-    monkeypatch.setattr(Session, "heartbeat", breaking)
+    monkeypatch.setattr(Attempt, "heartbeat", breaking)
     for _ in range(recipe.run.steps):
         try:
             attempt(recipe)

@@ -20,7 +20,7 @@ from tether.cli import main
 from tether.errors import StorageError
 from tether.store import checkpoints
 from tether.store.folder import RunFolder, is_run, run_path
-from tether.train.session import Session
+from tether.train.attempt import Attempt
 
 STEPS = ("--run.steps", "6", "--checkpoint.every", "1", "--run.doctor_every", "0")
 MEGABYTE = 2**20
@@ -95,16 +95,16 @@ def kept(run: Path) -> list[int]:
 
 def at_step(monkeypatch, wanted: dict[int, object]) -> None:
     """Call these before that step is recorded, once the checkpoint before it is written."""
-    keep = Session.keep
+    after_step = Attempt.after_step
 
-    def acting(self, taken):
-        if taken.step in wanted:
-            self.checkpoints.wait()
-            self.recorder.flush()
-            wanted[taken.step]()
-        keep(self, taken)
+    def acting(self, outcome):
+        if outcome.step in wanted:
+            self.checkpointer.wait()
+            self.run.flush()
+            wanted[outcome.step]()
+        after_step(self, outcome)
 
-    monkeypatch.setattr(Session, "keep", acting)
+    monkeypatch.setattr(Attempt, "after_step", acting)
 
 
 # -- while training goes on ---------------------------------------------------------------------------------------
@@ -177,15 +177,15 @@ def test_a_run_that_is_stopped_and_has_no_room_for_a_checkpoint_ends_with_6_and_
 def test_a_model_that_cannot_be_saved_ends_with_6_and_the_run_can_be_ended_later(disk, calm, monkeypatch, capsys, what):
     recipe = on(disk)
     attempt(recipe, stop_after=4)
-    finish = Session.finish
+    finish = Attempt.finish
 
     def finish_without_room(self):
-        self.checkpoints.wait()
+        self.checkpointer.wait()
         disk.fill(MEGABYTE // 8) if what == "full" else disk.protect()
         finish(self)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "finish", finish_without_room)
+        patched.setattr(Attempt, "finish", finish_without_room)
         assert main(command(recipe)) == 6
     words = capsys.readouterr().err
     assert f"the trained model could not be written to {run_path(recipe)}" in words

@@ -21,8 +21,8 @@ from tether.models.load import load_causal_lm
 from tether.store import checkpoints
 from tether.store.folder import RunFolder, run_path
 from tether.store.read import find_run, open_workspace
-from tether.train.best import BestSoFar
 from tether.train.build import _encoder, build_supervised, load_policy
+from tether.train.checkpointing import BestSoFar
 from tether.train.resume import stored_recipe
 from tether.train.supervised import evaluate_held_out, train_supervised
 
@@ -178,11 +178,11 @@ def test_what_is_best_and_when_nothing_better_has_come_for_long_enough(tmp_path)
     best = BestSoFar.of(recipe_of("reward", data, *rules))
     losses = [0.9, 0.8, 0.8, 0.85, math.nan]
     first = {"start/held_out/loss": 1.0, "held_out/loss": losses[0]}
-    seen = [best.see(1, first), *(best.see(n + 2, {"held_out/loss": loss}) for n, loss in enumerate(losses[1:]))]
+    seen = [best.update(1, first), *(best.update(n + 2, {"held_out/loss": loss}) for n, loss in enumerate(losses[1:]))]
     assert seen == [True, True, False, False, False]
     assert (best.step, best.waited, best.is_over) == (2, 3, True)
     by_accuracy = BestSoFar.of(recipe_of("reward", data, *rules, "--evaluation.metric", "accuracy"))
-    assert [by_accuracy.see(n, {"held_out/accuracy": value}) for n, value in ((1, 0.5), (2, 0.7))] == [True, True]
+    assert [by_accuracy.update(n, {"held_out/accuracy": value}) for n, value in ((1, 0.5), (2, 0.7))] == [True, True]
     again = BestSoFar.of(recipe_of("reward", data, *rules))
     again.restore(json.loads(json.dumps(best.values())))
     assert again == best

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 from tether.config.load import load_recipe
 from tether.errors import StorageError
 from tether.learner.gradients import Fault, NonfiniteTensor
-from tether.train import failure_record
+from tether.train import failures
 from tether.train.build import build_rl, load_policy
-from tether.train.failure_record import FaultRecorder, read_fault, recorded_faults, write_fault
+from tether.train.failures import FaultRecorder, read_fault, recorded_faults, write_fault
 from tether.train.rl import train_rl
 from tether.types import Experience, PairBatch, Sequences, columns_of
 
@@ -97,7 +97,7 @@ def test_the_json_is_strict_and_says_why_and_where(tmp_path):
 
 
 def test_faults_of_one_step_are_numbered_and_those_of_a_run_are_bounded(tmp_path, monkeypatch):
-    monkeypatch.setattr(failure_record, "MAX_DUMPS", 3)
+    monkeypatch.setattr(failures, "MAX_DUMPS", 3)
     said: list[str] = []
     recorder = FaultRecorder(tmp_path, said.append)
     for step in (7, 7, 9, 10):
@@ -120,7 +120,7 @@ def test_a_write_that_fails_leaves_nothing_that_looks_like_a_fault(tmp_path, mon
     def full(*_, **__):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(failure_record, "save_file", full)
+    monkeypatch.setattr(failures, "save_file", full)
     said: list[str] = []
     FaultRecorder(tmp_path, said.append)(a_fault(experience()))
     assert recorded_faults(tmp_path) == []

@@ -17,9 +17,9 @@ from tether.errors import ConfigError, StorageError
 from tether.ops.advantages import gae
 from tether.store.folder import RunFolder
 from tether.store.read import find_run, open_workspace, read_run
+from tether.train.attempt import Attempt
 from tether.train.replay import replay_step
 from tether.train.resume import fork_run, stored_recipe
-from tether.train.session import Session
 
 STEPS = ("--run.steps", "6", "--checkpoint.every", "2", "--checkpoint.keep", "5")
 
@@ -84,7 +84,7 @@ def test_a_fork_can_go_further_than_its_parent(parent):
 
 
 def test_a_fork_that_is_broken_off_keeps_its_bits_and_its_origin(parent, monkeypatch):
-    heartbeat = Session.heartbeat
+    heartbeat = Attempt.heartbeat
 
     def breaking(self, words):
         heartbeat(self, words)
@@ -92,7 +92,7 @@ def test_a_fork_that_is_broken_off_keeps_its_bits_and_its_origin(parent, monkeyp
             raise Broken
 
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "heartbeat", breaking)
+        patched.setattr(Attempt, "heartbeat", breaking)
         with pytest.raises(Broken):
             fork(parent, "--run.name", "broken")
     child = parent.parent / "broken"
@@ -107,7 +107,7 @@ def test_a_fork_that_has_no_checkpoint_of_its_own_does_not_start_at_step_0(paren
         raise Broken
 
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "fork", break_off)
+        patched.setattr(Attempt, "fork", break_off)
         with pytest.raises(Broken):
             fork(parent, "--run.name", "early")
     child = parent.parent / "early"

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from tether.config.load import load_recipe
-from tether.protocols import RolloutEngine
+from tether.protocols import RolloutEngine, StepOutcome
 from tether.train.build import build_rl, load_policy
-from tether.train.logprob_mismatch import Agreement, worst_tokens
+from tether.train.hooks import LogprobMismatch, worst_tokens
 from tether.train.rl import train_rl
 from tether.types import Experience
 
@@ -49,15 +50,17 @@ def test_the_worst_tokens_come_first_with_both_numbers_and_padding_is_not_counte
 
 def test_only_what_is_worse_than_before_is_told():
     told: list[tuple[str, dict]] = []
-    agreement = Agreement()
+    mismatch = LogprobMismatch()
 
     def event(kind: str, text: str, *, step: int, data: dict) -> None:
-        assert (kind, step) == ("agreement", 7)
+        assert (kind, step) == ("logprob_mismatch", 7)
         told.append((text, data))
+
+    mismatch.begin(SimpleNamespace(event=event, token_text=lambda tokens: list(map(str, tokens))))
 
     def see(gap: float) -> int:
         row = [0.0, -1.0 - gap, -1.0, -1.0]
-        agreement.see(7, experience([row, [0.0, 0.0, -1.0, -1.0]]), lambda tokens: list(map(str, tokens)), event)
+        mismatch.after_step(StepOutcome(7, {}, experience=experience([row, [0.0, 0.0, -1.0, -1.0]])))
         return len(told)
 
     assert see(0.001) == 0  # rounding in float32 is no news

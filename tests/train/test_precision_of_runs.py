@@ -17,7 +17,7 @@ from tether.config.load import load_recipe
 from tether.errors import ConfigError
 from tether.store.folder import run_path
 from tether.store.header import read_header
-from tether.train import session
+from tether.train import provenance
 from tether.train.resume import fork_run, resume_run, start_or_resume, stored_recipe
 
 STEPS = ("--run.steps", "2", "--checkpoint.every", "1")
@@ -118,8 +118,8 @@ def test_a_fork_in_another_precision_is_refused(tmp_path):
 
 def test_a_run_that_goes_on_on_another_device_says_in_which_precision(tmp_path, monkeypatch):
     recipe = tiny("sft", tmp_path / "runs", *STEPS)
-    describe = session.describe_environment
-    monkeypatch.setattr(session, "describe_environment", lambda **about: describe(**about) | {"device": "cuda:0"})
+    describe = provenance.describe_environment
+    monkeypatch.setattr(provenance, "describe_environment", lambda **about: describe(**about) | {"device": "cuda:0"})
     attempt(recipe, stop_after=1)
     monkeypatch.undo()
     told: list[str] = []

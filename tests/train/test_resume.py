@@ -17,9 +17,9 @@ from tether.errors import ConfigError
 from tether.store import checkpoints
 from tether.store.folder import RunFolder, is_run, run_path
 from tether.store.read import find_run, open_workspace, read_run
+from tether.train.attempt import Attempt
 from tether.train.resume import resume_run, start_or_resume, stored_recipe
-from tether.train.run_state import random_numbers, random_tensors, seed_everything, set_random_state
-from tether.train.session import Session
+from tether.train.training import random_numbers, random_tensors, seed_everything, set_random_state
 
 RECORDS = ("sft", "reward", "dpo")
 ROLLOUTS = ("ppo", "grpo", "rloo", "reinforce", "trpo")
@@ -181,7 +181,7 @@ def test_resuming_with_other_weights_or_records_is_refused_by_name(tmp_path):
 def test_resume_auto_begins_goes_on_and_refuses_another_recipe(tmp_path, monkeypatch, capsys):
     recipe = three_epochs("sft", tmp_path / "runs")
     assert not is_run(run_path(recipe))
-    monkeypatch.setattr(Session, "finish", lambda self: self.stop())
+    monkeypatch.setattr(Attempt, "finish", lambda self: self.stop())
     assert start_or_resume(recipe, json_output=True) == 0
     monkeypatch.undo()
     changed = load_recipe("sft", None, _as_flags(recipe, "--sft.batch_size", "4", "--optimizer.policy_lr", "1e-3"))

@@ -18,7 +18,7 @@ from tether.cli import main
 from tether.store import checkpoints
 from tether.store.folder import RunFolder, run_path
 from tether.store.read import find_run, open_workspace
-from tether.train.session import Session
+from tether.train.attempt import Attempt
 
 STEPS = ("--run.steps", "8", "--checkpoint.every", "5")
 
@@ -58,15 +58,15 @@ def slow(seconds: float) -> Callable[[], None]:
     """Make steps last long enough to be interrupted in."""
 
     def prepare() -> None:
-        heartbeat = Session.heartbeat
+        heartbeat = Attempt.heartbeat
 
-        def slow_doing(self, words):
+        def slow_heartbeat(self, words):
             heartbeat(self, words)
             deadline = time.monotonic() + seconds
             while time.monotonic() < deadline:
                 time.sleep(0.01)
 
-        Session.heartbeat = slow_doing
+        Attempt.heartbeat = slow_heartbeat
 
     return prepare
 
@@ -119,14 +119,14 @@ def test_the_second_signal_ends_it_at_once_with_3_and_loses_no_bit(tmp_path):
 
 def test_0_means_that_the_last_step_was_reached(tmp_path, monkeypatch, capsys):
     recipe = begun(tmp_path)
-    keep = Session.keep
+    after_step = Attempt.after_step
 
-    def stop_in_the_last_step(self, taken):
-        keep(self, taken)
-        if taken.step == 7:
+    def stop_in_the_last_step(self, outcome):
+        after_step(self, outcome)
+        if outcome.step == 7:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Session, "keep", stop_in_the_last_step)
+    monkeypatch.setattr(Attempt, "after_step", stop_in_the_last_step)
     assert main(["resume", str(run_path(recipe)), "--json"]) == 0
     assert (run_path(recipe) / "model" / "model.safetensors").is_file()
     assert "stopping after the step at hand" not in capsys.readouterr().out
@@ -136,15 +136,15 @@ def test_a_stopped_run_says_how_to_go_on_and_resume_auto_does(tmp_path, monkeypa
     recipe = tiny("sft", tmp_path / "runs", *STEPS)
     words = ["train", "sft", "--resume", "auto", "--json", "--model.device", "cpu", "--sft.batch_size", "3", *STEPS]
     words += ["--run.directory", recipe.run.directory, "--run.name", "run", "--data.train", recipe.data.train]
-    keep = Session.keep
+    after_step = Attempt.after_step
 
-    def stop_in_the_third(self, taken):
-        keep(self, taken)
-        if taken.step == 2:
+    def stop_in_the_third(self, outcome):
+        after_step(self, outcome)
+        if outcome.step == 2:
             os.kill(os.getpid(), signal.SIGTERM)
 
     with monkeypatch.context() as patched:
-        patched.setattr(Session, "keep", stop_in_the_third)
+        patched.setattr(Attempt, "after_step", stop_in_the_third)
         assert main(words) == 3
     printed, told = capsys.readouterr()
     assert f"stopped after 3 of 8 steps; go on with: tether resume {run_path(recipe)}" in told

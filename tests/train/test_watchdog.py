@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 from tether.errors import Stalled
-from tether.train.watchdog import Watchdog
+from tether.train.failures import Watchdog
 
 HEAD = """
 import re, sys, threading, time
 from pathlib import Path
-from tether.train.watchdog import Watchdog
+from tether.train.failures import Watchdog
 """
 
 
@@ -41,7 +41,7 @@ def test_a_hang_ends_the_process_with_its_own_code_and_the_stacks_of_all_threads
         threading.Thread(target=another_thread, daemon=True).start()
         try:
             with Watchdog(0.5, Path(sys.argv[1])) as watchdog:
-                watchdog.beat("rollout, step 12")
+                watchdog.heartbeat("rollout, step 12")
                 waits_for_a_lock_that_nobody_lets_go()
         finally:
             print("cleaned up")
@@ -63,7 +63,7 @@ def test_a_slow_loop_that_pats_is_never_ended(tmp_path):
         """
         with Watchdog(1.5, Path(sys.argv[1])) as watchdog:
             for step in range(10):
-                watchdog.beat(f"step {step}")
+                watchdog.heartbeat(f"step {step}")
                 time.sleep(0.2)
         print("done")
         """,
@@ -78,7 +78,7 @@ def test_a_hang_that_never_lets_go_of_pythons_lock_ends_too(tmp_path):
     ended = run(
         """
         with Watchdog(0.3, Path(sys.argv[1]), grace=0.2) as watchdog:
-            watchdog.beat("reward, step 3")
+            watchdog.heartbeat("reward, step 3")
             re.match("(a+)+$", "a" * 60 + "b")
         """,
         tmp_path,
@@ -129,7 +129,7 @@ def test_standard_error_that_nobody_reads_does_not_keep_a_stuck_run_alive(tmp_pa
 def test_nought_seconds_is_off():
     before = threading.active_count()
     with Watchdog(0.0) as watchdog:
-        watchdog.beat("step 0")
+        watchdog.heartbeat("step 0")
         assert threading.active_count() == before
 
 
@@ -138,7 +138,7 @@ def test_it_ends_with_its_block(error):
     before = threading.active_count()
     try:
         with Watchdog(60.0) as watchdog:
-            watchdog.beat("step 0")
+            watchdog.heartbeat("step 0")
             assert threading.active_count() == before + 1
             if error is not None:
                 raise error

@@ -20,7 +20,7 @@ from tether.errors import ConfigError
 from tether.evaluation.sample_answers import sample_answers, unique_prompts
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.ops.sampling import check_sampling
-from tether.protocols import DoctorRule, ModelLoader, Sampling, Tracker
+from tether.protocols import DoctorRule, ModelLoader, Sampling, StepHook, Tracker
 from tether.reports.export_data import copy_model
 from tether.seeds import derive_seed
 from tether.store.folder import RunFolder
@@ -251,6 +251,7 @@ class Run:
         trackers: Sequence[Tracker] | None = None,
         doctor_rules: Sequence[DoctorRule] | None = None,
         loader: ModelLoader | None = None,
+        hooks: Sequence[StepHook] | None = None,
         on_step: Callable[[Any], object] | None = None,
         progress: bool = True,
     ) -> Run:
@@ -261,7 +262,7 @@ class Run:
         from tether.api.training import go
 
         recipe = resumable_recipe(self.path)
-        objects = self._with(reward, task, engine, algorithm, trackers, doctor_rules, loader)
+        objects = self._with(reward, task, engine, algorithm, trackers, doctor_rules, loader, hooks)
         if reward is not None:
             _check_weights(recipe, reward)
         self.release()
@@ -282,6 +283,7 @@ class Run:
         trackers: Sequence[Tracker] | None = None,
         doctor_rules: Sequence[DoctorRule] | None = None,
         loader: ModelLoader | None = None,
+        hooks: Sequence[StepHook] | None = None,
         on_step: Callable[[Any], object] | None = None,
         progress: bool = True,
     ) -> Run:
@@ -293,7 +295,7 @@ class Run:
 
         given = dict(settings or {})
         given |= {key: value for key, value in (("run.steps", steps), ("run.name", name)) if value is not None}
-        objects = self._with(reward, task, engine, algorithm, trackers, doctor_rules, loader)
+        objects = self._with(reward, task, engine, algorithm, trackers, doctor_rules, loader, hooks)
         if reward is not None:
             given["reward.parts"] = reward_of(reward)[0]
         given = _without_named(self._recipe(), objects) | given
@@ -314,11 +316,12 @@ class Run:
         trackers: Sequence[Tracker] | None,
         doctor_rules: Sequence[DoctorRule] | None,
         loader: ModelLoader | None,
+        hooks: Sequence[StepHook] | None,
     ) -> Objects:
         """The objects that this run holds, with those that are passed in their place."""
         functions = None if reward is None else reward_of(reward)[1]
         changed = {"rewards": functions, "task": task, "engine": engine, "algorithm": algorithm, "trackers": trackers}
-        changed |= {"doctor_rules": doctor_rules, "loader": loader}
+        changed |= {"doctor_rules": doctor_rules, "loader": loader, "hooks": hooks}
         return replace(self._objects, **{role: one for role, one in changed.items() if one is not None})
 
     # -- reading --------------------------------------------------------------------------------------------------

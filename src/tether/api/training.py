@@ -22,7 +22,7 @@ from tether.evaluation.own_metrics import own_metrics
 from tether.models.load import load_causal_lm
 from tether.ops.sampling import check_sampling
 from tether.progress import working
-from tether.protocols import DoctorRule, ModelLoader, Sampling, Task, Tracker
+from tether.protocols import DoctorRule, ModelLoader, Sampling, StepHook, Task, Tracker
 from tether.rewards.agree import agree_to_recipe
 from tether.rewards.parts import build_reward
 from tether.seeds import derive_seed
@@ -63,14 +63,15 @@ def ppo(
     trackers: Sequence[Tracker] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Train a model by PPO so that its answers to the prompts get more reward.
 
     `prompts` is a file, a list of texts or mappings, or a `datasets.Dataset`. `held_out` is the same, or the fraction
     of the prompts to hold out. `reward` is a function `f(prompt, completion, **columns)` that returns a number, or any
     other form that docs/python.md lists. `settings` are keys of the recipe, such as {"rollout.samples_per_prompt": 4}.
-    `on_step` is called with a `Step` after each step, and may return False to stop. `task` stands in for prompts and
-    reward. `engine`, `algorithm`, `trackers`, `doctor_rules` and `loader` are your own parts: docs/extending.md.
+    `on_step` is called with a `Step` after each step, and may return False to stop. `task` replaces prompts and reward.
+    `engine`, `algorithm`, `trackers`, `hooks`, `doctor_rules` and `loader` are your own parts: docs/extending.md.
 
     Ctrl-C stops the run after the current step and raises `Stopped`, whose `run` can be resumed.
     """
@@ -96,6 +97,7 @@ def grpo(
     trackers: Sequence[Tracker] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Train a model by GRPO: like `ppo`, with advantages relative to a group of answers and no critic."""
     return _from_rollouts("grpo", locals())
@@ -117,6 +119,7 @@ def sft(
     trackers: Sequence[Tracker] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Fine-tune a model on demonstrations: a file, or a list of mappings such as {"prompt": ..., "completion": ...}."""
     return _from_records("sft", data, locals())
@@ -138,6 +141,7 @@ def reward_model(
     trackers: Sequence[Tracker] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Train a reward model on preferences: mappings such as {"prompt": ..., "chosen": ..., "rejected": ...}.
 
@@ -162,6 +166,7 @@ def dpo(
     trackers: Sequence[Tracker] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Train a model on preferences by DPO, without a reward model; `preferences` as for `reward_model`."""
     return _from_records("dpo", preferences, locals())
@@ -181,16 +186,15 @@ def train_recipe(
     trackers: Sequence[Tracker] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
+    hooks: Sequence[StepHook] = (),
 ) -> Run:
     """Train from a recipe file, with `settings` overriding its keys: `tether train METHOD RECIPE` from Python.
 
     `method` is one of `tether train --help`: sft, reward, ppo, reinforce, rloo, grpo, trpo, dpo.
     """
     given: dict[str, Any] = {}
-    own = {"engine": engine, "algorithm": algorithm, "loader": loader}
-    objects = _objects(
-        given, {**own, "reward": reward, "task": task, "trackers": trackers, "doctor_rules": doctor_rules}
-    )
+    own = {"engine": engine, "algorithm": algorithm, "loader": loader, "reward": reward, "task": task}
+    objects = _objects(given, {**own, "trackers": trackers, "hooks": hooks, "doctor_rules": doctor_rules})
     path = None if recipe is None else str(recipe)
     return _begin(method, path, _merged(settings, given), objects, on_step, progress)
 
@@ -250,7 +254,7 @@ def _sets_reward(settings: Mapping[str, Any]) -> bool:
 
 def _objects(given: dict[str, Any], arguments: Mapping[str, Any]) -> Objects:
     """The objects among the arguments; what a recipe can say of them, such as the name of code, is put into `given`."""
-    passed: dict[str, Any] = {"trackers": arguments["trackers"], "doctor_rules": arguments["doctor_rules"]}
+    passed: dict[str, Any] = {name: arguments[name] for name in ("trackers", "hooks", "doctor_rules")}
     if arguments.get("reward") is not None:
         given["reward.parts"], passed["rewards"] = reward_of(arguments["reward"])
     if (task := arguments.get("task")) is not None:

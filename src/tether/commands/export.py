@@ -124,12 +124,12 @@ def export_model(options: argparse.Namespace) -> dict[str, Any]:
     """Write what the options ask for; return the paths written and the results of the checks."""
     from rich.console import Console
 
+    from tether.hub.push import check_push, push_folder
     from tether.models.gguf_export import architecture_of
     from tether.models.load import is_reward_model
     from tether.models.save import load_merged
     from tether.reports.run_table import open_for
     from tether.store.read import find_run, read_run
-    from tether.train.hub_push import check_push, push_folder
 
     token = check_push(options.push) if options.push else ""
     with open_for(options) as opened:

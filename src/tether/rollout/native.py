@@ -292,16 +292,17 @@ class NativeEngine(RolloutEngine):
         self.states_for = states_for
         self.fast = FastDecoder() if AVAILABLE else None
         check_cached(loaded.model)
+        self._base = causal_lm_of(loaded.model)  # without adapters around it
+        self._embeddings, self._end_ids = embedding_count(loaded.model), loaded.end_ids
         self._distrusted = "rollout.engine asks for it" if general else self._unsupported()
         if self._distrusted is None and self.fast is not None:
             with _eval_mode(loaded.model):
-                self._distrusted = self.fast.disagreement(loaded.model, causal_lm_of(loaded.model))
+                self._distrusted = self.fast.disagreement(loaded.model, self._base)
         self._notice(self._distrusted)
 
     def _unsupported(self) -> str | None:
         """Why the fast decoder cannot be taken for the model as it is now."""
-        model = self.loaded.model
-        return MISSING if self.fast is None else self.fast.unsupported_reason(model, causal_lm_of(model))
+        return MISSING if self.fast is None else self.fast.unsupported_reason(self.loaded.model, self._base)
 
     @property
     def cache_bytes(self) -> int:
@@ -352,7 +353,7 @@ class NativeEngine(RolloutEngine):
     def _encode(self, prompts: Sequence[Prompt], max_new_tokens: int) -> list[list[int]]:
         """Each prompt's ids, checked against the model before anything is computed."""
         context = self.loaded.context_length
-        known = embedding_count(self.loaded.model)
+        known = self._embeddings
         encoded = [prompt_token_ids(self.loaded.tokenizer, prompt) for prompt in prompts]
         for prompt, ids in zip(prompts, encoded, strict=True):
             if len(ids) + max_new_tokens > context:
@@ -374,7 +375,7 @@ class NativeEngine(RolloutEngine):
         uniforms = torch.stack(
             [sample_uniforms(seed, item.prompt.id, item.stream, sampling.max_new_tokens) for item in chunk]
         )
-        ends = self.loaded.end_ids
+        ends = self._end_ids
         stops = {*ends, *sampling.stop_token_ids}
         answers = decode(chunk, uniforms, sampling, stops)
         ids = [answer.tokens.tolist() for answer in answers]
@@ -405,8 +406,7 @@ class NativeEngine(RolloutEngine):
         def check(token: int, row: int, step: int) -> None:
             _check_finite([token], [row], work, step)
 
-        base, slots = causal_lm_of(self.loaded.model), self._at_once(fast=True)
-        return self.fast.draw(base, request, slots, check, self.states_for)
+        return self.fast.draw(self._base, request, self._at_once(fast=True), check, self.states_for)
 
     @torch.inference_mode()
     def _decode(self, chunk: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:

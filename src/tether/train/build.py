@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,28 +35,28 @@ from tether.data.examples import (
 )
 from tether.data.order import DataOrder, Example, split_by_prompt
 from tether.data.rows import RowEncoder
-from tether.errors import ConfigError
+from tether.errors import ConfigError, TetherError
+from tether.files import check_saved
 from tether.learner.batching import micro_batches, within_memory
 from tether.learner.learner import Learner, LearnerSettings
 from tether.models.backbones import recompute_layers
 from tether.models.heads import ScalarHead, ScalarModel
-from tether.models.load import LoadedModel, load_causal_lm, resolve_device
+from tether.models.load import LoadedModel, check_same_vocabulary, load_causal_lm, resolve_device
+from tether.models.lora import CONFIG
 from tether.models.own_loader import OwnLoader
 from tether.models.roles import ActorCritic, ReferencePolicy, Roles, Sharing, build_sharing
 from tether.models.tokenizer import TextModel
 from tether.protocols import Sampling
 from tether.rewards.combine import check_reward
+from tether.rewards.model import load_vocabulary
 from tether.rewards.parts import build_reward
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
-from tether.store.database.apply import KeepRollouts
 from tether.store.find import find_model
-from tether.train.critic_init import check_critic_start, load_critic
 from tether.train.inputs import Inputs, checked, read_inputs
 from tether.train.objects import Objects, check_loader, loader_named, with_named_code
-from tether.train.reward_model import centred, finish_reward_model
 from tether.train.rl import RLParts
-from tether.train.supervised import SupervisedParts
+from tether.train.supervised import SupervisedParts, centred, finish_reward_model
 from tether.types import Metrics, PairBatch
 
 
@@ -139,7 +140,7 @@ def build_rl(
         start_critic_from=start,
         offload_reference=recipe.roles.offload_reference,
     )
-    rollout, kept = recipe.rollout, KeepRollouts(recipe.store.rollouts_every)
+    rollout = recipe.rollout
     reward = build_reward(
         recipe.reward.parts,
         own=task.reward(),
@@ -181,7 +182,8 @@ def build_rl(
         held_out=list(task.held_out())[: recipe.evaluation.prompts],
         evaluate_every=recipe.evaluation.every,
         shared=sharing.shared,
-        top_tokens_at=lambda step: recipe.store.top_logprobs if kept.wants(step) else 0,
+        top_logprobs=recipe.store.top_logprobs,
+        top_logprobs_every=recipe.store.rollouts_every,  # the store keeps no answers of other steps
     )
 
 
@@ -341,3 +343,54 @@ def _rankings(data: DataSettings, policy: LoadedModel, inputs: Inputs) -> tuple[
     encode = _encoder(data.model_copy(update={"assistant_turns": "last"}), policy)
     assert inputs.train is not None
     return encode_rankings(inputs.train, encode), encode_rankings(inputs.held_out, encode) if inputs.held_out else []
+
+
+FIELD = "roles.critic_init"
+
+
+def check_critic_start(recipe: Recipe) -> None:
+    """Refuse, before anything is loaded, a folder that holds no model or one of another mode."""
+    start, mode = recipe.roles.critic_init, recipe.roles.mode
+    if start is None:
+        return
+    folder = critic_folder(start)
+    adapters = (folder / CONFIG).is_file()
+    if not adapters and not (folder / "config.json").is_file():
+        raise ConfigError(
+            f"{FIELD}: {start} holds no saved reward model: name a run of `tether train reward`, or the folder with "
+            "its config.json"
+        )
+    if adapters != (mode == "lora"):
+        what, repair = ("adapters", "lora") if adapters else ("a whole model", "separate or shared_backbone")
+        raise ConfigError(
+            f"{FIELD}: {start} holds {what}, but roles.mode is {mode}: set roles.mode to {repair}, or train the reward "
+            f"model with roles.mode {mode}"
+        )
+
+
+def critic_folder(start: str) -> Path:
+    """The folder that `roles.critic_init` names, be it a run's own or its model's."""
+    try:
+        return Path(find_model(start)).expanduser()
+    except TetherError as error:
+        raise ConfigError(
+            f"{FIELD}: {start} holds no saved reward model ({error}): name a run of `tether train reward`, or the "
+            "folder with its config.json"
+        ) from None
+
+
+def load_critic(start: str, sharing: Sharing, policy: LoadedModel) -> tuple[ScalarModel, int]:
+    """The critic, and the longest row that it can read.
+
+    It reads the policy's token ids, so it must have the policy's vocabulary. In mode separate it may be a model of any
+    size; in the other modes it stands on the policy's own base, and is refused where it was trained on another.
+    """
+    folder = critic_folder(start)
+    try:
+        critic = sharing.load_scalar(folder, "critic")
+        vocabulary = load_vocabulary(folder, critic.backbone.model)
+        check_same_vocabulary(policy, vocabulary, "critic")
+    except ConfigError as error:
+        raise ConfigError(f"{FIELD}: {error}") from error
+    check_saved(folder)  # last: what cannot be a critic at all is said in words of its own
+    return critic, vocabulary.context_length

@@ -1,4 +1,4 @@
-"""What a recipe reads beside its models: prompts or records, understood and checked before any weight is loaded."""
+"""The prompts or records that a recipe names, parsed and checked before any weight is loaded."""
 
 from __future__ import annotations
 

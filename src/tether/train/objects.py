@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import wraps
 from inspect import Parameter, isclass, signature
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from tether.algorithms.algorithm import Algorithm
 from tether.algorithms.select import build_algorithm
@@ -22,7 +22,7 @@ from tether.doctor.own_rules import OwnRule, own_rules
 from tether.errors import ConfigError, TetherError, is_memory
 from tether.models.load import LoadedModel
 from tether.models.own_loader import OwnLoader
-from tether.protocols import DoctorRule, ModelLoader, RolloutEngine, Task, Tracker
+from tether.protocols import DoctorRule, ModelLoader, RolloutEngine, StepHook, Task, Tracker
 from tether.rewards.calling import explain
 from tether.rewards.resolve import resolve
 from tether.store.trackers import NamedTracker, check_tracker
@@ -37,6 +37,7 @@ MEMBERS = {
     "cache_bytes": "cache_bytes",
     "notices": "notices",
 }
+HOOK_METHODS = ("begin", "restore", "heartbeat", "after_step", "state", "finish", "close")
 INHERIT = "inherit from tether.protocols.RolloutEngine, whose only member without a default is generate"
 
 
@@ -54,6 +55,7 @@ class Objects:
     trackers: Sequence[Tracker | NamedTracker] = ()
     doctor_rules: Sequence[DoctorRule | OwnRule] = ()
     loader: ModelLoader | None = None
+    hooks: Sequence[StepHook] = ()
     named: Mapping[str, str] = field(default_factory=dict[str, str])
 
     def __post_init__(self) -> None:
@@ -67,6 +69,7 @@ class Objects:
             check_tracker(tracker, label)
             if isinstance(tracker, type):
                 raise ConfigError(f"{label} is a class: pass an object of it (tether.protocols.Tracker)")
+        _check_hooks(self.hooks)
         own_rules(self.doctor_rules, "doctor_rules")
         if self.loader is not None:
             self._check_function("loader", self.loader, "pass a function from model.path to (model, tokenizer)")
@@ -174,6 +177,16 @@ class Objects:
             if role not in self.named or not is_its_own(error) or is_memory(error):
                 raise  # a program that passed the function wants the traceback
             raise ConfigError(f"{self.label(role)} raised {explain(error)}") from error
+
+
+def _check_hooks(hooks: Any) -> None:
+    if not isinstance(hooks, Sequence):
+        raise ConfigError(f"hooks: expected a list of hooks, was given a {type(hooks).__name__}")
+    for place, hook in enumerate(cast("Sequence[Any]", hooks)):
+        missing = [name for name in HOOK_METHODS if not callable(getattr(hook, name, None))]
+        if isclass(hook) or missing:
+            wrong = f"has no method {missing[0]}" if missing else "is a class: pass an object of it"
+            raise ConfigError(f"hooks[{place}]: {name_of(hook)} {wrong} (tether.protocols.StepHook)")
 
 
 def _has(parameters: Sequence[Parameter], name: str) -> bool:

@@ -1,27 +1,38 @@
-"""What a run stands on, and what of it changed: weights, config, tokenizer, chat template, files of other models.
+"""What a run depends on, and whether it changed: weights, config, tokenizer, chat template, data, other models' files.
 
-A checkpoint keeps it; a run goes on only where it is the same. Config values and the tokenizer change what is computed
-while every weight stays as it is.
+Every checkpoint keeps digests of them, and a run resumes only where they are the same. Config values and the tokenizer
+count too: they change what is computed while every weight stays the same.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import torch
 
 from tether.config.allowed_code import code_names
 from tether.config.recipes import Recipe
+from tether.data.records import tokenizer_digest
+from tether.errors import ConfigError
 from tether.files import file_digest, read_plain_json
 from tether.models.load import LoadedModel
 from tether.models.save import weights_digest
+from tether.protocols import StepHook
 from tether.rewards.agree import locate
 from tether.rewards.consent import current
-from tether.store.header import flat
+from tether.store.checkpoints import Checkpoint
+from tether.store.database.records import RecordSource
+from tether.store.folder import RunFolder
+from tether.store.header import RunHeader, flat, origin_trouble, read_header
+from tether.store.history import Identity, runs_by_id, take_over
+from tether.store.lineage import describe_environment, models_of, sources_of
+from tether.train.hooks import RunContext
 
 IGNORED = {
     *("_name_or_path", "name_or_path", "transformers_version", "architectures", "torch_dtype", "dtype", "use_cache"),
@@ -36,10 +47,105 @@ MODEL_FILES = (
 )
 MAX_NAMED = 4
 COMPARED = ("algorithm", "rollout.engine", "model.loader")  # keys of code that a resumed run must find unchanged
+BITS_DEPEND_ON = ("torch", "threads", "processor", "device")  # keys of the environment
+# Keys of a checkpoint's values; checkpoints of earlier versions have them too.
+SOURCES, MODELS, ENVIRONMENT, HEADER = "stands_on", "ground", "environment", "run"
 
 
-def ground_of(policy: LoadedModel) -> dict[str, Any]:
-    """What the policy is, as it was loaded: its weights and buffers, its config, its tokenizer."""
+class Provenance(StepHook):
+    """Finds out which run this is and what it depends on; refuses to resume where that changed."""
+
+    def __init__(self, loaded: dict[str, Any]) -> None:
+        self.loaded = loaded  # `model_digests` of the policy before training changes it
+
+    def begin(self, run: RunContext) -> None:
+        """Identify the run, and digest what it depends on."""
+        self.run = run
+        run.identity = identify(run)
+        run.sources = [*fork_source(run.folder), *sources_of(run.config, run.workspace)]
+        run.environment = environment_of(run.policy, run.recipe.run.seed)
+        self.models = self.loaded | {"models": other_models(list(models_of(run.config)))}
+        self.sources = {
+            "model": self.loaded["weights"],
+            **{f"{source.role} {source.source}": source.sha256 for source in run.sources if source.sha256 is not None},
+        }
+
+    def state(self) -> dict[str, Any]:
+        """The digests, the environment and the header of the run."""
+        run = self.run
+        assert run.identity is not None
+        return {
+            SOURCES: self.sources,
+            ENVIRONMENT: dict(run.environment),
+            MODELS: self.models,
+            HEADER: run.identity.header.record(),
+        }
+
+    def check(self, checkpoint: Checkpoint) -> None:
+        """Raise ConfigError where models or data changed; warn where the environment may change the last bits."""
+        run, path = self.run, self.run.path
+        if changed := model_changes(checkpoint, self.models, run.environment):
+            raise ConfigError(
+                f"{', '.join(changed)} changed since the run {path} began, so it cannot go on as it was: "
+                "put the old one back, or start a new run"
+            )
+        self._check_sources(checkpoint)
+        before = checkpoint.values[ENVIRONMENT]
+        changed = [name for name in BITS_DEPEND_ON if before.get(name) != run.environment.get(name)]
+        if changed:
+            words = ", ".join(f"{name} {before.get(name)} -> {run.environment.get(name)}" for name in changed)
+            run.warn(f"The environment changed since the run was stopped ({words}): the last bits may differ.")
+        if "device" in changed:
+            run.warn(f"The run was begun in {run.recipe.model.dtype} and goes on in it.")
+
+    def _check_sources(self, checkpoint: Checkpoint) -> None:
+        run, path = self.run, self.run.path
+        before = checkpoint.values[SOURCES]
+        changed = [role for role, digest in before.items() if self.sources.get(role) != digest]
+        if not changed:
+            return
+        models = [role for role in changed if role.partition(" ")[0] in ("critic", "reward")]
+        repair = "or start a new run"
+        if not models:  # records and prompts: where they were repaired, what was learned so far is still good
+            more = f" --run.steps {2 * checkpoint.step}" if checkpoint.step >= run.total else ""
+            repair = f"or go on with the new one as a run of its own: tether fork {quote(str(path))}{more}"
+        raise ConfigError(
+            f"what the recipe names as {changed[0]} changed since the run {path} began, so it cannot "
+            f"go on as it was: put the old one back, {repair}"
+        )
+
+
+def identify(run: RunContext) -> Identity:
+    """The run by its own id. A resumed run brings its records along, and may find that its folder is a copy."""
+    path, notices = run.path, list[str]()
+    found = read_header(path, notices.append)
+    header = found or RunHeader(secrets.token_hex(8), run.config, run.folder.origin or {})
+    if not run.resumes:
+        return Identity(header, runs_by_id(run.workspace.directory, path))
+    identity = take_over(run.workspace, path, header, is_new=found is None)
+    if found is not None and (problem := origin_trouble(path, found)):
+        notices.append(problem)
+    if notices or identity.header != found:  # damaged, a copy, or of an earlier version that wrote none
+        with run.storing("run.json"):
+            identity.header.write(path)
+    return Identity(identity.header, identity.moved, (*notices, *identity.told))
+
+
+def fork_source(folder: RunFolder) -> list[RecordSource]:
+    """The run that this one is a fork of, where it is one."""
+    if (origin := folder.origin) is None:
+        return []
+    return [RecordSource("fork", f"{origin['folder']}, step {origin['step']}", run=origin["run"])]
+
+
+def environment_of(policy: LoadedModel, seed: int) -> dict[str, Any]:
+    """Versions, device and threads, and a digest of the tokenizer."""
+    environment = describe_environment(seed=seed, device=str(policy.model.device))
+    return environment | {"tokenizer": tokenizer_digest(policy.tokenizer)}
+
+
+def model_digests(policy: LoadedModel) -> dict[str, Any]:
+    """The policy as it was loaded: digests of its weights, buffers and tokenizer, and its config."""
     config = flat(_plain(policy.model.config.to_dict()))
     return {
         "weights": weights_digest(policy.model),
@@ -50,7 +156,7 @@ def ground_of(policy: LoadedModel) -> dict[str, Any]:
 
 
 def _plain(value: Any) -> Any:
-    """As JSON gives it back."""
+    """The value after a round trip through JSON."""
     return json.loads(json.dumps(value, default=str))
 
 
@@ -63,7 +169,7 @@ def _buffers(policy: LoadedModel) -> str:
 
 
 def _tokenizer(policy: LoadedModel) -> Iterator[tuple[str, Any]]:
-    """The tokenizer part by part, each with a digest or a short value."""
+    """Each part of the tokenizer with a digest or a short value."""
     tokenizer: Any = policy.tokenizer
     yield "vocabulary", _digest(sorted(tokenizer.get_vocab().items()))
     yield "chat template", _digest(getattr(tokenizer, "chat_template", None))
@@ -82,7 +188,7 @@ def _digest(value: Any) -> str:
 
 
 def other_models(models: Iterator[tuple[str, str]] | list[tuple[str, str]]) -> dict[str, dict[str, str]]:
-    """The small files of each other model that a recipe names (critic, reward), and of what its adapters stand on."""
+    """Digests of the small files of each other model in a recipe (critic, reward), and of the base of its adapters."""
     found: dict[str, dict[str, str]] = {}
     for role, path in models:
         folder = Path(path).expanduser()
@@ -100,7 +206,7 @@ def _files(folder: Path) -> dict[str, str]:
 
 
 def _file(path: Path) -> str:
-    """JSON by what it says, everything else by its bytes."""
+    """A digest of the content for JSON, of the bytes for any other file."""
     if path.suffix == ".json":
         try:
             return _digest(read_plain_json(path))
@@ -110,7 +216,7 @@ def _file(path: Path) -> str:
 
 
 def _base(folder: Path) -> Path | None:
-    """The folder of the model that saved adapters stand on."""
+    """The folder of the base model of saved adapters."""
     try:
         said = read_plain_json(folder / "adapter_config.json").get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
@@ -133,17 +239,31 @@ def code_digests(recipe: Recipe) -> dict[str, str]:
     return found
 
 
+def model_changes(checkpoint: Checkpoint, now: Mapping[str, Any], environment: Mapping[str, Any]) -> list[str]:
+    """What of the models changed since a checkpoint, in words; `now` is of `model_digests` and `other_models`."""
+    then = checkpoint.values[ENVIRONMENT]
+    if (before := checkpoint.values.get(MODELS)) is not None:
+        same = all(then.get(name) == environment.get(name) for name in ("transformers", "tokenizers"))
+        return changes(before, now, same_version=same)
+    weights = checkpoint.values[SOURCES]["model"] != now["weights"]  # an earlier version kept these alone
+    tokens = "tokenizer" in then and then["tokenizer"] != environment["tokenizer"]
+    return [
+        *(["the model's weights"] if weights else []),
+        *(["the tokenizer's vocabulary or chat template"] if tokens else []),
+    ]
+
+
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, same_version: bool) -> list[str]:
-    """What differs, in words; keys that only one version of transformers knows are passed over."""
+    """What differs, in words; keys that only one version of transformers has are ignored."""
     found: list[str] = []
     if before["weights"] != now["weights"]:
         found.append("the model's weights")
     elif same_version and before["buffers"] != now["buffers"] and before["config"] == now["config"]:
         found.append("the model's buffers")
-    if told := _config_changes(before["config"], now["config"], same_version):
-        found.append(f"the model's config ({told})")
+    if config := _config_changes(before["config"], now["config"], same_version):
+        found.append(f"the model's config ({config})")
     for part, said in before["tokenizer"].items():
-        # A serialised part may be spelt anew by another version; the vocabulary and the template may not.
+        # Another version may serialise a part differently, but not the vocabulary or the template.
         if (same_version or part in ("vocabulary", "chat template", "special tokens")) and now["tokenizer"].get(
             part
         ) != said:

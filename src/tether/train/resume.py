@@ -14,7 +14,6 @@ from tether.config.load import change_settings, recipe_from_record
 from tether.config.recipes import Recipe, RecordsRecipe, RLRecipe
 from tether.config.rewards import ModelPart
 from tether.config.sections import PromptSettings, TaskSettings
-from tether.data.records import tokenizer_digest
 from tether.errors import ConfigError, UsageError
 from tether.models.load import resolve_device
 from tether.models.precision import AUTO
@@ -25,12 +24,11 @@ from tether.store import checkpoints
 from tether.store.database.open import FILE, absolute
 from tether.store.folder import RECIPE, RunFolder, is_run, recipe_record, run_path
 from tether.store.header import check_own_files, protected_recipe
-from tether.store.lineage import describe_environment, models_of
+from tether.store.lineage import models_of
 from tether.train.build import load_policy
 from tether.train.objects import Objects, check_objects
-from tether.train.provenance import ground_of, other_models
+from tether.train.provenance import environment_of, model_changes, model_digests, other_models
 from tether.train.run import Forked, run_recipe
-from tether.train.session import ground_changes
 from tether.train.training import build_training
 
 
@@ -186,10 +184,8 @@ def checkpoint_model(folder: Path, step: int, target: Path, objects: Objects | N
     agree_to_names([name for name in names if name.field == "model.loader"], names, folder)
     recipe = without_code(recipe)
     policy = load_policy(recipe, loader=objects.own_loader())
-    environment = describe_environment(seed=recipe.run.seed, device=str(policy.model.device))
-    environment["tokenizer"] = tokenizer_digest(policy.tokenizer)
-    ground = ground_of(policy) | {"models": other_models(list(models_of(recipe_record(recipe))))}
-    if changed := ground_changes(checkpoint, ground, environment):
+    digests = model_digests(policy) | {"models": other_models(list(models_of(recipe_record(recipe))))}
+    if changed := model_changes(checkpoint, digests, environment_of(policy, recipe.run.seed)):
         raise ConfigError(
             f"{', '.join(changed)} changed since the run {folder} began, so its checkpoint is not the model it was: "
             "put the old one back"

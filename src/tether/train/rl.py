@@ -1,7 +1,8 @@
-"""Reinforcement learning from rollouts: one loop for every algorithm."""
+"""Reinforcement learning from rollouts: one loop for every algorithm, its timers and its per-token statistics."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -10,20 +11,23 @@ import torch
 from torch import Tensor
 
 from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
+from tether.algorithms.objectives import Clip, PolicyObjective
 from tether.data.order import DataOrder
 from tether.data.rows import collate
+from tether.device_transfer import brought
 from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner
+from tether.mask_cache import true_positions
 from tether.models.roles import Roles
 from tether.models.shared_backbone import SharedBackbone
-from tether.protocols import RewardFn, RolloutEngine, Sampling
+from tether.ops.kl import log_ratio
+from tether.ops.losses import clip_cases
+from tether.protocols import RewardFn, RolloutEngine, Sampling, StepOutcome
 from tether.rewards.combine import failure_errors, part_metrics
 from tether.rewards.function import score_rollouts
 from tether.rollout.native import check_rollouts
 from tether.seeds import derive_seed
-from tether.train.timers import Timers
-from tether.train.token_stats import TokenStats
-from tether.types import Experience, Metrics, Prompt, Rollout, Score
+from tether.types import Experience, Loss, Metrics, Prompt, TokenOutputs, extend
 
 Heartbeat = Callable[[str], None]
 """Told what comes next, such as `rollout, step 12`: whoever waits for progress hears of it."""
@@ -51,25 +55,17 @@ class RLParts:
     held_out: Sequence[Prompt] = ()
     evaluate_every: int = 0
     shared: SharedBackbone | None = None  # layers that remember what they were run on
-    top_tokens_at: Callable[[int], int] = lambda step: 0  # noqa: ARG005 how many of a step's likeliest tokens are kept
+    top_logprobs: int = 0  # most probable tokens to keep beside each sampled one
+    top_logprobs_every: int = 1  # in steps; 0: never
 
 
-@dataclass(frozen=True)
-class StepResult:
-    """One iteration: what it measured, what it learned from, and the KL controllers after it.
+@dataclass(frozen=True, kw_only=True)
+class StepResult(StepOutcome):
+    """The outcome of one iteration, and the KL controllers after it."""
 
-    Row b of the experience is `rollouts[b]`, which was scored `scores[b]`.
-    """
-
-    step: int
-    metrics: dict[str, float]
-    experience: Experience
-    rollouts: list[Rollout]
-    scores: list[Score]
+    experience: Experience  # pyright: ignore[reportGeneralTypeIssues] (by keyword, so it needs no default)
+    ratios: Tensor  # pyright: ignore[reportGeneralTypeIssues]
     controllers: Controllers
-    ratios: Tensor  # (B, T) new / old in the update's last pass over each token
-    clipped: Tensor | None  # (B, T) bool
-    reward_errors: tuple[str, ...] = ()  # what the reward said of answers that it could not score
 
 
 def _nothing(_: str) -> None:
@@ -132,7 +128,7 @@ def evaluate_held_out(parts: RLParts) -> dict[str, float]:
 def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Heartbeat = _nothing) -> StepResult:
     """One iteration."""
     algorithm, learner, phases = parts.algorithm, parts.learner, Timers(parts.learner.device)
-    coefficients = controllers.coefficients()
+    coefficients, every = controllers.coefficients(), parts.top_logprobs_every
 
     def begin(phase: str) -> None:
         heartbeat(f"{phase}, step {step}")
@@ -169,7 +165,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
             micro_batch_tokens=learner.micro_batch_tokens,
             device=learner.device,
             shrink_micro_batch=learner.shrink_micro_batch,
-            top_tokens=parts.top_tokens_at(step),
+            top_tokens=parts.top_logprobs if every and step % every == 0 else 0,
         )
         begin("update")
         experience, sums = algorithm.advantages(evaluated, coefficients.reference)
@@ -192,13 +188,13 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
     return StepResult(
         step,
         metrics,
-        experience,
-        made.rollouts,
-        made.scores,
-        controllers,
-        look.ratios(),
-        look.clipped(objective),
-        tuple(failure_errors(scores)),
+        experience=experience,
+        rollouts=made.rollouts,
+        scores=made.scores,
+        ratios=look.ratios(),
+        clipped=look.clipped(objective),
+        reward_errors=tuple(failure_errors(scores)),
+        controllers=controllers,
     )
 
 
@@ -209,3 +205,130 @@ def update(parts: RLParts, step: int, look: TokenStats, objective: TokenObjectiv
     extra = parts.ptx(step) if parts.ptx is not None and not warming else None
     update_rule = parts.algorithm.update_at(step)
     return update_rule(parts.learner, look.experience, look.watching(objective), generator, extra)
+
+
+GIB = 2**30
+
+
+class Timers:
+    """A clock of consecutive phases: one begins where the one before it ends.
+
+    On CUDA the device's peak statistics are reset as a phase begins, so whoever measures an iteration from outside
+    reads `memory/...` in its metrics in place of `torch.cuda.max_memory_allocated`.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device if device.type == "cuda" else None
+        self._began = self._phase_began = 0.0
+        self._name: str | None = None
+        self._beside = 0
+        self._found: dict[str, float] = {}
+
+    def begin(self, name: str) -> None:
+        """End the phase at hand, and begin another."""
+        self._end()
+        if self._name is None:
+            self._began = self._phase_began
+        self._name = name
+        if self._device is not None:
+            torch.cuda.reset_peak_memory_stats(self._device)
+
+    def hold_beside(self, size: int) -> None:
+        """Count bytes of the device that are held in the phase at hand, and that torch does not know of."""
+        self._beside = size
+
+    def _end(self) -> None:
+        now = time.perf_counter()
+        if self._name is not None:
+            self._found[f"seconds/{self._name}"] = now - self._phase_began
+            if self._device is not None:
+                held = torch.cuda.max_memory_allocated(self._device) + self._beside
+                self._found[f"memory/{self._name}"] = held / GIB
+        self._phase_began = now
+        self._beside = 0
+
+    def metrics(self) -> dict[str, float]:
+        """End the last phase; seconds and peak GiB of each, and what is still held (`memory/kept`)."""
+        self._end()
+        self._name = None
+        self._found["seconds/step"] = self._phase_began - self._began
+        if self._device is not None:
+            self._found["memory/kept"] = torch.cuda.memory_allocated(self._device) / GIB
+        return self._found
+
+
+@dataclass(frozen=True, kw_only=True)
+class NumberedExperience(Experience):
+    """Experience whose rows know their place, so that a part of it can be traced back to the whole."""
+
+    places: Tensor  # (B,) int64
+
+
+class TokenStats:
+    """The log-probs that the update's last pass over each token found; where it never came by, the old ones.
+
+    A pass is made before the step that it leads to, so this is how the token stood when it was last learned from, not
+    after the very last step: to know that would cost one more pass over everything.
+    """
+
+    def __init__(self, experience: Experience) -> None:
+        places = torch.arange(len(experience))
+        self.experience = extend(experience, NumberedExperience, places=places)
+        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, masks and log-probs, where the passes left them
+        self._logprobs = experience.old_logprobs.clone()  # (B, T) without those
+
+    def watching(self, objective: TokenObjective) -> TokenObjective:
+        """The objective, watched."""
+        return _Watched(objective, self)
+
+    def take(self, outputs: TokenOutputs, batch: NumberedExperience) -> None:
+        """Note what a micro-batch's pass found; it stays on its device until someone asks."""
+        self._seen.append((batch.places, batch.response_mask, outputs.logprobs.detach()))
+
+    @property
+    def logprobs(self) -> Tensor:
+        """(B, T) what the last passes found."""
+        rows_of_parts = brought([places for places, _, _ in self._seen])
+        answers = brought([found.flatten().index_select(0, true_positions(mask)) for _, mask, found in self._seen])
+        for rows, found in zip(rows_of_parts, answers, strict=True):
+            seen = self._logprobs[rows]  # wider than the micro-batch, which is trimmed; the masks pick the same tokens
+            seen[self.experience.response_mask[rows]] = found.to(seen.dtype)
+            self._logprobs[rows] = seen
+        self._seen.clear()
+        return self._logprobs
+
+    def ratios(self) -> Tensor:
+        """(B, T) new / old, bounded as in the loss; 1 off the answers."""
+        difference = log_ratio(self.logprobs, self.experience.old_logprobs)
+        return difference.masked_fill(~self.experience.response_mask, 0.0).exp()
+
+    def clipped(self, objective: TokenObjective) -> Tensor | None:
+        """(B, T) bool, whether the clip had removed the token's gradient; None where the objective has no clip."""
+        surrogate = objective.surrogate if isinstance(objective, PolicyObjective) else None
+        if not isinstance(surrogate, Clip):
+            return None
+        cases = clip_cases(
+            self.logprobs,
+            self.experience.old_logprobs,
+            self.experience.advantages,
+            clip_low=surrogate.low,
+            clip_high=surrogate.high,
+            dual_clip=surrogate.dual,
+        )
+        return cases.clipped & self.experience.response_mask
+
+
+@dataclass(frozen=True)
+class _Watched:
+    objective: TokenObjective
+    look: TokenStats
+
+    def size(self, batch: Experience) -> float:
+        """The objective's own."""
+        return self.objective.size(batch)
+
+    def __call__(self, outputs: TokenOutputs, batch: Experience) -> Loss:
+        """The objective's own loss."""
+        if isinstance(batch, NumberedExperience):
+            self.look.take(outputs, batch)
+        return self.objective(outputs, batch)

@@ -19,7 +19,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from tether.config.recipes import Recipe
-from tether.doctor.own_rules import own_rules
 from tether.errors import ConfigError, Stopped, StorageError, silence
 from tether.models.load import resolve_device
 from tether.models.precision import precision_notice, with_precision
@@ -33,14 +32,14 @@ from tether.rewards.pool import close_workers
 from tether.store.checkpoints import Checkpoint
 from tether.store.database.open import workspace_at
 from tether.store.folder import FINISHED, RunFolder, json_line, run_path
+from tether.train.attempt import Attempt
 from tether.train.build import load_policy
+from tether.train.hooks import RunContext
 from tether.train.inputs import read_before_loading
 from tether.train.objects import Objects, check_objects, with_named_code
-from tether.train.provenance import code_digests, ground_of
+from tether.train.provenance import code_digests, model_digests
 from tether.train.run_plan import RunPlan, check_room, check_weights
-from tether.train.run_state import seed_everything
-from tether.train.session import Session
-from tether.train.training import build_training
+from tether.train.training import build_training, seed_everything
 from tether.types import Rollout
 from tether.user_code import end_process, exits_told
 
@@ -204,7 +203,7 @@ def _train(
     if own_loader is None:
         check_weights(recipe)
     policy = load_policy(recipe, verify=not resume, loader=own_loader)
-    loaded = ground_of(policy) | {"code": code_digests(recipe)}
+    loaded = model_digests(policy) | {"code": code_digests(recipe)}
     shape = Shape.of(policy.model)
     training = build_training(recipe, policy, inputs, objects)
     recipe = lasting(recipe, training.total)
@@ -225,39 +224,29 @@ def _train(
     # Once everything that can be wrong with the recipe has been looked at.
     origin = forked.record() if forked is not None else None
     folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin, consent.current().root)
-    with Session(
-        recipe,
-        folder,
-        training,
-        policy,
-        planned=planned,
-        loaded=loaded,
-        resumes=resume,
-        notify=notify,
-        trackers=objects.trackers,
-    ) as session:
-        session.doctor.add_rules(own_rules(objects.doctor_rules, "doctor_rules"))
-        start = session.resume() if resume else session.fork(forked.checkpoint) if forked is not None else 0
+    run = RunContext(recipe, folder, training, policy, notify, resumes=resume)
+    with Attempt(run, planned, loaded, objects) as attempt:
+        start = attempt.resume() if resume else attempt.fork(forked.checkpoint) if forked is not None else 0
         begin(training.total, start)
 
-        def next_is(words: str) -> None:
-            session.heartbeat(words)
+        def next_phase(words: str) -> None:
+            attempt.heartbeat(words)
             heartbeat(words)
 
-        for taken in training.steps(start, stop, next_is) if not session.best.is_over else ():
-            session.keep(taken)
-            advance(taken.step, taken.metrics)
-            if taken.result is not None:
-                look_at(taken.step, taken.result.rollouts[0])
-            if session.best.is_over:
+        for outcome in training.steps(start, stop, next_phase) if not run.ended_early else ():
+            attempt.after_step(outcome)
+            advance(outcome.step, outcome.metrics)
+            if outcome.rollouts:
+                look_at(outcome.step, outcome.rollouts[0])
+            if run.ended_early:
                 break
-        if session.is_over:
-            session.finish()
+        if run.is_over:
+            attempt.finish()
         else:
-            session.stop()
-        ended = session.best.words if session.is_over and session.done < training.total else ""
+            attempt.stop()
+        ended = run.ended_early if run.done < training.total else ""
         shown = planned if planned.measured.iterations else None
-        return Trained(folder, session.done, training.total, session.is_over, shown, ended)
+        return Trained(folder, run.done, training.total, run.is_over, shown, ended)
 
 
 def lasting(recipe: Recipe, steps: int) -> Recipe:

@@ -14,6 +14,7 @@ from tether.plan.machine import Machine, device_memory, device_name, machine_for
 from tether.plan.plan import Plan, free_memory, make_plan, weights_fit, weights_on_disk, whole_fits
 from tether.plan.table import Measured
 from tether.plan.workload import PROMPTS_LOOKED_AT, Lengths, Shape, shape_of
+from tether.protocols import StepHook, StepOutcome
 from tether.store.find import find_model
 from tether.train.training import FromRecords, FromRollouts, Training
 
@@ -40,6 +41,21 @@ class RunPlan:
     def as_json(self) -> dict[str, Any]:
         """Both, as plain data."""
         return {"predicted": self.plan.as_json(), "measured": self.measured.as_json()}
+
+
+class PlanMeasurements(StepHook):
+    """Measures time, tokens and memory of the steps, to compare with the plan."""
+
+    def __init__(self, measured: Measured) -> None:
+        self.measured = measured
+
+    def after_step(self, outcome: StepOutcome) -> None:
+        """Add a step."""
+        self.measured.see(outcome.metrics)
+
+    def finish(self) -> None:
+        """Read the peak memory of the process, before saving the model adds to it."""
+        self.measured.finish()
 
 
 def check_weights(recipe: Recipe, free: int | None = None) -> None:

@@ -1,39 +1,44 @@
-"""The two kinds of training, from rollouts and from records, behind one face: take steps, be captured, finish."""
+"""The two kinds of training, from rollouts and from records, behind one interface, and their state in checkpoints.
+
+The position is the number of steps taken: the data cursor, the learning rates and the seed of every stream follow from
+it. Checkpoints also keep the process-wide random generators, for rewards and tasks that draw from them.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict
 from typing import Any, Protocol
 
+import torch
+from torch import Tensor
 from transformers import PreTrainedModel
 
+from tether.algorithms.algorithm import Controllers
 from tether.config.recipes import Recipe, RLRecipe
+from tether.errors import StorageError
 from tether.learner.learner import Learner
+from tether.learner.learner_state import LearnerState
 from tether.models.backbones import backbone_notices
 from tether.models.heads import ScalarModel
 from tether.models.load import LoadedModel
 from tether.models.roles import ActorCritic
+from tether.models.shared_backbone import SharedBackbone
+from tether.ops.kl import AdaptiveKL, FixedKL, KLController, ProportionalKL
+from tether.protocols import StepOutcome
+from tether.seeds import derive_seed
 from tether.store.checkpoints import Checkpoint
 from tether.train.build import build_rl, build_supervised
 from tether.train.inputs import Inputs
 from tether.train.objects import Objects
-from tether.train.rl import StepResult, train_rl
-from tether.train.run_state import capture, restore
+from tether.train.rl import train_rl
 from tether.train.supervised import train_supervised
 
 Stop = Callable[[], bool]
 Heartbeat = Callable[[str], None]
-
-
-@dataclass(frozen=True)
-class Taken:
-    """One step. `result` has its rollouts, where there were any."""
-
-    step: int
-    metrics: dict[str, float]
-    result: StepResult | None = None
 
 
 class Training(Protocol):
@@ -63,7 +68,7 @@ class Training(Protocol):
         """Around saving the model before the last step: what is done to it at the end, for as long as that takes."""
         ...
 
-    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[Taken]:
+    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[StepOutcome]:
         """Take the steps from `start` on, until the last or until `stop()`."""
         ...
 
@@ -98,11 +103,11 @@ class FromRollouts:
         """As it is."""
         return nullcontext()
 
-    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[Taken]:
+    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[StepOutcome]:
         """Iterations; what the shared backbone remembers is of one iteration, so it is no part of the state."""
         for result in train_rl(self.parts, start=start, controllers=self.controllers, stop=stop, heartbeat=heartbeat):
             self.controllers = result.controllers
-            yield Taken(result.step, result.metrics, result)
+            yield result
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
         """Learner, controllers and random streams."""
@@ -134,10 +139,10 @@ class FromRecords:
         """A reward model is centred."""
         return self.parts.as_saved(self.parts)
 
-    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[Taken]:
+    def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[StepOutcome]:
         """One optimiser step a batch."""
         for step, metrics in train_supervised(self.parts, start=start, stop=stop, heartbeat=heartbeat):
-            yield Taken(step, metrics)
+            yield StepOutcome(step, metrics)
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
         """Learner, random streams, and how the shared backbone found what it remembers."""
@@ -162,3 +167,111 @@ def build_training(
     if isinstance(recipe, RLRecipe):
         return FromRollouts(recipe, policy, inputs, objects)
     return FromRecords(recipe, policy, inputs)
+
+
+CONTROLLERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (FixedKL, AdaptiveKL, ProportionalKL)}
+
+
+def capture(
+    step: int,
+    learner: Learner,
+    values: dict[str, Any],
+    *,
+    shared: SharedBackbone | None = None,
+    controllers: tuple[Controllers, Controllers] | None = None,
+) -> Checkpoint:
+    """A checkpoint after `step` steps; `controllers` as they were at first and as they are now.
+
+    Its tensors are copies: training may go on while it is written.
+    """
+    state = learner.state(copy=True)
+    tensors: dict[str, Mapping[str, Tensor]] = {"learner": state.tensors, "random": random_tensors()}
+    if shared is not None:
+        tensors["backbone"] = shared.memory()
+    return Checkpoint(
+        step,
+        tensors,
+        values
+        | {
+            "learner": state.numbers,
+            "random": random_numbers(),
+            "controllers": controllers_as_json(*controllers) if controllers is not None else None,
+        },
+    )
+
+
+def restore(
+    checkpoint: Checkpoint, learner: Learner, *, shared: SharedBackbone | None = None, fresh: Controllers | None = None
+) -> Controllers | None:
+    """Become what was captured. Returns the controllers, where there are any; those of a changed setting start anew."""
+    learner.load_state(LearnerState(dict(checkpoint.tensors["learner"]), checkpoint.values["learner"]))
+    if shared is not None and "backbone" in checkpoint.tensors:
+        shared.remember(checkpoint.tensors["backbone"])
+    set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
+    saved = checkpoint.values["controllers"]
+    if fresh is None or saved is None:
+        return fresh
+    return Controllers(_controller(fresh.reference, saved["reference"]), _controller(fresh.old, saved["old"]))
+
+
+# -- KL controllers -----------------------------------------------------------------------------------------------
+
+
+def controllers_as_json(start: Controllers, now: Controllers) -> dict[str, Any]:
+    """Both controllers' kinds and numbers, at first and now."""
+    return {"reference": _as_json(start.reference, now.reference), "old": _as_json(start.old, now.old)}
+
+
+def _as_json(start: Any, now: Any) -> dict[str, Any]:
+    return {"kind": type(now).__name__, "start": asdict(start), "now": asdict(now)}
+
+
+def _controller(fresh: KLController, saved: Mapping[str, Any]) -> KLController:
+    """The saved controller, if it began as the recipe's begins; a fork that changes it keeps its own."""
+    kind = CONTROLLERS.get(saved["kind"])
+    if kind is None:
+        raise StorageError(f"the checkpoint has a KL controller of unknown kind {saved['kind']}")
+    return kind(**saved["now"]) if fresh == kind(**saved["start"]) else fresh
+
+
+# -- random generators of the process -----------------------------------------------------------------------------
+
+
+def seed_everything(seed: int) -> None:
+    """Start the process-wide generators from the run's seed."""
+    torch.manual_seed(derive_seed(seed, "torch"))
+    random.seed(derive_seed(seed, "python"))
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed(derive_seed(seed, "numpy") % 2**32)
+
+
+def random_tensors() -> dict[str, Tensor]:
+    """The states of torch's generators, by device."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        states |= {f"cuda/{index}": state for index, state in enumerate(torch.cuda.get_rng_state_all())}
+    return states
+
+
+def random_numbers() -> dict[str, Any]:
+    """The states of Python's generator, and of numpy's where it is loaded."""
+    version, numbers, gauss = random.getstate()
+    states: dict[str, Any] = {"python": [version, list(numbers), gauss]}
+    if "numpy" in sys.modules:
+        kind, keys, position, has_gauss, cached = sys.modules["numpy"].random.get_state()
+        states["numpy"] = [kind, keys.tolist(), int(position), int(has_gauss), float(cached)]
+    return states
+
+
+def set_random_state(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
+    """Put every generator back; a device that is no longer there is passed over."""
+    torch.set_rng_state(tensors["cpu"])
+    for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
+        if f"cuda/{index}" in tensors:
+            torch.cuda.set_rng_state(tensors[f"cuda/{index}"], index)
+    version, state, gauss = numbers["python"]
+    random.setstate((version, tuple(state), gauss))
+    if "numpy" in numbers and "numpy" in sys.modules:
+        kind, keys, *rest = numbers["numpy"]
+        numpy = sys.modules["numpy"]
+        numpy.random.set_state((kind, numpy.array(keys, dtype=numpy.uint32), *rest))

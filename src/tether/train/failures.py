@@ -1,23 +1,32 @@
-"""Keeping what made an update fail, so that a person can look at it afterwards."""
+"""What a run leaves when it fails: the batch of each skipped update, and the stacks of a process that hangs."""
 
 from __future__ import annotations
 
+import faulthandler
 import json
 import math
+import os
 import shutil
+import sys
+import threading
+import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, TextIO
 
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from tether.errors import StorageError
+from tether.errors import Stalled, StorageError
 from tether.files import read_plain_json
 from tether.learner.gradients import Fault, NonfiniteTensor
+from tether.protocols import StepHook
+from tether.train.hooks import RunContext
 from tether.types import (
     EvaluatedBatch,
     Experience,
@@ -27,6 +36,7 @@ from tether.types import (
     TokenBatch,
     columns_of,
 )
+from tether.user_code import end_process
 
 FOLDER = "faults"
 MAX_DUMPS = 16  # a run that fails at every step would otherwise fill the disk
@@ -35,17 +45,25 @@ STAGES = {
 }
 
 
-class FaultRecorder:
+class FaultRecorder(StepHook):
     """Writes each skipped update to `faults/step-000123-0/` of the run's folder, up to `MAX_DUMPS` in a run.
 
-    It is a learner's `on_fault`. The loop sets `step`. Nothing that goes wrong here reaches the training: it is told to
-    `notify`, and the run goes on.
+    It is the `on_fault` of a learner. An error while writing is reported to `notify` and does not end the run.
     """
 
     def __init__(self, run_folder: Path, notify: Callable[[str], None] = lambda text: None) -> None:  # noqa: ARG005
         self.folder = run_folder / FOLDER
         self.notify = notify
         self.step = 0
+
+    def begin(self, run: RunContext) -> None:
+        """Receive the faults of the learner."""
+        self._run = run
+        run.training.learner.on_fault = self
+
+    def heartbeat(self, phase: str) -> None:  # noqa: ARG002
+        """Name dumps by the step that is being taken."""
+        self.step = self._run.done
 
     def __call__(self, fault: Fault) -> None:
         """Write it, unless there are enough."""
@@ -140,3 +158,90 @@ def _rebuilt(stage: str, columns: dict[str, torch.Tensor], temperature: float) -
     content: dict[str, Any] = {field.name: columns.get(field.name) for field in fields(kind)}
     content["temperature"] = temperature
     return kind(**content)
+
+
+GRACE = 5.0  # seconds that writing the traces may take: a disk that hangs is one more way to stall
+
+
+class Watchdog(StepHook):
+    """Ends the process when there is no heartbeat for `seconds`; with 0 seconds it does nothing.
+
+    On expiry the stacks of all threads go to `stall-<time>.txt` in the run's folder and to standard error, below what
+    was last being done. Then the process exits with the code of `Stalled`, at once and without cleaning up: a main
+    thread that is stuck cannot be asked to do that.
+
+    Code that never lets go of Python's lock would stop the watching thread too. For that case the C timer of
+    `faulthandler` stands behind it: stacks to standard error and exit code 1, two graces later.
+    """
+
+    def __init__(self, seconds: float, folder: Path | None = None, *, grace: float = GRACE) -> None:
+        self.seconds = seconds
+        self.folder = None if folder is None else folder.absolute()
+        self.grace = grace
+        self._phase = "start"
+        self._last_beat = time.monotonic()
+        self._over = threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="tether-watchdog", daemon=True)
+
+    def begin(self, run: Any = None) -> None:  # noqa: ARG002
+        """Start to watch."""
+        if self.seconds > 0:
+            self.heartbeat(self._phase)
+            self._thread.start()
+
+    def __enter__(self) -> Watchdog:
+        self.begin()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.close(error)
+
+    def close(self, error: BaseException | None) -> None:  # noqa: ARG002
+        """Stop watching."""
+        self._over.set()
+        if self.seconds > 0:
+            faulthandler.cancel_dump_traceback_later()
+            self._thread.join()
+
+    def heartbeat(self, phase: str) -> None:
+        """There is progress; `phase` says what comes next, such as `rollout, step 12`."""
+        self._phase = phase
+        self._last_beat = time.monotonic()
+        if self.seconds > 0:
+            with suppress(OSError, ValueError, RuntimeError):  # standard error may be closed, or not a file at all
+                faulthandler.dump_traceback_later(self.seconds + 2 * self.grace, exit=True)
+
+    def _watch(self) -> None:
+        while True:
+            left = self._last_beat + self.seconds - time.monotonic()
+            if left <= 0.0:
+                break
+            if self._over.wait(left):
+                return
+        timer = threading.Timer(self.grace, end_process, (Stalled.exit_code,))
+        timer.daemon = True
+        timer.start()
+        with suppress(Exception):  # nothing may keep a process alive that is known to be stuck
+            self._tell()
+        end_process(Stalled.exit_code)
+
+    def _tell(self) -> None:
+        words = (
+            f"no progress for {self.seconds:g} seconds (run.hang_timeout); last: {self._phase}. The stacks of all "
+            f"threads follow; the run ends with exit code {Stalled.exit_code}.\n"
+        )
+        with suppress(OSError):
+            if self.folder is not None:
+                path = self.folder / f"stall-{time.strftime('%Y%m%d-%H%M%S')}.txt"
+                with path.open("w", encoding="utf-8") as file:
+                    _dump(file, words)
+                    os.fsync(file.fileno())
+        _dump(sys.stderr, f"tether: {words}")
+
+
+def _dump(file: TextIO, words: str) -> None:
+    file.write(words)
+    file.flush()
+    faulthandler.dump_traceback(file=file, all_threads=True)
