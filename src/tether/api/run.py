@@ -245,7 +245,7 @@ class Run:
     ) -> Run:
         """Go on with a run that was stopped, to its last step: the result has the same bits as without the stop.
 
-        Objects that the run was begun with must be passed again, but for those that this `Run` still holds.
+        Pass again the objects that the run was started with, except those that this `Run` still holds.
         """
         from tether.api.training import go
 
@@ -342,5 +342,5 @@ def _check_weights(recipe: Recipe, reward: Any) -> None:
         if "weight" in part and name in begun and part["weight"] != begun[name]:
             raise ConfigError(
                 f"reward: {name} had weight {begun[name]:g} as the run began, and {part['weight']:g} is given: leave "
-                "it out, or go on with the new one by fork"
+                "it out, or continue with the new one in a fork"
             )

@@ -40,10 +40,10 @@ class Inputs:
 
 
 def read_before_loading(recipe: Recipe, task_object: Task | None = None) -> Inputs | None:
-    """The inputs, with the tokenizer alone; None where it cannot be read by itself, and the model must come first."""
+    """The inputs, read with the tokenizer alone; None where the model must be loaded first."""
     if not isinstance(recipe, RLRecipe):
         return read_inputs(recipe)
-    # First: a wrong file is told even if the model is wrong too.
+    # First, so that a wrong file is reported even if the model is wrong too.
     task = build_task(recipe.task, recipe.data, task_object)
     try:
         model = read_tokenizer(find_model(recipe.model.path))
@@ -53,7 +53,7 @@ def read_before_loading(recipe: Recipe, task_object: Task | None = None) -> Inpu
 
 
 def read_inputs(recipe: Recipe, model: TextModel | None = None, task_object: Task | None = None) -> Inputs:
-    """All that the recipe reads; prompts are held against the limits of `model`."""
+    """The prompts or records of a recipe; prompts are checked against the limits of `model`."""
     match recipe:
         case RLRecipe():
             assert model is not None
@@ -71,7 +71,7 @@ def read_inputs(recipe: Recipe, model: TextModel | None = None, task_object: Tas
 
 
 def checked(recipe: RLRecipe, task: RecipeTask, model: TextModel) -> RecipeTask:
-    """The task with the prompts that fit the model, and with some to evaluate on where that is asked for."""
+    """The task with the prompts that fit the model. Raises ConfigError where `evaluation.every` has no prompts."""
     if recipe.evaluation.every and not task.held_out():
         raise ConfigError(
             f"evaluation.every is {recipe.evaluation.every}, and task {recipe.task.task_name} holds out no prompts: "
@@ -115,7 +115,7 @@ class Objects:
         _check_list("hooks", self.hooks, StepHook, HOOK_METHODS)
 
     def names(self) -> tuple[str, ...]:
-        """As `run.objects` records them."""
+        """The names that `run.objects` records."""
         others = {"task": self.task, "engine": self.engine, "algorithm": self.algorithm}
         return (
             *(f"reward {name}" for name in self.rewards),
@@ -123,7 +123,7 @@ class Objects:
         )
 
     def engine_for(self, policy: LoadedModel) -> RolloutEngine | None:
-        """The engine that was passed; where a factory was, what it makes for the policy."""
+        """The engine that was passed, or the one that the passed function makes for the policy."""
         if self.engine is None:
             return None
         is_factory = isinstance(self.engine, type) or not hasattr(self.engine, "generate")
@@ -138,7 +138,7 @@ class Objects:
         return engine
 
     def algorithm_for(self, recipe_algorithm: Algorithm) -> Algorithm:
-        """The algorithm that was passed, or what the function that was passed makes of the recipe's."""
+        """The algorithm that was passed, or the one that the passed function makes of the recipe's."""
         if self.algorithm is None:
             return recipe_algorithm
         chosen = self.algorithm if isinstance(self.algorithm, Algorithm) else self.algorithm(recipe_algorithm)
@@ -162,7 +162,7 @@ def _check_list(argument: str, given: Any, protocol: type, methods: Sequence[str
 
 
 def name_of(thing: Any) -> str:
-    """What an object is called in records and errors: a function's own name, else that of its class."""
+    """The name of an object in records and errors: of the function, or of the class."""
     name = getattr(thing, "__name__", None) or getattr(getattr(thing, "func", None), "__name__", None)
     name = name if isinstance(name, str) else type(thing).__name__
     kept = "".join(letter if letter.isascii() and (letter.isalnum() or letter in "_.-") else "" for letter in name)
@@ -170,7 +170,7 @@ def name_of(thing: Any) -> str:
 
 
 def check_objects(recipe: Recipe, objects: Objects, run: str | Path, call: str = "resume") -> None:
-    """Raise where a run was begun with objects that are not passed now, or where others are passed.
+    """Raise ConfigError unless the objects passed now are those that the run started with.
 
     `call` is the method of the Python API that takes them.
     """
@@ -180,8 +180,8 @@ def check_objects(recipe: Recipe, objects: Objects, run: str | Path, call: str =
     if missing := [name for name in expected if name not in given]:
         words = ", ".join(f"{name.partition(' ')[0]}=..." for name in dict.fromkeys(missing))
         raise ConfigError(
-            f"{run} was begun from Python with objects that its recipe cannot hold ({', '.join(missing)}): pass them "
+            f"{run} was started from Python with objects that its recipe cannot hold ({', '.join(missing)}): pass them "
             f"again from Python, as in tether.load_run({str(run)!r}).{call}({words})"
         )
     added = [name for name in given if name not in expected]
-    raise ConfigError(f"{run} was begun without {', '.join(added)}: leave it out, or begin a new run with it")
+    raise ConfigError(f"{run} was started without {', '.join(added)}: leave it out, or start a new run with it")
