@@ -33,7 +33,7 @@ def test_a_run_found_on_disk_goes_on_with_its_reward_passed_again(small_ppo, tmp
         found.resume(progress=False)
     assert "reward share_of_letters" in str(refused.value)
     assert f"tether.load_run('{found.path}').resume(reward=...)" in str(refused.value)
-    with pytest.raises(tether.ConfigError, match=r"begun from Python with objects .*share_of_letters"):
+    with pytest.raises(tether.ConfigError, match=r"started from Python with objects .*share_of_letters"):
         found.resume(reward={"another": share_of_letters}, progress=False)
     with pytest.raises(tether.ConfigError, match=r"had weight 1 when the run started, and 2 is given"):
         found.resume(reward=(share_of_letters, 2.0), progress=False)
@@ -48,7 +48,7 @@ def test_the_command_line_names_the_repair(small_ppo, capsys):
     run = small_ppo(on_step=stop_after(1), **STEPS)
     assert main(["resume", str(run.path)]) == 2
     said = capsys.readouterr().err
-    assert "begun from Python with objects that its recipe cannot hold (reward share_of_letters)" in said
+    assert "started from Python with objects that its recipe cannot hold (reward share_of_letters)" in said
     assert f"tether.load_run('{run.path}').resume(reward=...)" in said
     assert main(["fork", str(run.path)]) == 2
     assert f"tether.load_run('{run.path}').fork(reward=...)" in capsys.readouterr().err

@@ -130,7 +130,7 @@ def test_what_cannot_be_forked_is_told(parent, tmp_path):
     assert not (parent.parent / "misspelt").exists()
     copy = shutil.copytree(parent, tmp_path / "copy")
     shutil.rmtree(RunFolder(copy).checkpoints)
-    with pytest.raises(ConfigError, match="no checkpoint to branch off from"):
+    with pytest.raises(ConfigError, match="no checkpoint to fork from"):
         fork_run(str(copy), "runs", None, [], json_output=True)
 
 

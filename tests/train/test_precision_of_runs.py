@@ -25,7 +25,7 @@ LENGTH = "{kind: length, min: 1}"
 
 
 def rewrite(folder, dtype: str) -> None:
-    """Have the run be one that was begun in another precision."""
+    """Have the run be one that was started in another precision."""
     record = json.loads((folder / "recipe.json").read_text())
     record["model"]["dtype"] = dtype
     begun_with(folder, record)
@@ -87,10 +87,10 @@ def test_a_run_that_was_begun_in_bfloat16_is_not_gone_on_with_on_a_cpu(tmp_path,
         lambda: start_or_resume(recipe, json_output=True),
         lambda: fork_run(str(folder), "runs", None, [], json_output=True),
     ):
-        with pytest.raises(ConfigError, match=r"was begun in bfloat16.* CUDA device, or start a new run"):
+        with pytest.raises(ConfigError, match=r"was started in bfloat16.* CUDA device, or start a new run"):
             go_on()
     assert main(["export", str(folder), "--checkpoint", "1", "--model", str(tmp_path / "model")]) == 2
-    assert "was begun in bfloat16" in capsys.readouterr().err
+    assert "was started in bfloat16" in capsys.readouterr().err
     rewrite(folder, "float32")
     assert resume_run(str(folder), "runs", json_output=True) == 0
     rewrite(folder, "bfloat16")
@@ -112,7 +112,7 @@ def test_a_fork_in_another_precision_is_refused(tmp_path):
     recipe = tiny("sft", tmp_path / "runs", *STEPS)
     attempt(recipe, stop_after=1)
     folder = run_path(recipe)
-    with pytest.raises(ConfigError, match=r"--model\.dtype bfloat16: .* was begun in float32"):
+    with pytest.raises(ConfigError, match=r"--model\.dtype bfloat16: .* was started in float32"):
         fork_run(str(folder), "runs", None, ["--model.dtype", "bfloat16"], json_output=True)
 
 
@@ -125,7 +125,7 @@ def test_a_run_that_goes_on_on_another_device_says_in_which_precision(tmp_path, 
     told: list[str] = []
     attempt(recipe, notify=told.append)
     assert any("device cuda:0 -> cpu" in text for text in told)
-    assert "The run was begun in float32 and goes on in it." in told
+    assert "The run was started in float32 and continues in it." in told
 
 
 def test_a_run_s_reward_model_in_bfloat16_is_measured_with_on_any_device():

@@ -28,7 +28,7 @@ from tether.rewards.parts import build_reward
 from tether.seeds import derive_seed
 from tether.store.find import find_model, find_run_or_model, run_config
 from tether.train.objects import KEYS, Objects, name_of
-from tether.train.run import Forked, Watch, interruptions, progress_bar, tell, train_watched
+from tether.train.run import Forked, Watch, interruptions, print_notice, progress_bar, train_watched
 from tether.user_code import Interrupted
 
 OnStep = Callable[["Step"], object]
@@ -417,7 +417,7 @@ def evaluate(
     for name in names:
         with working(f"loading {name}", quiet=not progress):
             models.append(load_causal_lm(find_model(name), dtype=dtype, device=device, seed=derive_seed(seed, "model")))
-    question = fitting(Question(asked, None), models, sampling, lambda text: tell(console, text))
+    question = fitting(Question(asked, None), models, sampling, lambda text: print_notice(console, text))
     judges: list[NamedJudge] = []
     if parts:
         scorer = build_reward(checked.reward.parts, own=None, policy=models[0], seed=seed, functions=functions)

@@ -366,7 +366,7 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
                 stop=stop,
                 advance=step,
                 notify=notify,
-                look_at=look_at,
+                on_sample=look_at,
                 resume=is_run(places.root / stage),
             )
         if not trained.finished:

@@ -101,7 +101,7 @@ class Attempt:
             self.diagnosis.read_history()
         if checkpoint is not None:  # after the rewind, which deletes events of this step
             self._warn_of_missing_hooks(checkpoint)
-        run.event("resumed", f"goes on after {run.done} steps")
+        run.event("resumed", f"resumed after {run.done} steps")
         return run.done
 
     def fork(self, checkpoint: Checkpoint) -> int:
@@ -109,7 +109,7 @@ class Attempt:
         self._restore_hooks(checkpoint)
         self._warn_of_missing_hooks(checkpoint)
         self.checkpointer.save()
-        self.run.event("forked", f"begins after {self.run.done} steps of another run")
+        self.run.event("forked", f"forked after {self.run.done} steps of another run")
         return self.run.done
 
     def _restore_hooks(self, checkpoint: Checkpoint) -> None:
@@ -120,7 +120,7 @@ class Attempt:
     def _warn_of_missing_hooks(self, checkpoint: Checkpoint) -> None:
         passed = {hook.key for hook in self.run.hooks if isinstance(hook, UserHook)}
         for key in (key for key in checkpoint.values if key.startswith(HOOK_KEY) and key not in passed):
-            self.run.warn(f"{key} has state in the checkpoint and is not passed now: the run goes on without it.")
+            self.run.warn(f"{key} has state in the checkpoint and is not passed now: the run continues without it.")
 
     # -- step by step -------------------------------------------------------------------------------------------------
 

@@ -61,7 +61,7 @@ from tether.types import Metrics, PairBatch
 
 
 def load_policy(recipe: Recipe, *, verify: bool = True, loader: OwnLoader | None = None) -> LoadedModel:
-    """The recipe's model on its device; without `verify` the caller compares it with what it was."""
+    """The recipe's model on its device; without `verify` the caller compares digests itself."""
     settings = recipe.model
     loader = loader or loader_named(recipe)
     check_critic_start(recipe)
@@ -224,7 +224,7 @@ def build_supervised(recipe: Recipe, policy: LoadedModel, inputs: Inputs | None 
 
 
 def length_of(recipe: RecordsRecipe, records: int, batch_size: int) -> dict[str, Any]:
-    """How long the run is: its steps, or its epochs and the steps they come to."""
+    """The length of the run: its steps, or the steps of its epochs."""
     held = {"evaluate_every": recipe.evaluation.every, "max_skipped": recipe.run.max_skipped}
     if recipe.run.epochs is None:
         return {"steps": recipe.run.steps, "records": None, **held}
@@ -349,7 +349,7 @@ FIELD = "roles.critic_init"
 
 
 def check_critic_start(recipe: Recipe) -> None:
-    """Refuse, before anything is loaded, a folder that holds no model or one of another mode."""
+    """Raise ConfigError, before loading, where the folder holds no model, or one of another mode."""
     start, mode = recipe.roles.critic_init, recipe.roles.mode
     if start is None:
         return
@@ -369,7 +369,7 @@ def check_critic_start(recipe: Recipe) -> None:
 
 
 def critic_folder(start: str) -> Path:
-    """The folder that `roles.critic_init` names, be it a run's own or its model's."""
+    """The model folder that `roles.critic_init` names, by itself or by its run."""
     try:
         return Path(find_model(start)).expanduser()
     except TetherError as error:
@@ -392,5 +392,5 @@ def load_critic(start: str, sharing: Sharing, policy: LoadedModel) -> tuple[Scal
         check_same_vocabulary(policy, vocabulary, "critic")
     except ConfigError as error:
         raise ConfigError(f"{FIELD}: {error}") from error
-    check_saved(folder)  # last: what cannot be a critic at all is said in words of its own
+    check_saved(folder)  # last: the errors above say more about a model that cannot be a critic
     return critic, vocabulary.context_length

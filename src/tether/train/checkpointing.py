@@ -181,8 +181,8 @@ class BestModel(StepHook):
             run.warn(f"{damage}: the best model is saved again, from the checkpoint of step {run.done}.")
             return
         run.warn(
-            f"{damage}: put {path} back from a copy. The run goes on; a better model replaces it, and until then the "
-            "best model is not to be trusted."
+            f"{damage}: put {path} back from a copy. The run continues; do not use the "
+            "best model until a better one replaces it."
         )
 
 
@@ -204,12 +204,12 @@ class Checkpointer(StepHook):
         if checkpoint is None and (damaged := listed(folder.checkpoints)):
             raise StorageError(
                 f"none of the {len(damaged)} checkpoints in {folder.checkpoints} is whole, so {folder.path} "
-                "cannot go on: put one back from a copy, or remove the run and start it again"
+                "cannot be resumed: put one back from a copy, or remove the run and start it again"
             )
         if checkpoint is None and (origin := folder.origin) is not None:
             raise StorageError(
                 f"{folder.path} began after {origin['step']} steps of {origin['run']}, and has no whole "
-                "checkpoint to go on from: remove it, and fork again with "
+                "checkpoint to resume from: remove it, and fork again with "
                 f"`tether fork {origin['folder']} --step {origin['step']}`"
             )
         return checkpoint
@@ -253,7 +253,7 @@ class Checkpointer(StepHook):
         if run.done not in (0, *(step for step, _ in listed(folder.checkpoints))):
             raise StorageError(
                 f"stopped after {run.done} steps, but no checkpoint of them could be written to "
-                f"{folder.checkpoints}: make room; `tether resume {folder.path}` goes on from the last one"
+                f"{folder.checkpoints}: make room; `tether resume {folder.path}` continues from the last one"
             )
 
     def close(self, error: BaseException | None) -> None:  # noqa: ARG002

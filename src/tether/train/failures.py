@@ -39,7 +39,7 @@ from tether.types import (
 from tether.user_code import end_process
 
 FOLDER = "faults"
-MAX_DUMPS = 16  # a run that fails at every step would otherwise fill the disk
+MAX_DUMPS = 16  # so that a run that fails at every step does not fill the disk
 STAGES = {
     stage.__name__: stage for stage in (Sequences, TokenBatch, EvaluatedBatch, Experience, PairBatch, RankedBatch)
 }
@@ -66,7 +66,7 @@ class FaultRecorder(StepHook):
         self.step = self._run.done
 
     def __call__(self, fault: Fault) -> None:
-        """Write it, unless there are enough."""
+        """Write the fault, unless the run has `MAX_DUMPS`."""
         try:
             kept = len(list(self.folder.glob("step-*")))
             if kept >= MAX_DUMPS:
@@ -74,7 +74,7 @@ class FaultRecorder(StepHook):
             place = write_fault(self.folder, self.step, fault)
             more = "" if kept + 1 < MAX_DUMPS else "; no more are kept in this run"
             self.notify(f"step {self.step}: an update was skipped ({fault.reason}); its batch is in {place}{more}")
-        except Exception as error:  # whatever it is, it must not end a run that the skipped update did not end
+        except Exception as error:  # an error of the dump must not end the run
             self.notify(f"step {self.step}: an update was skipped ({fault.reason}); its batch was not kept ({error})")
 
 
@@ -111,18 +111,18 @@ def write_fault(folder: Path, step: int, fault: Fault) -> Path:
 
 
 def batch_file(index: int) -> str:
-    """What a fault's batch is called."""
+    """The file name of a batch."""
     return f"batch-{index}.safetensors"
 
 
 def stage_of(batch: Sequences) -> str:
-    """The stage that a batch is read back as: its own type, or the nearest above it that this file knows."""
+    """The stage that a batch is read back as: its own type, or its nearest base class in `STAGES`."""
     return next(kind.__name__ for kind in type(batch).__mro__ if kind.__name__ in STAGES)
 
 
 @dataclass(frozen=True)
 class RecordedFault:
-    """A fault read back: the fault as the learner saw it, and the step at which it did."""
+    """A fault that was read back, and its step."""
 
     step: int
     fault: Fault
@@ -166,12 +166,12 @@ GRACE = 5.0  # seconds that writing the traces may take: a disk that hangs is on
 class Watchdog(StepHook):
     """Ends the process when there is no heartbeat for `seconds`; with 0 seconds it does nothing.
 
-    On expiry the stacks of all threads go to `stall-<time>.txt` in the run's folder and to standard error, below what
-    was last being done. Then the process exits with the code of `Stalled`, at once and without cleaning up: a main
-    thread that is stuck cannot be asked to do that.
+    On expiry it writes the last phase and the stacks of all threads to `stall-<time>.txt` in the run's folder and to
+    standard error. Then the process exits with the code of `Stalled`, at once and without cleaning up, because the main
+    thread is stuck.
 
-    Code that never lets go of Python's lock would stop the watching thread too. For that case the C timer of
-    `faulthandler` stands behind it: stacks to standard error and exit code 1, two graces later.
+    Code that never releases the GIL stops the watching thread too. For that case the C timer of `faulthandler` prints
+    the stacks to standard error and exits with code 1, two graces later.
     """
 
     def __init__(self, seconds: float, folder: Path | None = None, *, grace: float = GRACE) -> None:
@@ -206,7 +206,7 @@ class Watchdog(StepHook):
             self._thread.join()
 
     def heartbeat(self, phase: str) -> None:
-        """There is progress; `phase` says what comes next, such as `rollout, step 12`."""
+        """Note progress; `phase` is what starts, such as `rollout, step 12`."""
         self._phase = phase
         self._last_beat = time.monotonic()
         if self.seconds > 0:
@@ -224,10 +224,10 @@ class Watchdog(StepHook):
         timer.daemon = True
         timer.start()
         with suppress(Exception):  # nothing may keep a process alive that is known to be stuck
-            self._tell()
+            self._dump_stacks()
         end_process(Stalled.exit_code)
 
-    def _tell(self) -> None:
+    def _dump_stacks(self) -> None:
         words = (
             f"no progress for {self.seconds:g} seconds (run.hang_timeout); last: {self._phase}. The stacks of all "
             f"threads follow; the run ends with exit code {Stalled.exit_code}.\n"

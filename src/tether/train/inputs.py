@@ -39,7 +39,7 @@ def read_before_loading(recipe: Recipe, task_object: Task | None = None, *, own_
     """
     if not isinstance(recipe, RLRecipe):
         return read_inputs(recipe)
-    # First: a wrong file is told even if the model is wrong too.
+    # First, so that a wrong file is reported even if the model is wrong too.
     task = build_task(recipe.task, recipe.data, task_object)
     if own_loader:
         return None
@@ -51,7 +51,7 @@ def read_before_loading(recipe: Recipe, task_object: Task | None = None, *, own_
 
 
 def read_inputs(recipe: Recipe, model: TextModel | None = None, task_object: Task | None = None) -> Inputs:
-    """All that the recipe reads; prompts are held against the limits of `model`."""
+    """The prompts or records of a recipe; prompts are checked against the limits of `model`."""
     match recipe:
         case RLRecipe():
             assert model is not None
@@ -69,7 +69,7 @@ def read_inputs(recipe: Recipe, model: TextModel | None = None, task_object: Tas
 
 
 def checked(recipe: RLRecipe, task: RecipeTask, model: TextModel) -> RecipeTask:
-    """The task with the prompts that fit the model, and with some to evaluate on where that is asked for."""
+    """The task with the prompts that fit the model. Raises ConfigError where `evaluation.every` has no prompts."""
     if recipe.evaluation.every and not task.held_out():
         raise ConfigError(
             f"evaluation.every is {recipe.evaluation.every}, and task {recipe.task.task_name} holds out no prompts: "

@@ -271,8 +271,8 @@ def check_objects(recipe: Recipe, objects: Objects, run: str | Path, call: str =
     if missing := [name for name in expected if name not in given]:
         words = ", ".join(f"{name.partition(' ')[0]}=..." for name in dict.fromkeys(missing))
         raise ConfigError(
-            f"{run} was begun from Python with objects that its recipe cannot hold ({', '.join(missing)}): pass them "
+            f"{run} was started from Python with objects that its recipe cannot hold ({', '.join(missing)}): pass them "
             f"again from Python, as in tether.load_run({str(run)!r}).{call}({words})"
         )
     added = [name for name in given if name not in expected]
-    raise ConfigError(f"{run} was begun without {', '.join(added)}: leave it out, or begin a new run with it")
+    raise ConfigError(f"{run} was started without {', '.join(added)}: leave it out, or start a new run with it")

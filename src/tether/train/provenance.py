@@ -86,7 +86,7 @@ class Provenance(StepHook):
         run, path = self.run, self.run.path
         if changed := model_changes(checkpoint, self.models, run.environment):
             raise ConfigError(
-                f"{', '.join(changed)} changed since the run {path} began, so it cannot go on as it was: "
+                f"{', '.join(changed)} changed since the run {path} began, so it cannot be resumed: "
                 "put the old one back, or start a new run"
             )
         self._check_sources(checkpoint)
@@ -96,7 +96,7 @@ class Provenance(StepHook):
             words = ", ".join(f"{name} {before.get(name)} -> {run.environment.get(name)}" for name in changed)
             run.warn(f"The environment changed since the run was stopped ({words}): the last bits may differ.")
         if "device" in changed:
-            run.warn(f"The run was begun in {run.recipe.model.dtype} and goes on in it.")
+            run.warn(f"The run was started in {run.recipe.model.dtype} and continues in it.")
 
     def _check_sources(self, checkpoint: Checkpoint) -> None:
         run, path = self.run, self.run.path
@@ -108,10 +108,10 @@ class Provenance(StepHook):
         repair = "or start a new run"
         if not models:  # records and prompts: where they were repaired, what was learned so far is still good
             more = f" --run.steps {2 * checkpoint.step}" if checkpoint.step >= run.total else ""
-            repair = f"or go on with the new one as a run of its own: tether fork {quote(str(path))}{more}"
+            repair = f"or continue with the new one as a fork: tether fork {quote(str(path))}{more}"
         raise ConfigError(
             f"what the recipe names as {changed[0]} changed since the run {path} began, so it cannot "
-            f"go on as it was: put the old one back, {repair}"
+            f"be resumed: put the old one back, {repair}"
         )
 
 
@@ -218,10 +218,10 @@ def _file(path: Path) -> str:
 def _base(folder: Path) -> Path | None:
     """The folder of the base model of saved adapters."""
     try:
-        said = read_plain_json(folder / "adapter_config.json").get("base_model_name_or_path")
+        base = read_plain_json(folder / "adapter_config.json").get("base_model_name_or_path")
     except (OSError, ValueError, AttributeError):
         return None
-    return Path(said) if said and Path(said).is_dir() else None
+    return Path(base) if base and Path(base).is_dir() else None
 
 
 def code_digests(recipe: Recipe) -> dict[str, str]:
@@ -262,11 +262,11 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, same_version: 
         found.append("the model's buffers")
     if config := _config_changes(before["config"], now["config"], same_version):
         found.append(f"the model's config ({config})")
-    for part, said in before["tokenizer"].items():
+    for part, value in before["tokenizer"].items():
         # Another version may serialise a part differently, but not the vocabulary or the template.
         if (same_version or part in ("vocabulary", "chat template", "special tokens")) and now["tokenizer"].get(
             part
-        ) != said:
+        ) != value:
             found.append("the chat template" if part == "chat template" else f"the tokenizer's {part}")
     for name, files in before.get("models", {}).items():
         there = now.get("models", {}).get(name, {})

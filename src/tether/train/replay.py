@@ -31,7 +31,7 @@ LOSSES = ("policy_loss", "value_loss", "clip_fraction", "approx_kl")
 
 @dataclass(frozen=True)
 class Replayed:
-    """A step's experience as it was stored and as it comes out now, with the numbers that sum it up."""
+    """The experience of a step, as stored and as computed now, with summary statistics."""
 
     step: int
     stored: Experience
@@ -46,7 +46,7 @@ class Replayed:
 
     @property
     def largest_difference(self) -> float:
-        """Between any two advantages."""
+        """The largest difference between two advantages."""
         return float((self.stored.advantages - self.now.advantages).abs().max())
 
 
@@ -80,7 +80,7 @@ def _check_algorithm(recipe: RLRecipe, run: str) -> None:
 
 
 def replay_step(run: RecordedRun, before: RLRecipe, after: RLRecipe, step: int) -> Replayed:
-    """Credit and losses of a step's stored rollouts under the recipe `after`.
+    """Advantages and losses of a step's stored rollouts under the recipe `after`.
 
     The KL coefficient is the one which the step had, unless `after` asks for another than the run began with.
     """
@@ -114,7 +114,7 @@ def _coefficients(recipe: RLRecipe, before: RLRecipe, metrics: Mapping[str, floa
 def _losses(
     recipe: RLRecipe, experience: Experience, outputs: TokenOutputs | None, step: int, coefficients: Coefficients
 ) -> dict[str, float]:
-    """What the objective says of the update's last look at each token."""
+    """The losses of the update's last pass over each token."""
     if outputs is None:
         return {}
     loss = build_algorithm(recipe).objective_at(step, coefficients)(outputs, experience)
@@ -122,7 +122,7 @@ def _losses(
 
 
 def _outputs(experience: Experience, rollouts: Sequence[StoredRollout]) -> TokenOutputs | None:
-    """What the update's last look at each token saw; None where that was not kept."""
+    """The outputs of the update's last pass over each token; None where they were not stored."""
     ratio = padded_columns(rollouts).get("ratio")
     if ratio is None:
         return None
@@ -146,13 +146,11 @@ def _credit_numbers(experience: Experience) -> dict[str, float]:
 
 
 def _check_flags(flags: Sequence[str], method: str) -> None:
-    """Refuse what would have changed the answers or the model: they are as they were."""
+    """Raise ConfigError for settings that would have changed the answers or the model: these are fixed."""
     sections = (method, "kl", "reward")
     for flag in flags:
         if flag.startswith("--") and flag.removeprefix("--").partition(".")[0] not in sections:
-            raise ConfigError(
-                f"flag {flag}: only {', '.join(sections)} can be changed, for the answers are as they were"
-            )
+            raise ConfigError(f"flag {flag}: only {', '.join(sections)} can be changed: the answers are fixed")
 
 
 def _step(run: RecordedRun, step: int | None) -> int:
@@ -174,7 +172,7 @@ def _as_json(result: Replayed) -> dict[str, Any]:
 
 
 def _table(result: Replayed) -> Table:
-    title = f"step {result.step}; losses as the update's last look at each token had them"
+    title = f"step {result.step}; losses of the update's last pass over each token"
     table = Table("", "as it was", "replayed", box=None, title=title, title_justify="left")
     for name in dict.fromkeys((*result.stored_numbers, *result.numbers)):
         values = (result.stored_numbers.get(name), result.numbers.get(name))

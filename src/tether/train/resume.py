@@ -1,4 +1,4 @@
-"""Going on with a run, and branching off from one: finding its folder, its recipe and its checkpoints."""
+"""Resuming and forking a run: finding its folder, its recipe and its checkpoints."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tether.train.training import build_training
 
 
 def run_folder(words: str, directory: str = "runs") -> Path:
-    """The folder of a run that a person means, by its path or by its name in the workspace."""
+    """The folder of a run, by its path or by its name in the workspace."""
     for place in (Path(words).expanduser(), Path(directory) / words):
         if is_run(place):
             return place
@@ -43,9 +43,9 @@ def run_folder(words: str, directory: str = "runs") -> Path:
 
 
 def stored_recipe(folder: Path, *, original: bool = False) -> Recipe:
-    """The recipe that a run was begun with, pointing at the folder where it is now.
+    """The recipe that a run started with, with the folder where the run is now.
 
-    Raises ConfigError where `recipe.json` is another; with `original` that is told and passed over.
+    Raises ConfigError where `recipe.json` was changed; with `original` that is only a notice.
     """
     record = protected_recipe(folder, say, original=original)
     try:
@@ -60,7 +60,7 @@ def stored_recipe(folder: Path, *, original: bool = False) -> Recipe:
 
 
 def _workspace_around(folder: Path, name: str | None) -> tuple[Path, Path]:
-    """The folder, and the workspace of a run whose folder was moved, renamed, or is looked at from elsewhere.
+    """The folder and the workspace of a run whose folder was moved, renamed, or linked.
 
     It is as far up as the run's name has parts, if the folder still ends in that name; else where the nearest store is.
     A folder that a link leads to belongs where the link is, if there is a store.
@@ -77,22 +77,22 @@ def _workspace_around(folder: Path, name: str | None) -> tuple[Path, Path]:
 
 
 def resume_run(words: str, directory: str, *, json_output: bool) -> int:
-    """Go on with a run to its last step."""
+    """Resume a run to its last step."""
     recipe = resumable_recipe(run_folder(words, directory))
     return run_recipe(recipe, json_output=json_output, resume=True)
 
 
 def resumable_recipe(folder: Path) -> Recipe:
-    """The recipe of a run that is gone on with. Raises ConfigError where it may not, or cannot, go on here."""
+    """The recipe of a run to resume. Raises ConfigError where it may not, or cannot, be resumed here."""
     recipe = stored_recipe(folder)
     if not RunFolder(folder).is_finished:
         agree_to_run(recipe, folder)
-        _check_to_go_on(recipe, folder)
+        _check_resumable(recipe, folder)
     return recipe
 
 
 def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
-    """`--resume auto`: go on with the run of this name if there is one, else begin it."""
+    """`--resume auto`: resume the run of this name if there is one, else start it."""
     if recipe.run.name is None:
         raise ConfigError("--resume auto needs run.name: without a name there is no telling which run is meant")
     folder = run_path(recipe)
@@ -101,21 +101,21 @@ def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
     stored = stored_recipe(folder)
     before, now = _flat(recipe_record(stored)), _flat(recipe_record(recipe))
     if now.get("run.epochs") is not None and before.get("run.epochs") == now["run.epochs"]:
-        now["run.steps"] = before.get("run.steps")  # follows from the data, which is looked at as the run goes on
+        now["run.steps"] = before.get("run.steps")  # follows from the data, which a resumed run checks
     changed = [key for key in {**before, **now} if not _agree(key, before.get(key), now.get(key))]
     if changed:
         raise ConfigError(
-            f"{folder} was begun with another recipe ({', '.join(changed)} differ): give it another run.name, or "
-            f"branch off with `tether fork {folder}`"
+            f"{folder} was started with another recipe ({', '.join(changed)} differ): give it another run.name, or "
+            f"fork it with `tether fork {folder}`"
         )
-    # As it is recorded, precisions and all; but for a database's password, which is not.
-    begun = stored.model_copy(update={"run": recipe.run, "store": recipe.store})
+    # The recorded recipe, precisions included; only the password of a database is not recorded.
+    started = stored.model_copy(update={"run": recipe.run, "store": recipe.store})
     if not RunFolder(folder).is_finished:
-        _check_to_go_on(begun, folder)
-    return run_recipe(begun, json_output=json_output, resume=True)
+        _check_resumable(started, folder)
+    return run_recipe(started, json_output=json_output, resume=True)
 
 
-def _check_to_go_on(recipe: Recipe, folder: Path) -> None:
+def _check_resumable(recipe: Recipe, folder: Path) -> None:
     check_own_files(folder)
     check_precision(recipe, folder)
 
@@ -129,7 +129,7 @@ def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str],
 def forked_recipe(
     folder: Path, step: int | None, flags: Sequence[str] = (), settings: Mapping[str, Any] | None = None
 ) -> tuple[Recipe, Forked]:
-    """The recipe of a run that branches off from another's checkpoint, and where it does.
+    """The recipe of a fork, and the checkpoint that it starts from.
 
     What changes is given as flags, or as `settings` by a Python program.
     """
@@ -144,8 +144,8 @@ def forked_recipe(
         raise ConfigError(f"run.steps is {child.run.steps}, and step {checkpoint.step} is not before it: set it higher")
     if child.model.dtype not in (parent.model.dtype, AUTO):
         raise ConfigError(
-            f"--model.dtype {child.model.dtype}: {folder} was begun in {parent.model.dtype}, and a fork goes on in the "
-            "precision of its checkpoint: leave it out, or start a new run"
+            f"--model.dtype {child.model.dtype}: {folder} was started in {parent.model.dtype}, and a fork continues "
+            "in the precision of its checkpoint: leave it out, or start a new run"
         )
     check_precision(child, folder)
     typed = [*flags, *(f"--{key}" for key in settings or ())]
@@ -154,7 +154,7 @@ def forked_recipe(
 
 
 def export_checkpoint(options: argparse.Namespace) -> int:
-    """Write the model that a checkpoint holds, for a run that was stopped and is good enough as it is."""
+    """Write the model of a checkpoint, for a stopped run that is good enough."""
     if not options.model or options.to or options.rollouts or options.metrics or options.best:
         raise UsageError("--checkpoint goes with --model DIR alone, or with --merge, --gguf or --push")
     folder, target = run_folder(options.run, options.workspace or "runs"), Path(options.model).expanduser()
@@ -226,27 +226,27 @@ def without_code(recipe: Recipe) -> Recipe:
 
 
 def check_precision(recipe: Recipe, folder: Path) -> None:
-    """Refuse to go on where the device cannot compute in the run's precision: a checkpoint's weights keep theirs."""
+    """Raise ConfigError where this device cannot compute in the precision of the run, which its checkpoints keep."""
     if resolve_device(recipe.model.device).type != "cpu":
         return
     if recipe.model.dtype == "bfloat16":
         raise ConfigError(
-            f"{folder} was begun in bfloat16, which is slow and imprecise on the CPU, and its checkpoints stay in it: "
-            "go on, or export it, on a CUDA device, or start a new run here"
+            f"{folder} was started in bfloat16, which is slow and imprecise on a CPU, so it cannot be resumed or "
+            "exported here: use a CUDA device, or start a new run"
         )
     for place, part in enumerate(recipe.reward.parts if isinstance(recipe, RLRecipe) else ()):
         if isinstance(part, ModelPart) and part.dtype == "bfloat16":
             raise ConfigError(
-                f"{folder} was begun with its reward model (reward.parts.{place}) in bfloat16, which is slow and "
-                "imprecise on the CPU: go on on a CUDA device, or start a new run here"
+                f"{folder} was started with its reward model (reward.parts.{place}) in bfloat16, which is slow and "
+                "imprecise on a CPU: resume it on a CUDA device, or start a new run"
             )
 
 
 def _agree(key: str, before: object, now: object) -> bool:
-    """Whether a key of a recipe leaves a run as it was begun."""
-    if key in ("run.directory", "run.name"):  # which may be spelt in many ways; the folder is the same
+    """Whether a resumed run may have this value of a key."""
+    if key in ("run.directory", "run.name"):  # the same folder has many spellings
         return True
-    chosen_then = key.endswith("dtype") and now == AUTO  # and recorded as what it was where the run began
+    chosen_then = key.endswith("dtype") and now == AUTO  # the record has the dtype that was chosen then
     return chosen_then or before == now
 
 
@@ -254,7 +254,7 @@ def _checkpoint_at(folder: Path, step: int | None) -> Path:
     """The checkpoint after `step` steps, or the newest."""
     found = dict(checkpoints.listed(RunFolder(folder).checkpoints))
     if not found:
-        raise ConfigError(f"{folder} has no checkpoint to branch off from: set checkpoint.every for the next run")
+        raise ConfigError(f"{folder} has no checkpoint to fork from: set checkpoint.every for the next run")
     if step is None:
         return found[max(found)]
     if step not in found:

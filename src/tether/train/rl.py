@@ -30,12 +30,12 @@ from tether.seeds import derive_seed
 from tether.types import Experience, Loss, Metrics, Prompt, TokenOutputs, extend
 
 Heartbeat = Callable[[str], None]
-"""Told what comes next, such as `rollout, step 12`: whoever waits for progress hears of it."""
+"""Called as a phase starts, with its name, such as `rollout, step 12`."""
 
 
 @dataclass(frozen=True)
 class RLParts:
-    """What a run is made of; none of it knows the others."""
+    """The independent parts of a run."""
 
     algorithm: Algorithm
     roles: Roles
@@ -69,7 +69,7 @@ class StepResult(StepOutcome):
 
 
 def _nothing(_: str) -> None:
-    """Nobody wants to know."""
+    """Ignore the phase."""
 
 
 def train_rl(
@@ -80,9 +80,9 @@ def train_rl(
     stop: Callable[[], bool] = lambda: False,
     heartbeat: Heartbeat = _nothing,
 ) -> Iterator[StepResult]:
-    """Sample, score, evaluate, give credit, update; again. Ends early, between two steps, once `stop()` is true.
+    """Sample, score, evaluate, compute advantages, update; repeat. Ends early, between steps, once `stop()` is true.
 
-    To go on where a run stood takes the number of steps it had taken and the controllers after them.
+    To resume a run, pass the number of steps it had taken and the controllers after them.
     """
     controllers = controllers or parts.algorithm.controllers
     for step in range(start, parts.steps):
@@ -91,7 +91,7 @@ def train_rl(
             return
         parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
         if parts.shared is not None:
-            parts.shared.forget()  # an iteration owes nothing to the ones before it, so that any may be the first
+            parts.shared.forget()  # no iteration depends on the cache of an earlier one, so a run can resume at any
         before = evaluate_held_out(parts) if step == 0 and parts.evaluate_every else {}
         result = rl_step(parts, step, controllers, heartbeat)
         controllers = result.controllers
@@ -126,7 +126,7 @@ def evaluate_held_out(parts: RLParts) -> dict[str, float]:
 
 
 def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Heartbeat = _nothing) -> StepResult:
-    """One iteration."""
+    """One iteration: rollout, scores, evaluation, update."""
     algorithm, learner, phases = parts.algorithm, parts.learner, Timers(parts.learner.device)
     coefficients, every = controllers.coefficients(), parts.top_logprobs_every
 
@@ -169,9 +169,9 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
         )
         begin("update")
         experience, sums = algorithm.advantages(evaluated, coefficients.reference)
-        look = TokenStats(experience)
+        stats = TokenStats(experience)
         objective = algorithm.objective_at(step, coefficients)
-        sums.merge(update(parts, step, look, objective))
+        sums.merge(update(parts, step, stats, objective))
 
     metrics = sums.values() | made.dropped | part_metrics(scores)
     metrics |= {"kl_coef": coefficients.reference} if algorithm.needs_reference else {}
@@ -179,7 +179,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
     counted = {"learned": made.batch.attention_mask, "sampled": made.batch.response_mask}
     metrics |= {f"tokens/{name}": float(mask.sum()) for name, mask in counted.items()}
     metrics |= phases.metrics()
-    if warming:  # the policy has not moved, so there is nothing for a controller to answer
+    if warming:  # the policy has not moved, so the controllers have nothing to react to
         metrics["critic_warmup"] = 1.0
     else:
         controllers = controllers.after(
@@ -191,30 +191,30 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
         experience=experience,
         rollouts=made.rollouts,
         scores=made.scores,
-        ratios=look.ratios(),
-        clipped=look.clipped(objective),
+        ratios=stats.ratios(),
+        clipped=stats.clipped(objective),
         reward_errors=tuple(failure_errors(scores)),
         controllers=controllers,
     )
 
 
-def update(parts: RLParts, step: int, look: TokenStats, objective: TokenObjective) -> Metrics:
-    """Learn from one iteration's experience, watched by `look`; nothing is mixed in while only the critic learns."""
+def update(parts: RLParts, step: int, stats: TokenStats, objective: TokenObjective) -> Metrics:
+    """Learn from the experience of one iteration, and collect `stats`. Critic warm-up mixes in no PTX gradient."""
     generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
     warming = parts.algorithm.warmup_at(step) is not None
     extra = parts.ptx(step) if parts.ptx is not None and not warming else None
     update_rule = parts.algorithm.update_at(step)
-    return update_rule(parts.learner, look.experience, look.watching(objective), generator, extra)
+    return update_rule(parts.learner, stats.experience, stats.watching(objective), generator, extra)
 
 
 GIB = 2**30
 
 
 class Timers:
-    """A clock of consecutive phases: one begins where the one before it ends.
+    """Seconds and, on CUDA, peak memory of consecutive phases: each starts where the one before it ends.
 
-    On CUDA the device's peak statistics are reset as a phase begins, so whoever measures an iteration from outside
-    reads `memory/...` in its metrics in place of `torch.cuda.max_memory_allocated`.
+    Starting a phase resets the peak statistics of the device. To measure an iteration from outside, read `memory/...`
+    in its metrics, not `torch.cuda.max_memory_allocated`.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -225,7 +225,7 @@ class Timers:
         self._found: dict[str, float] = {}
 
     def begin(self, name: str) -> None:
-        """End the phase at hand, and begin another."""
+        """End the current phase, and start another."""
         self._end()
         if self._name is None:
             self._began = self._phase_began
@@ -234,7 +234,7 @@ class Timers:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def hold_beside(self, size: int) -> None:
-        """Count bytes of the device that are held in the phase at hand, and that torch does not know of."""
+        """Add device memory that torch does not allocate, in bytes, to the current phase."""
         self._beside = size
 
     def _end(self) -> None:
@@ -248,7 +248,7 @@ class Timers:
         self._beside = 0
 
     def metrics(self) -> dict[str, float]:
-        """End the last phase; seconds and peak GiB of each, and what is still held (`memory/kept`)."""
+        """End the last phase; seconds and peak GiB of each, and the GiB still allocated (`memory/kept`)."""
         self._end()
         self._name = None
         self._found["seconds/step"] = self._phase_began - self._began
@@ -259,16 +259,16 @@ class Timers:
 
 @dataclass(frozen=True, kw_only=True)
 class NumberedExperience(Experience):
-    """Experience whose rows know their place, so that a part of it can be traced back to the whole."""
+    """Experience whose rows have a number, so that a micro-batch can be traced back to the batch."""
 
     places: Tensor  # (B,) int64
 
 
 class TokenStats:
-    """The log-probs that the update's last pass over each token found; where it never came by, the old ones.
+    """The log-prob of each token in the last pass of the update over it; the old log-prob where there was no pass.
 
-    A pass is made before the step that it leads to, so this is how the token stood when it was last learned from, not
-    after the very last step: to know that would cost one more pass over everything.
+    A pass comes before the optimizer step of its gradient, so these are the values that the token was last learned
+    with, not those after the last step: these would cost one more forward pass.
     """
 
     def __init__(self, experience: Experience) -> None:
@@ -278,16 +278,16 @@ class TokenStats:
         self._logprobs = experience.old_logprobs.clone()  # (B, T) without those
 
     def watching(self, objective: TokenObjective) -> TokenObjective:
-        """The objective, watched."""
+        """The objective, whose calls are recorded here."""
         return _Watched(objective, self)
 
     def take(self, outputs: TokenOutputs, batch: NumberedExperience) -> None:
-        """Note what a micro-batch's pass found; it stays on its device until someone asks."""
+        """Record the log-probs of a micro-batch; they stay on the device until they are read."""
         self._seen.append((batch.places, batch.response_mask, outputs.logprobs.detach()))
 
     @property
     def logprobs(self) -> Tensor:
-        """(B, T) what the last passes found."""
+        """(B, T) log-probs of the last passes."""
         rows_of_parts = brought([places for places, _, _ in self._seen])
         answers = brought([found.flatten().index_select(0, true_positions(mask)) for _, mask, found in self._seen])
         for rows, found in zip(rows_of_parts, answers, strict=True):
@@ -321,14 +321,14 @@ class TokenStats:
 @dataclass(frozen=True)
 class _Watched:
     objective: TokenObjective
-    look: TokenStats
+    stats: TokenStats
 
     def size(self, batch: Experience) -> float:
-        """The objective's own."""
+        """The size of the objective."""
         return self.objective.size(batch)
 
     def __call__(self, outputs: TokenOutputs, batch: Experience) -> Loss:
-        """The objective's own loss."""
+        """The loss of the objective."""
         if isinstance(batch, NumberedExperience):
-            self.look.take(outputs, batch)
+            self.stats.take(outputs, batch)
         return self.objective(outputs, batch)

@@ -49,20 +49,20 @@ Begin = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class Forked:
-    """Where a fork begins: another run's checkpoint, and which run that was."""
+    """The checkpoint that a fork starts from, and the run that wrote it."""
 
     checkpoint: Checkpoint
     run: str  # its name in the workspace
     folder: str
 
     def record(self) -> dict[str, Any]:
-        """What the new run's folder keeps of it."""
+        """The record of it in the folder of the new run."""
         return {"run": self.run, "folder": self.folder, "step": self.checkpoint.step}
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training left behind."""
+    """The result of training."""
 
     folder: RunFolder
     steps: int
@@ -73,19 +73,19 @@ class Trained:
 
 
 class Watch:
-    """Who is told of a run while it goes: how many steps there are, each step, what comes next."""
+    """Shows the progress of a run; this one shows nothing."""
 
     def check(self) -> None:
-        """Raise, after the run, where it could not be told."""
+        """Raise, after the run, where progress could not be written."""
 
     def begin(self, total: int, done: int) -> None:
-        """There are `total` steps, of which `done` are taken."""
+        """Start at `done` of `total` steps."""
 
     def advance(self, step: int, metrics: dict[str, float]) -> None:
-        """A step was taken."""
+        """Show a step."""
 
     def heartbeat(self, words: str) -> None:
-        """Something is begun within a step."""
+        """Show that a phase of a step starts."""
 
 
 def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forked: Forked | None = None) -> int:
@@ -95,7 +95,7 @@ def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forke
         trained = train_watched(recipe, watch, console, stop=stop, resume=resume, forked=forked)
     place = trained.folder.path
     if trained.plan is not None and not json_output:
-        with suppress(OSError, SystemExit):  # as in `tell`
+        with suppress(OSError, SystemExit):  # as in `print_notice`
             for part in plan_text(trained.plan.plan, measured=trained.plan.measured):
                 Console(stderr=True, width=None if console.is_terminal else 160).print(part)
     if not trained.finished:
@@ -105,8 +105,8 @@ def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forke
     model = f" The model is in {trained.folder.model_path}." if recipe.run.save else ""
     best = f" The best is in {trained.folder.best_path}." if trained.folder.best_path.is_dir() else ""
     early = f" of {trained.total}: {trained.ended}" if trained.ended else ""
-    told = f"Done: {trained.steps} steps{early}.{model}{best} Look at it: tether show {quote(str(place))}"
-    tell(console, told)
+    summary = f"Done: {trained.steps} steps{early}.{model}{best} Show it: tether show {quote(str(place))}"
+    print_notice(console, summary)
     watch.check()
     return 0
 
@@ -121,22 +121,22 @@ def train_watched(
     forked: Forked | None = None,
     objects: Objects | None = None,
 ) -> Trained:
-    """Train with `watch` hearing of every step and the console of every notice."""
+    """Train, with progress on `watch` and notices on the console."""
     return train_recipe(
         recipe,
         stop=stop,
         advance=watch.advance,
         begin=watch.begin,
         heartbeat=watch.heartbeat,
-        notify=lambda text: tell(console, clean(text), style="dim"),
+        notify=lambda text: print_notice(console, clean(text), style="dim"),
         resume=resume,
         forked=forked,
         objects=objects,
     )
 
 
-def tell(console: Console, text: str, style: str | None = None) -> None:
-    """A sentence on its own line, never broken up by us; a reader that went away, or a full disk, ends nothing."""
+def print_notice(console: Console, text: str, style: str | None = None) -> None:
+    """Print a sentence on one line; a closed pipe or a full disk does not end the run."""
     if console.quiet:
         return
     if not console.is_terminal:
@@ -152,7 +152,7 @@ def train_recipe(
     stop: Callable[[], bool],
     advance: Advance,
     notify: Callable[[str], None],
-    look_at: Callable[[int, Rollout], None] = lambda step, sample: None,  # noqa: ARG005
+    on_sample: Callable[[int, Rollout], None] = lambda step, sample: None,  # noqa: ARG005
     begin: Begin = lambda total, done: None,  # noqa: ARG005
     heartbeat: Callable[[str], None] = lambda words: None,  # noqa: ARG005
     resume: bool = False,
@@ -161,14 +161,14 @@ def train_recipe(
 ) -> Trained:
     """Train, recording each step, and save the model at the end; with `resume`, from the newest whole checkpoint on.
 
-    `look_at` is shown one rollout of each iteration, where there are rollouts; `begin` is told how many steps there are
-    and how many are taken. A run that is stopped before its end leaves a checkpoint. `forked` begins with another
-    run's. `objects` take the place of what the recipe names.
+    `on_sample` gets one rollout of each iteration that samples; `begin` gets the number of steps and of steps taken.
+    A run that is stopped before its end leaves a checkpoint. `forked` starts from the checkpoint of another run.
+    `objects` replace what the recipe names.
     """
     try:
         with exits_told():
             return _train(
-                recipe, stop, advance, notify, look_at, begin, heartbeat, resume, forked, objects or Objects()
+                recipe, stop, advance, notify, on_sample, begin, heartbeat, resume, forked, objects or Objects()
             )
     finally:
         close_workers()  # of reward functions that run in processes of their own
@@ -179,7 +179,7 @@ def _train(
     stop: Callable[[], bool],
     advance: Advance,
     notify: Callable[[str], None],
-    look_at: Callable[[int, Rollout], None],
+    on_sample: Callable[[int, Rollout], None],
     begin: Begin,
     heartbeat: Callable[[str], None],
     resume: bool,
@@ -190,7 +190,7 @@ def _train(
     if resume and (folder := RunFolder(run_path(recipe))).is_finished:
         return Trained(folder, folder.steps_taken, recipe.run.steps, finished=True)
     if resume and RunFolder(run_path(recipe)).finish_is_damaged:
-        notify(f"{run_path(recipe) / FINISHED} is damaged: what follows the last step is done again.")
+        notify(f"{run_path(recipe) / FINISHED} is damaged: the work after the last step is done again.")
     if forked is None:
         check_objects(recipe, objects, run_path(recipe))
     else:
@@ -209,11 +209,11 @@ def _train(
     recipe = lasting(recipe, training.total)
     if forked is not None and forked.checkpoint.step >= training.total:
         raise ConfigError(
-            f"the run comes to {training.total} steps, and step {forked.checkpoint.step} is not before the last: raise "
+            f"the run has {training.total} steps, and step {forked.checkpoint.step} is not before the last: raise "
             "run.steps or run.epochs"
         )
-    told = inputs.notices if inputs is not None else ()
-    for notice in dict.fromkeys((*told, precision_notice(asked, recipe), *policy.notices, *training.notices)):
+    first = inputs.notices if inputs is not None else ()
+    for notice in dict.fromkeys((*first, precision_notice(asked, recipe), *policy.notices, *training.notices)):
         if notice is not None:
             notify(notice)
     workspace_at(recipe.run.directory, recipe.store.url).name_of(run_path(recipe))
@@ -221,7 +221,7 @@ def _train(
         training.restore(forked.checkpoint)
     planned = RunPlan.of(recipe, shape, training, policy)
     check_room(recipe, planned.plan, training, free_memory(policy.model.device), notify)
-    # Once everything that can be wrong with the recipe has been looked at.
+    # The folder appears only after everything in the recipe has been checked.
     origin = forked.record() if forked is not None else None
     folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin, consent.current().root)
     run = RunContext(recipe, folder, training, policy, notify, resumes=resume)
@@ -237,7 +237,7 @@ def _train(
             attempt.after_step(outcome)
             advance(outcome.step, outcome.metrics)
             if outcome.rollouts:
-                look_at(outcome.step, outcome.rollouts[0])
+                on_sample(outcome.step, outcome.rollouts[0])
             if run.ended_early:
                 break
         if run.is_over:
@@ -250,12 +250,12 @@ def _train(
 
 
 def lasting(recipe: Recipe, steps: int) -> Recipe:
-    """The recipe with the steps that its epochs come to."""
+    """The recipe with the number of steps of its epochs."""
     return recipe.model_copy(update={"run": recipe.run.model_copy(update={"steps": steps})})
 
 
 def named(recipe: Recipe) -> Recipe:
-    """The recipe with a name for its run: one that has none is called by its method and the time."""
+    """The recipe with a run name, by default its method and the time."""
     if recipe.run.name is not None:
         return recipe
     stamp = f"{recipe.method}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -268,7 +268,7 @@ def named(recipe: Recipe) -> Recipe:
 
 
 def end_at_once() -> NoReturn:
-    """End the process: what is half written has no name yet, and resuming finds the last checkpoint."""
+    """End the process. Half-written files have no final name yet, so resuming finds the last checkpoint."""
     os.write(2, b"\x1b[?25h" if os.isatty(2) else b"")  # a progress bar hides the cursor
     os.write(2, b"\ntether: stopped at once; resuming goes on from the last checkpoint\n")
     end_process(Stopped.exit_code)
@@ -276,7 +276,7 @@ def end_at_once() -> NoReturn:
 
 @contextmanager
 def interruptions(at_once: Callable[[], NoReturn] = end_at_once) -> Iterator[Callable[[], bool]]:
-    """The first Ctrl-C or SIGTERM asks the loop to end after the step at hand; the second calls `at_once`.
+    """The first Ctrl-C or SIGTERM ends the loop after the current step; the second calls `at_once`.
 
     Python lets only the main thread handle signals; in another thread nothing is asked.
     """
@@ -301,13 +301,13 @@ def interruptions(at_once: Callable[[], NoReturn] = end_at_once) -> Iterator[Cal
 
 
 class JsonLines(Watch):
-    """One line a step on standard output; a reader that went away, or a full disk there, does not end a run."""
+    """One JSON line a step on standard output; a closed pipe or a full disk does not end the run."""
 
     def __init__(self) -> None:
         self.lost: OSError | None = None  # why the first line that is missing could not be written
 
     def advance(self, step: int, metrics: dict[str, float]) -> None:
-        """A step was taken."""
+        """Show a step."""
         try:
             print(json_line(step, metrics), flush=True)
         except BrokenPipeError:
@@ -316,7 +316,7 @@ class JsonLines(Watch):
             self.lost = self.lost or error
 
     def check(self) -> None:
-        """Raise where lines are missing; the run itself is whole."""
+        """Raise StorageError where lines are missing; the run itself is complete."""
         if self.lost is not None:
             silence(sys.stdout)
             raise StorageError(
@@ -333,16 +333,16 @@ class PlainLines(Watch):
         self.lines: PlainProgress | None = None
 
     def begin(self, total: int, done: int) -> None:
-        """There are `total` steps."""
+        """Start at `done` of `total` steps."""
         self.lines = PlainProgress(self.title, total, done)
 
     def advance(self, step: int, metrics: dict[str, float]) -> None:
-        """A step was taken."""
+        """Show a step."""
         if self.lines is not None:
             self.lines.advance(step + 1, numbers_of(metrics))
 
     def heartbeat(self, words: str) -> None:
-        """A phase of a step has begun."""
+        """Show that a phase of a step starts."""
         if self.lines is not None:
             self.lines.doing(words)
 
@@ -355,11 +355,11 @@ class Bar(Watch):
         self.task = progress.add_task(title, total=None, numbers="")
 
     def begin(self, total: int, done: int) -> None:
-        """There are `total` steps."""
+        """Start at `done` of `total` steps."""
         self.progress.update(self.task, total=total, completed=done)
 
     def advance(self, step: int, metrics: dict[str, float]) -> None:
-        """A step was taken."""
+        """Show a step."""
         self.progress.update(self.task, completed=step + 1, numbers=numbers_of(metrics))
 
 

@@ -1,4 +1,4 @@
-"""The plan of a run beside what the run really took: made as it begins, filled in step by step, kept at its end."""
+"""The plan of a run (memory, time) and what its steps really took; checks that the run fits into memory."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from tether.store.find import find_model
 from tether.train.training import FromRecords, FromRollouts, Training
 
 FILE = "plan.json"
-LARGE = 2**31  # bytes of weights on disk that are worth a look before they are loaded
+LARGE = 2**31  # bytes of weights on disk above which the plan is checked before loading
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """What was predicted and what was measured."""
+    """Predictions and measurements."""
 
     plan: Plan
     measured: Measured
 
     @classmethod
     def of(cls, recipe: Recipe, shape: Shape, training: Training, policy: LoadedModel) -> RunPlan:
-        """Predict, and begin to measure."""
+        """Predict, and start to measure."""
         device = policy.model.device
         machine = machine_for(str(device), recipe.model.dtype)
         algorithm = training.parts.algorithm if isinstance(training, FromRollouts) else None
@@ -59,7 +59,7 @@ class PlanMeasurements(StepHook):
 
 
 def check_weights(recipe: Recipe, free: int | None = None) -> None:
-    """Refuse, before anything is loaded, a large model whose weights, gradients and optimiser cannot fit.
+    """Raise ConfigError, before loading, where the weights, gradients and optimizer state of a large model cannot fit.
 
     `free` are the bytes to plan for, by default those that are. A small model is looked at once it is loaded.
     """
@@ -74,7 +74,7 @@ def check_weights(recipe: Recipe, free: int | None = None) -> None:
 
 
 def check_room(recipe: Recipe, plan: Plan, training: Training, free: int, notify: Callable[[str], None]) -> None:
-    """Refuse a run that does not fit into `free` bytes, or have its learner take smaller passes, as the recipe says."""
+    """Raise ConfigError where a run does not fit into `free` bytes, or shrink its micro-batches, as the recipe says."""
     if recipe.run.memory_check == "off":
         return
     judged = whole_fits(recipe, plan, free)

@@ -25,7 +25,7 @@ Example = TypeVar("Example")
 
 @dataclass(frozen=True)
 class SupervisedParts(Generic[Example]):
-    """What a supervised run is made of."""
+    """The parts of a run that learns from records."""
 
     learner: Learner
     objective: Objective[Any, Any]
@@ -37,7 +37,7 @@ class SupervisedParts(Generic[Example]):
     max_skipped: int
     records: int | None = None  # how many are learned from in all, each epoch's anew; None: as many as the steps take
     evaluate_every: int = 0  # steps; 0: after the last
-    report: Callable[[SupervisedParts[Any]], dict[str, Any]] = lambda parts: {}  # noqa: ARG005 (nothing to tell)
+    report: Callable[[SupervisedParts[Any]], dict[str, Any]] = lambda parts: {}  # noqa: ARG005
     as_saved: Callable[[SupervisedParts[Any]], AbstractContextManager[None]] = lambda parts: nullcontext()  # noqa: ARG005
     shared: SharedBackbone | None = None  # layers that remember what they were run on
 
@@ -47,7 +47,7 @@ def train_supervised(
     *,
     start: int = 0,
     stop: Callable[[], bool] = lambda: False,
-    heartbeat: Callable[[str], None] = lambda words: None,  # noqa: ARG005 (nobody wants to know)
+    heartbeat: Callable[[str], None] = lambda words: None,  # noqa: ARG005
 ) -> Iterator[tuple[int, dict[str, float]]]:
     """One optimiser step a batch, from step `start` on; ends early, between two steps, once `stop()` is true.
 
@@ -76,13 +76,13 @@ def train_supervised(
 
 
 def _seen(parts: SupervisedParts[Any], steps: int) -> int:
-    """Records that so many steps learn from."""
+    """Number of records in the first `steps` steps."""
     whole = steps * parts.batch_size
     return whole if parts.records is None else min(whole, parts.records)
 
 
 def _batch_at(parts: SupervisedParts[Any], step: int) -> int:
-    """Records in a step's batch: only the last may be short."""
+    """Number of records in the batch of a step; only the last may be short."""
     return _seen(parts, step + 1) - _seen(parts, step)
 
 
@@ -125,7 +125,7 @@ def finish_reward_model(parts: SupervisedParts[Ranking], center_on: Sequence[Row
 
 @contextmanager
 def centred(parts: SupervisedParts[Ranking], center_on: Sequence[Row]) -> Iterator[None]:
-    """The model centred for as long as it is saved; training goes on with the very bits that it had."""
+    """Centre the model while it is saved; afterwards its bias is restored to the bit."""
     model = parts.learner.model
     assert isinstance(model, ScalarModel)
     before = model.head.bias.detach().clone()

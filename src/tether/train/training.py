@@ -42,30 +42,30 @@ Heartbeat = Callable[[str], None]
 
 
 class Training(Protocol):
-    """What a run needs of the training that it runs."""
+    """The training of a run: its steps, its state and its end."""
 
     @property
     def learner(self) -> Learner:
-        """Who takes the steps."""
+        """The learner that takes the optimizer steps."""
         ...
 
     @property
     def model(self) -> PreTrainedModel | ScalarModel:
-        """What is saved at the end."""
+        """The model that is saved at the end."""
         ...
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """What the person should know before it starts."""
+        """Sentences for the user, before the first step."""
         ...
 
     @property
     def total(self) -> int:
-        """How many steps there are in all."""
+        """Number of steps."""
         ...
 
     def as_saved(self) -> AbstractContextManager[None]:
-        """Around saving the model before the last step: what is done to it at the end, for as long as that takes."""
+        """A context in which the model is as it will be at the end, to save it before the last step."""
         ...
 
     def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[StepOutcome]:
@@ -73,15 +73,15 @@ class Training(Protocol):
         ...
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
-        """Itself after `step` steps."""
+        """A checkpoint after `step` steps."""
         ...
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Become what was captured."""
+        """Restore the state of a checkpoint."""
         ...
 
     def finish(self) -> dict[str, Any]:
-        """What is done after the last step, and its report."""
+        """Finish after the last step; returns the report."""
         ...
 
 
@@ -100,27 +100,27 @@ class FromRollouts:
         self.controllers = self.parts.algorithm.controllers
 
     def as_saved(self) -> AbstractContextManager[None]:
-        """As it is."""
+        """The model is saved unchanged."""
         return nullcontext()
 
     def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[StepOutcome]:
-        """Iterations; what the shared backbone remembers is of one iteration, so it is no part of the state."""
+        """One iteration a step. The cache of the shared backbone lasts one iteration, so checkpoints leave it out."""
         for result in train_rl(self.parts, start=start, controllers=self.controllers, stop=stop, heartbeat=heartbeat):
             self.controllers = result.controllers
             yield result
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
-        """Learner, controllers and random streams."""
+        """Capture learner, controllers and random generators."""
         return capture(step, self.learner, values, controllers=(self.parts.algorithm.controllers, self.controllers))
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take them back."""
+        """Restore them."""
         restored = restore(checkpoint, self.learner, fresh=self.parts.algorithm.controllers)
         assert restored is not None
         self.controllers = restored
 
     def finish(self) -> dict[str, Any]:
-        """Nothing more."""
+        """Return an empty report."""
         return {}
 
 
@@ -136,7 +136,7 @@ class FromRecords:
         self.model = learned if isinstance(learned, ScalarModel) else learned.policy
 
     def as_saved(self) -> AbstractContextManager[None]:
-        """A reward model is centred."""
+        """Centre a reward model while it is saved."""
         return self.parts.as_saved(self.parts)
 
     def steps(self, start: int, stop: Stop, heartbeat: Heartbeat) -> Iterator[StepOutcome]:
@@ -145,15 +145,15 @@ class FromRecords:
             yield StepOutcome(step, metrics)
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
-        """Learner, random streams, and how the shared backbone found what it remembers."""
+        """Capture learner, random generators, and which rows the cache of the shared backbone was computed with."""
         return capture(step, self.learner, values, shared=self.parts.shared)
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Take them back."""
+        """Restore them."""
         restore(checkpoint, self.learner, shared=self.parts.shared)
 
     def finish(self) -> dict[str, Any]:
-        """Centring and the report on held-out records, for a reward model; then what the backbone is to be kept of."""
+        """Centre a reward model and report on held-out records; write the backbone cache that is kept."""
         report = self.parts.report(self.parts)
         if self.parts.shared is not None:
             self.parts.shared.write_kept()
@@ -163,7 +163,7 @@ class FromRecords:
 def build_training(
     recipe: Recipe, policy: LoadedModel, inputs: Inputs | None = None, objects: Objects | None = None
 ) -> Training:
-    """The training that a recipe asks for; its `inputs` are read here where they were not read before."""
+    """The training that a recipe asks for; `inputs` are read here unless they are given."""
     if isinstance(recipe, RLRecipe):
         return FromRollouts(recipe, policy, inputs, objects)
     return FromRecords(recipe, policy, inputs)
@@ -180,7 +180,7 @@ def capture(
     shared: SharedBackbone | None = None,
     controllers: tuple[Controllers, Controllers] | None = None,
 ) -> Checkpoint:
-    """A checkpoint after `step` steps; `controllers` as they were at first and as they are now.
+    """A checkpoint after `step` steps; `controllers` are the first ones and the current ones.
 
     Its tensors are copies: training may go on while it is written.
     """
@@ -203,7 +203,7 @@ def capture(
 def restore(
     checkpoint: Checkpoint, learner: Learner, *, shared: SharedBackbone | None = None, fresh: Controllers | None = None
 ) -> Controllers | None:
-    """Become what was captured. Returns the controllers, where there are any; those of a changed setting start anew."""
+    """Restore what `capture` kept. Returns the controllers, if any; one whose settings changed starts afresh."""
     learner.load_state(LearnerState(dict(checkpoint.tensors["learner"]), checkpoint.values["learner"]))
     if shared is not None and "backbone" in checkpoint.tensors:
         shared.remember(checkpoint.tensors["backbone"])
@@ -227,7 +227,7 @@ def _as_json(start: Any, now: Any) -> dict[str, Any]:
 
 
 def _controller(fresh: KLController, saved: Mapping[str, Any]) -> KLController:
-    """The saved controller, if it began as the recipe's begins; a fork that changes it keeps its own."""
+    """The saved controller if it started like the recipe's; otherwise the recipe's, as in a fork that changes it."""
     kind = CONTROLLERS.get(saved["kind"])
     if kind is None:
         raise StorageError(f"the checkpoint has a KL controller of unknown kind {saved['kind']}")
@@ -264,7 +264,7 @@ def random_numbers() -> dict[str, Any]:
 
 
 def set_random_state(tensors: Mapping[str, Tensor], numbers: Mapping[str, Any]) -> None:
-    """Put every generator back; a device that is no longer there is passed over."""
+    """Restore every generator; devices that no longer exist are ignored."""
     torch.set_rng_state(tensors["cpu"])
     for index in range(torch.cuda.device_count() if torch.cuda.is_available() else 0):
         if f"cuda/{index}" in tensors:
