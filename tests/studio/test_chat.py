@@ -105,7 +105,7 @@ def test_pieces_of_characters_are_held_back_until_they_are_whole(text, cuts):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_many_long_questions_leave_threads_to_other_routes(workspace: Workspace, monkeypatch, stream: bool):
-    app = create_app(workspace, settings(most_streams=100))
+    app = create_app(workspace, settings(max_streams=100))
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def waits(*given, **named):

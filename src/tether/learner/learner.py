@@ -48,7 +48,7 @@ from tether.types import Metrics, Sequences
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-def rate_factor(schedule: Schedule, progress: float, warmup: float) -> float:
+def lr_factor(schedule: Schedule, progress: float, warmup: float) -> float:
     """What the base rate is multiplied by at `progress` in [0, 1] of the run.
 
     Rises linearly over the first `warmup` of the run, then: 1; or (1 - p) linearly to 0; or (1 + cos(pi p)) / 2, where
@@ -152,13 +152,13 @@ class Learner:
         unknown = [name for name in names if name not in self.groups]
         assert not unknown and not self._gathered, f"no groups {unknown}, or a gradient was gathered before"
         before, self._trained = self._trained, names
-        tell = getattr(self.model, "train_only", lambda groups: None)  # noqa: ARG005 (a model need not know)
-        tell(names)
+        set_trained = getattr(self.model, "train_only", lambda groups: None)  # noqa: ARG005 (a model need not know)
+        set_trained(names)
         try:
             yield
         finally:
             self._trained = before
-            tell(before)
+            set_trained(before)
 
     # -- gathering a gradient -----------------------------------------------------------------------------------------
 
@@ -208,7 +208,7 @@ class Learner:
     def _start_again(self) -> None:
         """Throw the partial gradient away and make room for another try."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._forget_findings()
+        self._clear_findings()
         self._added = 0
         self.shrink_micro_batch([batch for batch, _ in self._gathered])
 
@@ -217,9 +217,9 @@ class Learner:
 
         Old log-probs that were evaluated in larger micro-batches may then differ from the first step's by rounding.
         """
-        forget = getattr(self.model, "forget_ahead", None)  # a pass that a model keeps takes room as well
-        if callable(forget):
-            forget()
+        release = getattr(self.model, "release_ahead", None)  # a pass that a model keeps takes room as well
+        if callable(release):
+            release()
         release_cuda_graphs()
         free_cache(self.device)
         self.micro_batch_tokens = smaller_budget(batches, self.micro_batch_tokens)
@@ -227,7 +227,7 @@ class Learner:
         return self.micro_batch_tokens
 
     def _sum(
-        self, batch: Sequences, objective: Objective[Any, Any], visit: Callable[[Tensor, Any, BatchPart], None]
+        self, batch: Sequences, objective: Objective[Any, Any], consume: Callable[[Tensor, Any, BatchPart], None]
     ) -> Metrics:
         size = objective.size(batch)
         if not size > 0:
@@ -237,7 +237,7 @@ class Learner:
         for part in self._parts.of(batch, self.micro_batch_tokens):
             outputs = self.model(part.micro)
             loss = objective(outputs, part.micro)
-            visit(loss.total / size, outputs, part)
+            consume(loss.total / size, outputs, part)
             metrics.merge(loss.metrics)
             total += loss.total.detach()
         metrics.add("loss", total, size)
@@ -331,16 +331,16 @@ class Learner:
         """Throw the gathered gradient away."""
         self.optimizer.zero_grad(set_to_none=True)
         self._gathered.clear()
-        self._forget_findings()
+        self._clear_findings()
         self._added = 0
 
-    def _forget_findings(self) -> None:
+    def _clear_findings(self) -> None:
         self._findings.clear()
         self._unread.clear()
 
-    def check_progress(self, most: int) -> None:
+    def check_progress(self, limit: int) -> None:
         """Raise `Diverged` where this many updates in a row were skipped."""
-        if self.skipped_in_a_row >= most:
+        if self.skipped_in_a_row >= limit:
             raise Diverged(
                 f"{self.skipped_in_a_row} updates in a row were skipped for what is not finite: lower "
                 "optimizer.policy_lr or optimizer.critic_lr, or look at the rewards and the data"
@@ -385,7 +385,7 @@ class Learner:
 
     def set_progress(self, progress: float) -> None:
         """Set the rates for this point in [0, 1] of the run."""
-        factor = rate_factor(self.settings.schedule, progress, self.settings.warmup)
+        factor = lr_factor(self.settings.schedule, progress, self.settings.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.rates[group["name"]] * factor
 

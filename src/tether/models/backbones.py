@@ -142,7 +142,7 @@ class OutputLayer:
         return log_distributions(hidden, self.weight, mask, **options, positions=true_positions(mask))
 
 
-class Waiting:
+class CpuOffload:
     """A frozen module's tensors: between visits they lie in host memory, pinned where that makes the way short.
 
     The host's copy stays the one that counts, so leaving the device costs nothing. Tensors that other modules share
@@ -154,21 +154,21 @@ class Waiting:
         assert not any(tensor.requires_grad for tensor in self.tensors), "what is trained cannot wait elsewhere"
         self.device = next((tensor.device for tensor in self.tensors), torch.device("cpu"))
         self.homes = [_home(tensor) for tensor in self.tensors]
-        self._visits = 0
+        self._uses = 0
         self._leave()
 
     @contextmanager
-    def visit(self) -> Iterator[None]:
+    def on_device(self) -> Iterator[None]:
         """The module on its device, for a while; a visit within a visit is the same one."""
-        if self._visits == 0:
+        if self._uses == 0:
             for tensor, home in zip(self.tensors, self.homes, strict=True):
                 tensor.data = self._brought(home)
-        self._visits += 1
+        self._uses += 1
         try:
             yield
         finally:
-            self._visits -= 1
-            if self._visits == 0:
+            self._uses -= 1
+            if self._uses == 0:
                 self._leave()
 
     def _brought(self, home: Tensor) -> Tensor:

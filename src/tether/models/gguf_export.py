@@ -181,8 +181,8 @@ def _check(path: Path, loaded: LoadedModel, weights: Mapping[str, Tensor]) -> fl
             size = size.reshape(-1, 32).amax(dim=1, keepdim=True).expand(-1, 32).reshape(wanted.shape)
         allowed = WITHIN[kinds[name]] * size + (0.0 if kinds[name] == "F32" else SMALLEST_HALF * 128)
         if bool((apart > allowed).any()):
-            most = float(apart.max())
-            raise DataError(f"{path.name} does not read back as it was written: {name} differs by {most:.3g}")
+            largest = float(apart.max())
+            raise DataError(f"{path.name} does not read back as it was written: {name} differs by {largest:.3g}")
         largest = max(largest, float(apart.max()))
     return largest
 

@@ -26,7 +26,7 @@ from tether.device_transfer import sent, tensor_cached
 from tether.errors import ConfigError
 from tether.mask_cache import fill_attention, fill_response, last_tokens, packed_rows, packing_of, true_positions
 from tether.models import acceleration
-from tether.models.backbones import Backbone, OutputLayer, Waiting, backbone_of, own_top, shared_tree, top_parameters
+from tether.models.backbones import Backbone, CpuOffload, OutputLayer, backbone_of, own_top, shared_tree, top_parameters
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import CONFIG, are_transposed, inject_lora, load_lora, lora_config, saved_config, target_names
 from tether.models.shared_backbone import BackboneCache, SharedBackbone, TopBackbone, check_split
@@ -358,7 +358,7 @@ class ActorCritic(nn.Module):
         positions = true_positions(batch.response_mask)
         return top_tokens(*given, **options, chunk_elements=chunk, positions=positions)
 
-    def forget_ahead(self) -> None:
+    def release_ahead(self) -> None:
         """Let a kept pass go: its memory is wanted."""
         self._ahead = None
 
@@ -396,7 +396,7 @@ class ReferencePolicy:
     def __init__(self, backbone: Backbone, output: OutputLayer) -> None:
         self.backbone = backbone
         self.output = output
-        self.waiting: Waiting | None = None
+        self.offload: CpuOffload | None = None
 
     def wait(self) -> None:
         """From now on stay in host memory, but for visits; the backbone has to stand alone."""
@@ -404,7 +404,7 @@ class ReferencePolicy:
         alone = nn.ModuleDict({"backbone": self.backbone})
         if not tied:  # an output layer of its own waits as well
             alone["output"] = nn.ParameterList([p for p in (self.output.weight, self.output.bias) if p is not None])
-        self.waiting = Waiting(alone)
+        self.offload = CpuOffload(alone)
 
     def logprobs(self, batch: Sequences) -> Tensor:
         """(B, T)."""
@@ -413,7 +413,7 @@ class ReferencePolicy:
 
     def present(self) -> AbstractContextManager[None]:
         """On the device, for as long as this is entered."""
-        return nullcontext() if self.waiting is None else self.waiting.visit()
+        return nullcontext() if self.offload is None else self.offload.on_device()
 
 
 @dataclass(frozen=True)

@@ -313,17 +313,17 @@ class NativeEngine(RolloutEngine):
         if self.fast is not None:
             self.fast.gpu.release()
 
-    def _at_once(self, fast: bool) -> int:
+    def _at_once(self, accelerated: bool) -> int:
         """How many answers are decoded at once, at most: those asked for, or what suits the device."""
         if isinstance(self.max_num_seqs, int):
             return self.max_num_seqs
-        most = self.fast.most_slots(self.loaded.model.device) if fast and self.fast is not None else None
-        return most or BATCH
+        slots = self.fast.most_slots(self.loaded.model.device) if accelerated and self.fast is not None else None
+        return slots or BATCH
 
     def _notice(self, reason: str | None) -> None:
         if reason and not self.notices:
-            said = f"Rollouts take the general way, not the fast decoder: {reason}."
-            self.notices = (SLOWER if reason == MISSING else said,)
+            text = f"Rollouts take the general way, not the fast decoder: {reason}."
+            self.notices = (SLOWER if reason == MISSING else text,)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, samples_per_prompt: int, seed: int
@@ -343,9 +343,9 @@ class NativeEngine(RolloutEngine):
         with _eval_mode(self.loaded.model):
             reason = self._distrusted or self._unsupported()
             self._notice(reason)
-            size = self._at_once(fast=False) if reason else len(work)
+            size = self._at_once(accelerated=False) if reason else len(work)
             for start in range(0, len(work), size):
-                decode = self._decode if reason else self._decode_fast
+                decode = self._decode if reason else self._decode_accel
                 rollouts += self._sample_chunk(work[start : start + size], sampling, seed, decode)
         return sorted(rollouts, key=lambda rollout: (rollout.group_id, rollout.sample_id))
 
@@ -378,8 +378,10 @@ class NativeEngine(RolloutEngine):
         stops = {*ends, *sampling.stop_token_ids}
         answers = decode(chunk, uniforms, sampling, stops)
         ids = [answer.tokens.tolist() for answer in answers]
-        said = [tokens[:-1] if tokens[-1] in ends else tokens for tokens in ids]  # an end token is no text
-        texts = self.loaded.tokenizer.batch_decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        token_ids = [tokens[:-1] if tokens[-1] in ends else tokens for tokens in ids]  # an end token is no text
+        texts = self.loaded.tokenizer.batch_decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return [
             assemble_rollout(
                 item.prompt,
@@ -396,7 +398,7 @@ class NativeEngine(RolloutEngine):
             for item, tokens, answer, text in zip(chunk, ids, answers, texts, strict=True)
         ]
 
-    def _decode_fast(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
+    def _decode_accel(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
         """As `_decode`, for any number of sequences, by the decoder that is written for the model."""
         assert self.fast is not None
         prompts, groups = {item.group: item.prompt_ids for item in work}, [item.group for item in work]
@@ -405,7 +407,7 @@ class NativeEngine(RolloutEngine):
         def check(token: int, row: int, step: int) -> None:
             _check_finite([token], [row], work, step)
 
-        base, slots = causal_lm_of(self.loaded.model), self._at_once(fast=True)
+        base, slots = causal_lm_of(self.loaded.model), self._at_once(accelerated=True)
         return self.fast.draw(base, request, slots, check, self.states_for)
 
     @torch.inference_mode()

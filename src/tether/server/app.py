@@ -192,7 +192,7 @@ async def _events(tokens: Tokens, answer: OpenAIAnswer, include_usage: bool) -> 
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> Response:
+    async def api_error(_: Request, error: ApiError) -> Response:
         return error.reply()
 
     @app.exception_handler(TetherError)
@@ -201,8 +201,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> Response:
-        told: dict[int, Any] = {404: "there is no such route: /v1/chat/completions, /v1/completions, /v1/models"}
-        return ApiError(error.status_code, str(told.get(error.status_code, error.detail))).reply()
+        messages: dict[int, Any] = {404: "there is no such route: /v1/chat/completions, /v1/completions, /v1/models"}
+        return ApiError(error.status_code, str(messages.get(error.status_code, error.detail))).reply()
 
     @app.exception_handler(Exception)
     async def broken(_: Request, error: Exception) -> Response:

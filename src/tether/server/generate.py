@@ -56,11 +56,11 @@ class Turnstile:
 
     def __init__(self, running: int, waiting: int) -> None:
         self._free = asyncio.Semaphore(running)
-        self._most, self.waiting = waiting, 0
+        self._max_waiting, self.waiting = waiting, 0
 
     async def enter(self) -> None:
         """Wait for a place."""
-        if self._free.locked() and self.waiting >= self._most:
+        if self._free.locked() and self.waiting >= self._max_waiting:
             raise ApiError(429, f"{self.waiting} requests are waiting already: try again later", code="queue_full")
         self.waiting += 1
         try:
@@ -239,13 +239,13 @@ class OpenAIAnswer:
         """The reply to a request that did not ask for a stream."""
         choices = []
         for index, choice in enumerate(self.choices):
-            said: dict[str, Any] = {"index": index, "finish_reason": choice.finish}
-            said["logprobs"] = self._logprobs(choice.tokens) if self.logprobs else None
+            entry: dict[str, Any] = {"index": index, "finish_reason": choice.finish}
+            entry["logprobs"] = self._logprobs(choice.tokens) if self.logprobs else None
             if self.chat:
-                said["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+                entry["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
             else:
-                said["text"] = choice.text
-            choices.append(said)
+                entry["text"] = choice.text
+            choices.append(entry)
         return self._head | {"object": self._kind, "choices": choices, "usage": self.usage()}
 
     def opening(self) -> list[str]:
@@ -270,26 +270,26 @@ class OpenAIAnswer:
 
     def usage(self) -> dict[str, int]:
         """Counts of tokens; end tokens are counted, for they were sampled."""
-        asked, said = self.job.prompt_tokens, self.completion_tokens
-        return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+        prompt, completion = self.job.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _event(self, index: int, delta: Any, finish: str | None, logprobs: Any = None) -> str:
-        said = {"index": index, "logprobs": logprobs, "finish_reason": finish}
-        said |= {"delta": delta} if self.chat else {"text": delta}
-        return event(self._head | {"object": f"{self._kind}.chunk" if self.chat else self._kind, "choices": [said]})
+        entry = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+        entry |= {"delta": delta} if self.chat else {"text": delta}
+        return event(self._head | {"object": f"{self._kind}.chunk" if self.chat else self._kind, "choices": [entry]})
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any]:
-        told = [token for token in tokens if not token.ended]
+        shown = [token for token in tokens if not token.ended]
         if self.chat:
-            return {"content": [self._entry(token.id, token.logprob, token.top) for token in told], "refusal": None}
-        texts, offset, offsets = [self._text(token.id) for token in told], 0, []
+            return {"content": [self._entry(token.id, token.logprob, token.top) for token in shown], "refusal": None}
+        texts, offset, offsets = [self._text(token.id) for token in shown], 0, []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [token.logprob for token in told],
-            "top_logprobs": [{self._text(id): value for id, value in token.top} for token in told],
+            "token_logprobs": [token.logprob for token in shown],
+            "top_logprobs": [{self._text(id): value for id, value in token.top} for token in shown],
             "text_offset": offsets,
         }
 

@@ -127,7 +127,7 @@ def cookie(headers: Headers, name: str) -> str | None:
     return found
 
 
-def limited(receive: Receive, most: int) -> Receive:
+def limited(receive: Receive, limit: int) -> Receive:
     """Receive, no more than `most` bytes: a body may be longer than it said, or say nothing."""
     taken = 0
 
@@ -135,27 +135,27 @@ def limited(receive: Receive, most: int) -> Receive:
         nonlocal taken
         message = await receive()
         taken += len(message.get("body", b"")) if message["type"] == "http.request" else 0
-        return {"type": "http.disconnect"} if taken > most else message
+        return {"type": "http.disconnect"} if taken > limit else message
 
     return receiving
 
 
-async def whole_body(receive: Receive, most: int, seconds: float = 10.0) -> bytes | None:
+async def whole_body(receive: Receive, limit: int, seconds: float = 10.0) -> bytes | None:
     """A short body; None where it is longer than `most`, does not come in time, or the sender is gone."""
     try:
-        return await asyncio.wait_for(_body(receive, most), seconds)
+        return await asyncio.wait_for(_body(receive, limit), seconds)
     except TimeoutError:
         return None
 
 
-async def _body(receive: Receive, most: int) -> bytes | None:
+async def _body(receive: Receive, limit: int) -> bytes | None:
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] != "http.request":
             return None
         body += message.get("body", b"")
-        if len(body) > most:
+        if len(body) > limit:
             return None
         if not message.get("more_body", False):
             return bytes(body)
@@ -211,7 +211,7 @@ IN_ADDRESS = (
 )
 
 
-class Gate:
+class AuthMiddleware:
     """The middleware. It puts the `Person` who asks, and how they came in, into the request's state."""
 
     def __init__(self, app: ASGIApp, settings: StudioSettings, auth: Auth) -> None:
@@ -235,8 +235,8 @@ class Gate:
             return
         state = scope.setdefault("state", {})
         state["entry"], state["person"] = answer, None if answer is None else answer.person
-        most = MAX_BYTES if answer is not None and answer.person.role == "owner" else ANNOTATOR_BYTES
-        await self._app(scope, limited(receive, most), send)
+        limit = MAX_BYTES if answer is not None and answer.person.role == "owner" else ANNOTATOR_BYTES
+        await self._app(scope, limited(receive, limit), send)
 
     async def _judge(self, asked: Asked, scope: Scope, receive: Receive) -> Response | Entry | None:
         """An answer, or else who is let in; None: a stranger, to a file that strangers need."""
@@ -259,9 +259,9 @@ class Gate:
             return _wait(wait)
         if entry.person.role != "owner" and not _may(asked):
             return _no(403, "only the owner can do this")
-        most = MAX_BYTES if entry.person.role == "owner" else ANNOTATOR_BYTES
-        if says_length(asked.headers) > most:
-            return _no(413, f"a request may have {most >> 20} MiB at most")
+        limit = MAX_BYTES if entry.person.role == "owner" else ANNOTATOR_BYTES
+        if says_length(asked.headers) > limit:
+            return _no(413, f"a request may have {limit >> 20} MiB at most")
         return entry
 
     async def _recognise(self, asked: Asked) -> Entry | Response | None:

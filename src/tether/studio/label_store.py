@@ -286,8 +286,8 @@ def _choose(rows: Sequence[Any], lately: set[int]) -> int | None:
 def _shown(queue: Row[Any], item: Row[Any], person: Person) -> dict[str, Any]:
     """An item without anything that tells where an answer came from; its answers are named by the places shown."""
     count = len(item.answers)
-    told = [item.answers[place] for place in shown_order(_key(queue.meta), item.id, person.id, count)]
-    answers = [{"text": answer["text"], "ended": answer.get("ended", True)} for answer in told]
+    shown = [item.answers[place] for place in shown_order(_key(queue.meta), item.id, person.id, count)]
+    answers = [{"text": answer["text"], "ended": answer.get("ended", True)} for answer in shown]
     return {"id": item.id, "kind": item.kind, "prompt": item.prompt, "answers": answers, "order": list(range(count))}
 
 

@@ -145,14 +145,14 @@ def _key(secret: str) -> str:
 class Streams:
     """Counts from the moment a stream is asked for, so that no two requests are given the last place."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._open, self._lock = most, Counter[int](), Lock()
+    def __init__(self, limit: int) -> None:
+        self._limit, self._open, self._lock = limit, Counter[int](), Lock()
 
     def enter(self, person: int) -> StreamPlace:
         """Take a place, which has to be left."""
         with self._lock:
-            if self._open[person] >= self._most:
-                raise Refused(429, f"at most {self._most} live streams at a time: close a page")
+            if self._open[person] >= self._limit:
+                raise Refused(429, f"at most {self._limit} live streams at a time: close a page")
             self._open[person] += 1
         return StreamPlace(self, person)
 

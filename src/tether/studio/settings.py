@@ -44,7 +44,7 @@ class StudioSettings:
     trusted_proxies: tuple[Network, ...] = ()  # whose X-Forwarded-For and X-Forwarded-Proto count
     session_rate: Rate = SESSION_RATE
     stranger_rate: Rate = STRANGER_RATE  # by address, for whoever shows no valid token
-    most_streams: int = 12  # live streams of one person at a time
+    max_streams: int = 12  # live streams of one person at a time
     poll_seconds: float = 0.25  # how often a stream looks at the database
     heartbeat_seconds: float = 5.0
 
@@ -152,8 +152,8 @@ MAX_FILE = 4096  # bytes
 
 def add_token_options(parser: argparse.ArgumentParser, variable: str, whose: str) -> None:
     """--token-file, and an answer to those who write --token."""
-    told = f"holds {whose}, of {SHORTEST_TOKEN} characters or more; else {variable}; else a new one is made"
-    parser.add_argument("--token-file", metavar="FILE", help=told)
+    help_text = f"holds {whose}, of {SHORTEST_TOKEN} characters or more; else {variable}; else a new one is made"
+    parser.add_argument("--token-file", metavar="FILE", help=help_text)
     parser.add_argument("--token", dest="token", default=None, help=argparse.SUPPRESS)
 
 

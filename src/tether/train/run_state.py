@@ -61,7 +61,7 @@ def restore(
     """Become what was captured. Returns the controllers, where there are any; those of a changed setting start anew."""
     learner.load_state(LearnerState(dict(checkpoint.tensors["learner"]), checkpoint.values["learner"]))
     if shared is not None and "backbone" in checkpoint.tensors:
-        shared.remember(checkpoint.tensors["backbone"])
+        shared.restore_rows(checkpoint.tensors["backbone"])
     set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
     saved = checkpoint.values["controllers"]
     if fresh is None or saved is None:
