@@ -138,7 +138,7 @@ class ServedModel:
     def _check_length(self, letters: int, field: str) -> None:
         """Raise where a text cannot fit the context, before it is made into tokens: that takes 300 times its memory."""
         context = self.loaded.context_length
-        if letters > context * self._longest_token:
+        if letters > context * self._max_token_length:
             raise ApiError(
                 400,
                 f"the request has {letters} letters, which is more than the model's context of {context} tokens can "
@@ -148,7 +148,7 @@ class ServedModel:
             )
 
     @cached_property
-    def _longest_token(self) -> int:
+    def _max_token_length(self) -> int:
         tokenizer: Any = self.loaded.tokenizer
         return max(MIN_TOKEN_LETTERS, *map(len, tokenizer.get_vocab()))
 

@@ -178,7 +178,7 @@ def chosen_token(options: argparse.Namespace, variable: str) -> str | None:
     """
     given = os.environ.pop(variable, "").strip()
     if options.token is not None:
-        _refuse(variable)
+        _reject(variable)
     if options.token_file:
         token, where = _in_file(options.token_file), "--token-file"
     elif given:
@@ -190,7 +190,7 @@ def chosen_token(options: argparse.Namespace, variable: str) -> str | None:
     return token
 
 
-def _refuse(variable: str) -> NoReturn:
+def _reject(variable: str) -> NoReturn:
     raise ConfigError(
         "--token: every user of this machine can read the command line, so that no token is taken from it; write it "
         f"into a file that only you can read and name that with --token-file, or set {variable}"
