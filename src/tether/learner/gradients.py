@@ -1,9 +1,4 @@
-"""Gradient norms, and values that are not finite.
-
-Norms of gradients.
-
-Numbers that are not finite: finding them, and saying where they stand.
-"""
+"""Gradient norms, and the search for values that are not finite."""
 
 from __future__ import annotations
 

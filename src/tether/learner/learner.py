@@ -1,10 +1,7 @@
 """One learner for every method: the gradient of a sum over micro-batches, divided by a size known beforehand.
 
-Learning-rate schedules as functions of progress, so that they hold no state of their own.
-
-How gradients become steps: rates, clipping, the optimiser.
-
-One learner for every method: gradients of a sum over micro-batches, divided by a size known beforehand.
+Learning-rate schedules are functions of progress and hold no state. `LearnerSettings` says how gradients become steps:
+learning rates, clipping and the optimiser.
 """
 
 from __future__ import annotations

@@ -1,15 +1,9 @@
-"""Backbones: what turns tokens into hidden states, whole or cut into layers that roles share, and the output layer.
+"""Backbones, which turn tokens into hidden states, and the output layer that turns those into log-probabilities.
 
-One pass through a causal language model, split where PPO needs it: the backbone, then the output layer.
-
-Backbones: what turns tokens into hidden states, and how one is cut into layers that roles share.
-
-Frozen weights that wait in host memory and come to the device for their pass.
-
-Backbones: what turns tokens into hidden states, and how one is cut into layers that roles share and layers they own.
-
-Roles share memory by sharing *tensors*: each role has a module tree of its own, and trees hold the same parameters
-where the roles have them in common. No role is switched on or off, so nothing depends on who ran last.
+A backbone runs whole, or is cut into layers that roles share and layers that each role owns. Roles share memory by
+sharing *tensors*: each role has its own module tree, and the trees hold the same parameters where roles have them in
+common. No role is switched on or off, so results do not depend on which role ran last. `CpuOffload` keeps a frozen
+module in host memory between its passes.
 """
 
 from __future__ import annotations

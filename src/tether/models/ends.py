@@ -1,4 +1,4 @@
-"""Which tokens end an answer: those that sampling stops at, and the one that training appends."""
+"""Which tokens end an answer: those at which sampling stops, and the one that training appends."""
 
 from __future__ import annotations
 

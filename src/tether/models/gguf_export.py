@@ -1,4 +1,4 @@
-"""A model of the Llama kind as a GGUF file, and the file read back and compared with it."""
+"""Writing a model of the Llama family as a GGUF file, and comparing the file with it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
-"""A scalar on top of a backbone: the critic's value of a state, the reward model's score of an answer.
+"""A scalar head on a backbone: the critic's value of a state, or the reward model's score of an answer.
 
-A scalar on top of a backbone: the critic's value of a state, the reward model's score of an answer.
-
-Reward models of other makers: any classifier of one label, by folder or by Hugging Face id.
-
-Only safetensors are read and no code of the checkpoint is run.
+Reward models from elsewhere are classifiers with one label, given as a folder or a Hugging Face id. Only safetensors
+are read, and no code of the checkpoint is run.
 """
 
 from __future__ import annotations

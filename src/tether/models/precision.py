@@ -1,4 +1,4 @@
-"""In what precision weights are held: as a recipe says, or as suits the device. `auto` is decided here alone."""
+"""The precision of weights: what the recipe says, or what suits the device. `auto` is resolved only here."""
 
 from __future__ import annotations
 

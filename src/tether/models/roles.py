@@ -1,11 +1,7 @@
-"""Policy, reference, critic and reward: who plays which role, and what the roles share.
+"""Policy, reference, critic and reward: the roles of a run, and how they share memory.
 
-Three ways for the roles to share memory: not at all, as adapters on one base, or as tops on one backbone.
-
-Who is policy, reference, critic and reward.
-
-The learner trains an `ActorCritic`; the loop asks `Roles` to evaluate a batch. Neither knows whether the roles are four
-models, adapters on one base, or tops on a shared backbone: that is decided in `sharing.py`.
+Roles share nothing, are LoRA adapters on one base, or are top layers on a shared backbone. The learner trains an
+`ActorCritic` and the loop asks `Roles` to evaluate a batch; neither depends on how the roles share memory.
 """
 
 from __future__ import annotations

@@ -1,13 +1,7 @@
 """Writing a trained model so that other tools load it: plain, or with LoRA merged.
 
-Telling whether two modules hold the same weights.
-
-Writing a trained model so that other tools load it.
-
-A trained model as one plain transformers folder: adapters merged, written, and compared after loading it back.
-
-Everything is computed in float32 on the CPU, whatever the weights are stored in, so that the comparison sees what
-merging and storing changed and nothing else.
+A merged model is loaded back and compared. The comparison runs in float32 on the CPU whatever dtype is stored, so it
+shows only what merging and storing changed.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
-"""The frozen lower layers that several roles share: run once a row, cached in memory and in a folder.
+"""The frozen lower layers that several roles share: run once per row, cached in memory and in a folder.
 
-What a shared backbone gave for each text, kept in a folder: a later run on the same backbone reads it there.
-
-A backbone is known by the digest of its weights, a text by its tokens. A file holds many texts, one after the other:
-`tokens` (N,) int64, `lengths` (rows,) and `states` (N, H). Files are written whole and never changed, so runs may share
-a folder; what is read stays on disk, in pages that the operating system may drop.
-
-The frozen lower layers that several roles share, run once a row, and the tops that stand on them.
+The folder's files are keyed by the digest of the backbone's weights and the tokens of each text, so a later run on the
+same backbone reads them. A file holds many texts, one after the other: `tokens` (N,) int64, `lengths` (rows,) and
+`states` (N, H). Files are written whole and never changed, so runs may share a folder; they are memory-mapped, and the
+operating system may drop their pages.
 """
 
 from __future__ import annotations

@@ -1,25 +1,16 @@
-"""Sampling from any Hugging Face causal language model in process.
+"""Sampling from any Hugging Face causal language model in process: no weights are copied, no server is needed.
 
-From sampled ids to a Rollout: the one place that knows how its columns line up.
-
-Sampling from any Hugging Face causal language model in process.
-
-The model's side of decoding: a batch with its cache, which can be read into, stepped, and cut down to fewer rows.
-
-Sampling from any Hugging Face causal language model in process: no weights are copied, no server is needed.
-
-Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 have decoders of their own (`accel/decode_cpu`, `accel/decode_gpu`),
-which work on the model's parameters and keep up to `max_num_seqs` slots busy: a sequence that ends makes room for the
-next one. The decoder is compared with the model's own forward pass when the engine is made. Every other model takes
-the general way, which asks nothing but a cache: a call is cut into chunks of at most `max_num_seqs` sequences, longest
-prompts first, each prompt is read once and its cache rows are repeated for its samples, and sequences that end leave
-the batch, so that they cost nothing more.
+Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 have their own decoders (`accel/decode_cpu`, `accel/decode_gpu`),
+which read the model's parameters and keep up to `max_num_seqs` slots busy: a sequence that ends makes room for the next
+one. The decoder is compared with the model's forward pass when the engine is built. Every other model is decoded by its
+own modules with a KV cache: a call is cut into chunks of at most `max_num_seqs` sequences, longest prompts first, each
+prompt is prefilled once for all its samples, and finished sequences leave the batch.
 
 The result depends on the seed, the prompt's id and the sample's index. Batching changes logits only by rounding, and
-each draw uses a uniform of its own, so the same tokens come out whoever shares the batch, unless a uniform falls within
-rounding of the boundary between two tokens: measured on the tiny model, about once in 100,000 draws in float32; oftener
-in bfloat16. The log-probs are right either way. A prompt that is given twice in one call, as where a step runs over the
-end of an epoch, gets further samples, not the same ones again.
+each draw has its own uniform, so the same tokens are drawn whatever else is in the batch, unless a uniform falls within
+rounding of the boundary between two tokens: on the tiny model about once in 100,000 draws in float32, more often in
+bfloat16. The log-probs are correct either way. A prompt given twice in one call, as at the end of an epoch, gets
+further samples.
 """
 
 from __future__ import annotations

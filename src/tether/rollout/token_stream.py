@@ -1,4 +1,4 @@
-"""Answers as they are being written: token by token, as text that only ever grows, several of them side by side."""
+"""Answers as a stream: token by token, as text that only grows, several answers side by side."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""The routes of `tether serve`, and the layer in front of them.
+"""The routes of `tether serve`, and the authentication middleware in front of them.
 
-The layer in front of every route: Host, rate of strangers, token, size. A pure ASGI middleware, so streams pass.
-
-The routes: /v1/models, /v1/chat/completions, /v1/completions and /health.
+The middleware checks the Host header, the request rate of unknown clients, the token and the size. It is pure ASGI, so
+streams pass through it. The routes are /v1/models, /v1/chat/completions, /v1/completions and /health.
 """
 
 from __future__ import annotations

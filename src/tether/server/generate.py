@@ -1,8 +1,7 @@
-"""From a request to tokens, and tokens as OpenAI's objects.
+"""From a request to tokens, and from tokens to OpenAI's objects.
 
-From a request to tokens: what is asked of the model, who may run at once, and who has to wait.
-
-Tokens as OpenAI's objects: whole answers, chunks of a stream, log-probabilities and counts.
+A request becomes a job for the model; a limited number of jobs run at once and others wait. The tokens become whole
+answers, chunks of a stream, log-probabilities and usage counts.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""What a request may say, and errors, in OpenAI's names.
+"""The fields of a request and the shape of errors, in OpenAI's names.
 
-Errors in OpenAI's shape: {"error": {message, type, param, code}}.
-
-What a request may say, in OpenAI's names. What would change the answer and is not supported is refused by name.
+A field that would change the answer and is not supported raises an error that names it. An error is
+{"error": {message, type, param, code}}.
 """
 
 from __future__ import annotations

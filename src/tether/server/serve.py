@@ -1,4 +1,4 @@
-"""Starting `tether serve`: the token, the model, the address, and serving until it is stopped."""
+"""Starting `tether serve`: read the token, load the model, listen, and serve until stopped."""
 
 from __future__ import annotations
 
