@@ -44,7 +44,7 @@ def note_digests(folder: Path) -> None:
 
 def check_digests(folder: Path, name: str) -> None:
     """Raise DataError where a file was changed, added or removed; a folder without a list gets one."""
-    repair = f"fetch it anew with `tether models pull {name} --force`"
+    repair = f"fetch it again with `tether models pull {name} --force`"
     try:
         noted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
         entries = {file: (each["sha256"], each["size"], each["changed"]) for file, each in noted.items()}
@@ -89,7 +89,7 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-CARD = "tether-model.json"  # says where a folder of the cache came from; written last
+CARD = "tether-model.json"  # records where a folder of the cache came from; written last
 LAYOUT = 1  # raised when the conversion changes: older folders are then pulled again
 
 
@@ -149,7 +149,7 @@ def models_folder() -> Path:
 
 
 def model_card(name: str, model: EmbeddedModel) -> dict[str, str | int]:
-    """What the card of a whole and current copy says."""
+    """The card of a complete, current copy."""
     return {
         "name": name,
         "layout": LAYOUT,
@@ -163,7 +163,7 @@ def model_card(name: str, model: EmbeddedModel) -> dict[str, str | int]:
 
 
 def cached_model(name: str) -> CachedModel | None:
-    """The copy of an embedded model in the cache, or None where there is none or an outdated one."""
+    """The cached copy of an embedded model; None if it is absent or outdated."""
     folder = models_folder() / name
     try:
         card = json.loads((folder / CARD).read_text(encoding="utf-8"))
@@ -178,8 +178,8 @@ def cached_model(name: str) -> CachedModel | None:
 def resolve_model_path(path: str, *, notify: Callable[[str], None] | None = None) -> str:
     """`path` itself, but for the name of an embedded model: its folder in the cache, pulled first if it is absent.
 
-    `notify` is told before a download begins; by default a line goes to stderr. A folder of the same name is meant
-    by `./name`.
+    `notify` is called before a download begins; by default a line goes to stderr. `./name` means a folder of the same
+    name.
     """
     if path not in EMBEDDED:
         return path
@@ -196,7 +196,7 @@ def resolve_model_path(path: str, *, notify: Callable[[str], None] | None = None
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a model's name can only mean a place on this machine, which is then never asked of the hub.
+    """Whether a model's name can only be a local path, which is then never looked up on the hub.
 
     A hub id is one name, or an owner and a name. What starts like a path, has more parts, or begins with a folder that
     is here (`runs/ppo`) is a path.
@@ -223,7 +223,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def pull(name: str, *, progress: Progress | None = None, force: bool = False) -> CachedModel:
-    """The model `name` in the cache, fetched if it is not there, or anew with `force`.
+    """The model `name` in the cache, fetched if it is absent, or again with `force`.
 
     Processes that pull at the same time wait for one another, and the model is fetched once.
     """
@@ -237,7 +237,7 @@ def pull(name: str, *, progress: Progress | None = None, force: bool = False) ->
             found = cached_model(name)
             if found and not force:
                 return found
-            if alone:  # so whatever lies about was left by a process that was killed
+            if alone:  # so leftover folders are from killed processes
                 _remove_leftovers()
             _check_room(EMBEDDED[name])
             _build(name, EMBEDDED[name], progress or (lambda _what, _done, _all: None))
@@ -338,7 +338,7 @@ def extract_member(archive: Path, member: str, target: Path, size: int, progress
 
 
 def _largest(folder: Path) -> int:
-    """The size of the largest file that pip has under way; pip moves and removes files meanwhile."""
+    """The size of the largest file that pip is writing; pip moves and removes files meanwhile."""
     sizes = [0]
     for file in folder.rglob("*.whl"):
         with contextlib.suppress(OSError):
@@ -384,7 +384,7 @@ def _storage_errors() -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        # safetensors has an error of its own, which is told by its words
+        # safetensors has its own error class, recognised by its message
         full = isinstance(error, OSError) and error.errno in FULL
         if full or (type(error).__name__ == "SafetensorError" and "No space left" in str(error)):
             raise StorageError(
@@ -399,9 +399,9 @@ def _storage_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[bool]:
-    """Hold the cache's lock, which the system lets go of when a process dies; False where there are no locks."""
+    """Hold the cache's lock, which the system releases when a process dies; False if locks are not available."""
     with (folder / ".lock").open("ab") as file:
-        yield _lock(file)  # closing the file lets go of it
+        yield _lock(file)  # closing the file releases it
 
 
 def _lock(file: BinaryIO) -> bool:

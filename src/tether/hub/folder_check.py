@@ -64,7 +64,7 @@ def fetch_hub_names(name: str) -> None:
     from huggingface_hub.errors import EntryNotFoundError
 
     for file in (*CHECKED, "model.safetensors.index.json"):
-        with suppress(EntryNotFoundError, OSError, ValueError):  # a model has only some; loading says what is missing
+        with suppress(EntryNotFoundError, OSError, ValueError):  # a model has only some of them
             hf_hub_download(name, file)
 
 
@@ -134,7 +134,7 @@ def _files(folder: Path, what: str) -> Iterator[Path]:
 def _read(file: Path, folder: Path, what: str) -> Any:
     try:
         if not file.is_file():
-            raise _rejected(what, folder, f"{file.name} is no regular file")
+            raise _rejected(what, folder, f"{file.name} is not a regular file")
         if file.stat().st_size > MAX_JSON:
             raise _rejected(what, folder, f"{file.name} is larger than {MAX_JSON // 1_000_000} MB")
         return json.loads(file.read_text(encoding="utf-8"))
@@ -146,14 +146,14 @@ def _read(file: Path, folder: Path, what: str) -> Any:
 
 
 def _rejected(what: str, folder: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{what} {str(folder)!r} is not loaded: {reason}; get the model anew from somebody you trust")
+    return ConfigError(f"{what} {str(folder)!r} is not loaded: {reason}; get the model from a source you trust")
 
 
 CONFIG, ADAPTERS = "config.json", "adapter_config.json"
 MAX_CONFIG = 4 << 20  # bytes of a config
 MAX_OTHER_JSON = 256 << 20  # bytes of any other JSON file, such as a tokenizer
 MAX_LAYERS = 1_000  # building a layer costs time even where it costs no memory
-MAX_ADAPTERS = 8  # adapters that stand on adapters that stand on ...
+MAX_ADAPTERS = 8  # length of a chain of adapters on adapters
 # Whole numbers above 0, by the names that families of models give them, and the most that each may be.
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), MAX_LAYERS),

@@ -84,7 +84,7 @@ class _Reader:
         self.size = size
 
     def take(self, count: int) -> bytes:
-        if count > self.size - self.file.tell():  # before memory is asked for
+        if count > self.size - self.file.tell():  # before memory is allocated
             raise struct.error("it ends too early")
         return self.file.read(count)
 

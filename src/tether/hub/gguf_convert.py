@@ -159,7 +159,7 @@ BLOCK_WEIGHTS = {
 
 
 def convert_gguf(source: Path, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
-    """Write the model in `source` into `folder`, which exists; `progress` is told (tensors done, tensors in all)."""
+    """Write the model in `source` into `folder`, which exists; `progress` gets (tensors done, tensors in total)."""
     gguf = open_gguf(source)
     architecture = gguf.metadata.get("general.architecture")
     if architecture != "llama" or any(".rope.scaling." in key for key in gguf.metadata):
@@ -206,7 +206,7 @@ def _config(gguf: GgufFile) -> LlamaConfig:
 def read_weights(
     gguf: GgufFile, heads: Mapping[str, int], progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Tensor]:
-    """Every weight in float32 under transformers' name; `heads` are those of the parts whose rows stand in pairs.
+    """Every weight in float32 under transformers' name; `heads` names the parts with rows in pairs.
 
     Tables of frequencies, which transformers works out from the config, are left out.
     """
@@ -248,7 +248,7 @@ def _check_weights(weights: Mapping[str, Tensor], config: LlamaConfig, name: str
     """Raise unless the weights are exactly those of the model that `config` describes."""
     with torch.device("meta"):
         expected = {key: value.shape for key, value in LlamaForCausalLM(config).state_dict().items()}
-    if config.tie_word_embeddings:  # said once, as transformers itself saves it
+    if config.tie_word_embeddings:  # saved once, as transformers does
         expected.pop("lm_head.weight", None)
     found = {key: value.shape for key, value in weights.items()}
     if wrong := sorted(key for key in {*expected, *found} if expected.get(key) != found.get(key)):

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 BLOCK = 256  # numbers that share a range
-PART = 2**23  # numbers at a time, whole blocks: on the way several fp32 copies of them exist
+PART = 2**23  # numbers at a time, whole blocks: several fp32 copies of them exist meanwhile
 SMALLEST = torch.finfo(torch.float32).tiny
 LEVEL_CODES = 8  # a block's range is kept as top * LEVEL_CODES + level
 PLACES = 0x9E3779B1  # odd: different places have different products
@@ -38,7 +38,7 @@ MARGIN = 1.0  # octaves that must be left over before a block takes a finer leve
 
 @dataclass(frozen=True)
 class Codes:
-    """How magnitudes become codes: 0 is 0, and code k in 1..steps stands for 2^((top - steps + k) / 2^level).
+    """How magnitudes become codes: 0 is 0, and code k in 1..steps is 2^((top - steps + k) / 2^level).
 
     A block's `top` and `level` are whole numbers. A magnitude is off by less than the factor 2^(1 / 2^level), and on
     average by nothing, where it is on the ladder. Below it, signed numbers become 0 or the lowest rung, on average
@@ -82,7 +82,7 @@ class Codes:
         size = blocks.abs()
         top, level = self._ranges(size, before)
         rungs, bottom = torch.exp2(level)[:, None], (top - (self.steps - 1))[:, None]
-        # The rung below each number, and where between it and the next the number stands, as a share.
+        # The rung below each number, and the number's position between it and the next, as a fraction.
         below = torch.log2(size.clamp_min(SMALLEST)).mul_(rungs).floor_()
         rise = torch.exp2(below / rungs).reciprocal_().mul_(size).sub_(1.0).div_(torch.exp2(1.0 / rungs).sub_(1.0))
         step = below.add_(draws(start, len(flat), key, flat.device, size.shape).lt_(rise)).sub_(bottom).add_(1.0)

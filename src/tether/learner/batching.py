@@ -36,7 +36,7 @@ def minibatches(batch: Sequences, size: int, generator: torch.Generator | None =
 def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
     """Row sets whose padded size (rows x longest) stays within `max_tokens`; units are never split.
 
-    Units of like length are put together to waste little on padding. A unit that is larger than `max_tokens` by
+    Groups of similar length are put together to waste little on padding. A group that is larger than `max_tokens` by
     itself still goes, alone: the budget bounds memory, it does not drop data.
     """
     real = batch.attention_mask.cpu()
@@ -61,7 +61,7 @@ def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class BatchPart:
-    """A micro-batch, and where it stands in its batch."""
+    """A micro-batch, and its rows in the batch."""
 
     micro: Any  # a Sequences, of whatever stage
     rows: Tensor  # (B,) its rows' places in the batch
@@ -80,14 +80,14 @@ class Parts:
         self._begun: tuple[Sequences, int, Iterator[BatchPart]] | None = None
 
     def begin(self, batch: Sequences, max_tokens: int) -> None:
-        """Make the first part of a batch that will be asked for."""
+        """Prepare the first part of a batch that comes next."""
         self._begun = None
         parts = self._cut(batch, max_tokens)
         first = list(islice(parts, 1))
         self._begun = batch, max_tokens, chain(first, parts)
 
     def of(self, batch: Sequences, max_tokens: int) -> Iterator[BatchPart]:
-        """The batch's parts of at most so many tokens."""
+        """The batch's parts of at most `max_tokens` tokens."""
         if self._begun is None or self._begun[0] is not batch:
             return self._cut(batch, max_tokens)
         (_, cut_for, parts), self._begun = self._begun, None
@@ -104,7 +104,7 @@ MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device said that it has no memory left; only CUDA has a class of its own for it."""
+    """Whether an error means that a device is out of memory; only CUDA has an error class for it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in MESSAGES)
@@ -168,7 +168,7 @@ def _parts(batches: Sequence[Sequences], micro_batch_tokens: int) -> int:
 
 
 ShrinkMicroBatch = Callable[[Sequence[Sequences]], int]
-"""Makes the micro-batches of the given batches smaller, and says how many tokens they may have now."""
+"""Makes the micro-batches of the given batches smaller, and returns their new maximum of tokens."""
 
 
 def evaluate_tokens(
@@ -183,7 +183,7 @@ def evaluate_tokens(
 ) -> EvaluatedBatch:
     """Old and reference log-probs and values, in the very micro-batches that the first epoch will train on.
 
-    With `top_tokens`, also so many tokens that the policy held likeliest at each place.
+    With `top_tokens`, also that many of the policy's most likely tokens at each position.
 
     The same rows in the same shapes go through the same kernels, so that on the first step old and new log-probs are
     equal to the bit and every ratio is exactly 1.
@@ -213,7 +213,7 @@ def evaluate_tokens(
 def _evaluate(
     batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: torch.device | str, top_tokens: int
 ) -> EvaluatedBatch:
-    """Each part's rows evaluated by themselves, and put together as columns of the batch once all are under way."""
+    """Evaluate each part separately, and gather the columns of the batch after all parts are queued."""
     found: list[tuple[Tensor, slice, TokenEvaluation]] = []
     with roles.present():
         for places in parts:

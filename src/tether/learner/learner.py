@@ -105,7 +105,7 @@ class Learner:
     never changes the gradient. What is not finite, be it an output, a loss, a gradient or the optimiser's own result,
     makes `step` skip the update, count it and call `on_fault`; weights and optimiser stay as they were, to the bit.
 
-    When memory runs out, `micro_batch_tokens` is halved for the rest of the run and the gradient of the step at hand is
+    When memory runs out, `micro_batch_tokens` is halved for the rest of the run and the gradient of the current step is
     gathered again from the beginning, so that it is the one that smaller micro-batches would have given.
     """
 
@@ -131,25 +131,25 @@ class Learner:
         self.micro_batch_tokens = settings.micro_batch_tokens
         self._parts = Parts(self.device)
         self.skipped_in_a_row = 0
-        self.on_fault: Callable[[Fault], None] = lambda fault: None  # noqa: ARG005 (nobody wants to know)
+        self.on_fault: Callable[[Fault], None] = lambda fault: None  # noqa: ARG005
         self._start = hyperparameters(self.optimizer)
         self._largest_norm = 0.0  # of any gradient that a step was taken with
         self._out_of_memory = 0  # times since they were last reported
         self._gathered: list[tuple[Sequences, Objective[Any, Any]]] = []  # since the last step
         self._added = 0  # of these, how many are in the gradient
         self._findings: list[NonfiniteTensor] = []
-        self._unread: list[Unread] = []  # micro-batches of which it is not known yet whether they are finite
+        self._unread: list[Unread] = []  # micro-batches whose finite-check has not been read yet
 
     @contextmanager
     def training_only(self, *names: str) -> Iterator[None]:
         """While entered, gather and step these groups alone; the others keep their weights and optimiser state.
 
-        A model with a method `train_only` is told, so that it can leave out what only the other groups' gradients need.
+        A model with a method `train_only` is informed, so that it can skip what only the other groups' gradients need.
         """
         unknown = [name for name in names if name not in self.groups]
         assert not unknown and not self._gathered, f"no groups {unknown}, or a gradient was gathered before"
         before, self._trained = self._trained, names
-        set_trained = getattr(self.model, "train_only", lambda groups: None)  # noqa: ARG005 (a model need not know)
+        set_trained = getattr(self.model, "train_only", lambda groups: None)  # noqa: ARG005
         set_trained(names)
         try:
             yield
@@ -164,7 +164,7 @@ class Learner:
         return (part.micro for part in self._parts.of(batch, self.micro_batch_tokens))
 
     def begin(self, batch: Sequences) -> None:
-        """Put the first part of the batch that `backward` will be asked for next onto the device, if there is room."""
+        """Copy the first part of the next batch for `backward` to the device, if there is room."""
         try:
             self._parts.begin(batch, self.micro_batch_tokens)
         except (RuntimeError, MemoryError) as error:
@@ -214,7 +214,7 @@ class Learner:
 
         Old log-probs that were evaluated in larger micro-batches may then differ from the first step's by rounding.
         """
-        release = getattr(self.model, "release_ahead", None)  # a pass that a model keeps takes room as well
+        release = getattr(self.model, "release_ahead", None)  # a pass computed ahead uses memory as well
         if callable(release):
             release()
         release_cuda_graphs()
@@ -299,7 +299,7 @@ class Learner:
     def skip_if_nonfinite(self, batch: Sequences) -> Metrics | None:
         """None where all that is learned from `batch` is finite; else the update is left out, and this is its report.
 
-        To be asked before a batch is cut into steps: baselines and whitening spread one bad number over all of them.
+        Call it before a batch is cut into steps: baselines and whitening spread one bad number over all of them.
         """
         findings = in_columns(batch)
         if not findings:
@@ -346,7 +346,7 @@ class Learner:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self, *, copy: bool = False) -> LearnerState:
-        """Everything it takes to go on from here, between two steps.
+        """The whole state between two steps, to resume from.
 
         The tensors are the learner's own, which the next step changes; with `copy` they are clones on the CPU, to be
         written while training goes on.

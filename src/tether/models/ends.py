@@ -8,7 +8,7 @@ from typing import Any
 
 from tether.data.chat import render
 
-ANSWER = "tether-answer"  # stands for an answer while the chat template is asked what follows one
+ANSWER = "tether-answer"  # placeholder for an answer, to see what the chat template appends
 
 
 @dataclass(frozen=True)

@@ -62,7 +62,7 @@ def write_model(loaded: LoadedModel, path: Path, type_: str, name: str) -> Writt
 
 
 def architecture_of(config: Any) -> str:
-    """llama.cpp's name for the model's architecture; a model that it would run otherwise is refused."""
+    """llama.cpp's name for the model's architecture; a model that it would run differently raises a DataError."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise DataError(f"--gguf: {config.model_type} models are not written as GGUF, only {', '.join(ARCHITECTURES)}")

@@ -136,10 +136,10 @@ class CachedRow:
 class SharedBackbone:
     """The frozen lower layers of several roles. A row is run through them once and remembered.
 
-    Rows are known by their tokens: the states of a row depend on nothing else, because positions start at its first
+    Rows are keyed by their tokens: the states of a row depend on nothing else, because positions start at its first
     real token and padding is not attended to. The least recently used rows are forgotten above `memory_bytes`.
 
-    `memory` and `remember` carry what is remembered over a checkpoint: not the states, which are large, but which rows
+    `memory` and `restore_rows` carry the cached rows over a checkpoint: not the states, which are large, but which rows
     were run together, so that they come out the same to the bit when they are next wanted. Rows that lie in a folder
     (`kept`) are read there each time.
     """
@@ -182,7 +182,7 @@ class SharedBackbone:
         return key in self._rows or (self.kept is not None and key in self.kept)
 
     def _known(self, key: bytes) -> Tensor:
-        """(T, H) of a row that is known, and found."""
+        """(T, H) of a cached row."""
         if self.kept is not None and key in self.kept:
             return self.kept.find(key)
         states = self._rows[key].states
@@ -235,7 +235,7 @@ class SharedBackbone:
     def memory(self) -> dict[str, Tensor]:
         """What is remembered, from the least recently used on: batches that were run, and which of their rows are left.
 
-        Rows that were kept from elsewhere are not part of it: whoever keeps some forgets them before a checkpoint.
+        Rows stored by `keep` are not part of it: clear them before a checkpoint.
         """
         saved: dict[str, Tensor] = {}
         found: dict[int, tuple[int, dict[bytes, int]]] = {}  # by batch, its number and its rows' places
@@ -276,7 +276,7 @@ def _tokens_only(batch: Sequences) -> Sequences:
 
 
 def _row_keys(batch: Sequences) -> tuple[list[bytes], list[Tensor]]:
-    """Each row's real tokens as bytes, and the columns they stand in."""
+    """Each row's real tokens as bytes, and their columns."""
     tokens, mask = batch.tokens.cpu(), batch.attention_mask.cpu()
     places = [row.nonzero()[:, 0] for row in mask]
     keys = [tokens[row, columns].numpy().tobytes() for row, columns in enumerate(places)]

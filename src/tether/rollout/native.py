@@ -36,7 +36,7 @@ from tether.types import Finish, Prompt, Rollout
 
 
 class Tokenizer(Encoder, Protocol):
-    """What an engine asks of a tokenizer."""
+    """The part of a tokenizer that an engine uses."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -135,7 +135,7 @@ def check_request(prompts: Sequence[Prompt], samples_per_prompt: int) -> None:
 
 
 def check_cached(model: Any) -> None:
-    """Raise where a model's forward pass knows no cache of keys and values, which every engine needs."""
+    """Raise if a model's forward pass has no KV cache, which every engine needs."""
     if "past_key_values" not in inspect.signature(causal_lm_of(model).forward).parameters:
         raise _no_cache(model)
 
@@ -150,7 +150,7 @@ def _no_cache(model: Any) -> ConfigError:
 class CachedBatch:
     """Left-padded rows of a causal language model and their KV cache.
 
-    Padding stands on the left, so the last column is every row's newest token; position ids start at 0 on the first
+    Padding is on the left, so the last column is every row's newest token; position ids start at 0 on the first
     real token, so a row's numbers are those it would have alone. Where no row has padding, neither mask nor positions
     are passed, which lets attention use its faster kernels.
     """
@@ -231,7 +231,7 @@ class CachedBatch:
         return outputs.logits[:, -1]
 
 
-BATCH = 64  # answers decoded at once where nothing else is said
+BATCH = 64  # default number of answers decoded at once
 
 
 class LogitsNotFinite(Diverged, FloatingPointError):  # noqa: N818 (the run's state, not a fault)
@@ -262,10 +262,9 @@ class NativeEngine(RolloutEngine):
     `max_num_seqs` is how many answers are decoded at once, at most. "auto" is 64, and with the GPU's own decoder up to
     1024, as many as the free memory holds.
 
-    `notices` says in one sentence why the general way is taken, where it is. `completion` is the text of the answer
-    without special tokens. `policy_version` is stamped on every rollout; the loop sets it. On the general way, a cache
-    whose rows cannot be selected keeps its finished sequences to the end of the chunk: the result is the same and only
-    the saving is lost.
+    `notices` says in one sentence why the fast decoder is not used. `completion` is the text of the answer
+    without special tokens. The loop sets `policy_version`, which every rollout carries. A KV cache whose rows cannot be
+    selected keeps finished sequences to the end of the chunk: the result is the same, only slower.
     """
 
     def __init__(
@@ -305,7 +304,7 @@ class NativeEngine(RolloutEngine):
             self.fast.gpu.release()
 
     def _at_once(self, accelerated: bool) -> int:
-        """How many answers are decoded at once, at most: those asked for, or what suits the device."""
+        """The maximum number of answers decoded at once: as set, or what suits the device."""
         if isinstance(self.max_num_seqs, int):
             return self.max_num_seqs
         slots = self.fast.most_slots(self.loaded.model.device) if accelerated and self.fast is not None else None
@@ -369,7 +368,7 @@ class NativeEngine(RolloutEngine):
         stops = {*ends, *sampling.stop_token_ids}
         answers = decode(chunk, uniforms, sampling, stops)
         ids = [answer.tokens.tolist() for answer in answers]
-        token_ids = [tokens[:-1] if tokens[-1] in ends else tokens for tokens in ids]  # an end token is no text
+        token_ids = [tokens[:-1] if tokens[-1] in ends else tokens for tokens in ids]  # an end token is not text
         texts = self.loaded.tokenizer.batch_decode(
             token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
         )
@@ -405,7 +404,7 @@ class NativeEngine(RolloutEngine):
     def _decode(self, chunk: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
         """The drawn tokens and log-probs of each sequence, (length,) each, on the CPU.
 
-        A step makes one transfer from the device, of the drawn tokens, to see who stopped; log-probs wait for the end.
+        A step makes one transfer from the device, of the drawn tokens, to see which sequences stopped.
         """
         groups = sorted({item.group: item.prompt_ids for item in chunk}.items(), key=lambda group: -len(group[1]))
         row_of = {group: row for row, (group, _) in enumerate(groups)}

@@ -29,7 +29,7 @@ from tether.studio.auth import MAX_BYTES, Asked, host_name, limited, read_asked,
 from tether.studio.replies import Reply, read_json
 from tether.studio.settings import StudioSettings
 
-OPEN = ("/health",)  # told to everyone who may name this host
+OPEN = ("/health",)  # needs no token
 
 
 class TokenGate:
@@ -110,7 +110,7 @@ def create_app(served: ServedModel, settings: StudioSettings, turnstile: Turnsti
 
 
 async def read(request: Request, kind: type[AnyRequest]) -> AnyRequest:
-    """The body, checked; what is wrong with it is told with the field."""
+    """The validated body; an error names the field."""
     try:
         given = await read_json(await request.body())
     except ClientDisconnect:
@@ -151,7 +151,7 @@ async def respond(
         while (step := await run_in_threadpool(next, tokens, None)) is not None:
             answer.add(*step)
             if await request.is_disconnected():
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client has left
         return Reply(answer.whole())
     finally:
         tokens.close()  # pyright: ignore[reportAttributeAccessIssue]

@@ -26,7 +26,7 @@ from tether.rollout.token_stream import Token, stream_tokens
 from tether.server.schema import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from tether.types import Message, Prompt
 
-COMPLETION_TOKENS = 16  # where a completion says no length, as OpenAI has it
+COMPLETION_TOKENS = 16  # OpenAI's default for a completion without max_tokens
 STREAM_NAME = "serve"  # of the random streams
 MAX_CHOICES = 4096  # answers to one request, over all its prompts
 MIN_TOKEN_LETTERS = 64  # that the longest token is taken to have at least: some tokenizers leave letters out
@@ -35,7 +35,7 @@ MIN_TEMPERATURE = 1e-4  # below it only the likeliest token is left, and logits 
 
 @dataclass(frozen=True)
 class Job:
-    """What the model is asked: one or more prompts, each answered `n` times."""
+    """The work of one request: one or more prompts, each answered `n` times."""
 
     prompts: tuple[tuple[int, ...], ...]
     n: int
@@ -46,12 +46,12 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens were asked with."""
+        """The number of prompt tokens."""
         return sum(map(len, self.prompts))
 
 
 class Turnstile:
-    """At most `running` requests at work and `waiting` in line; one more is refused."""
+    """At most `running` requests run and `waiting` wait; one more gets status 429."""
 
     def __init__(self, running: int, waiting: int) -> None:
         self._free = asyncio.Semaphore(running)
@@ -74,7 +74,7 @@ class Turnstile:
 
 @dataclass
 class ServedModel:
-    """The model under the name it is served by. `turn` is held by whoever makes the next token."""
+    """The model and its served name. A request holds `turn` while it computes its next token."""
 
     name: str
     loaded: LoadedModel
@@ -83,7 +83,7 @@ class ServedModel:
     turn: Lock = field(default_factory=Lock)
 
     def check_name(self, asked: str) -> None:
-        """Raise where another model is asked for."""
+        """Raise if the request names another model."""
         if asked != self.name and asked not in self.aliases:
             raise ApiError(
                 404,
@@ -103,7 +103,7 @@ class ServedModel:
             raise ApiError(400, str(error), param="messages") from None
         except (TemplateError, ValueError, TypeError) as error:
             reason = str(error).partition("\n")[0]
-            raise ApiError(400, f"the model's chat template refuses the messages: {reason}", param="messages") from None
+            raise ApiError(400, f"the model's chat template rejects the messages: {reason}", param="messages") from None
         top = (asked.top_logprobs or 0) if asked.logprobs else 0
         return self._job(asked, [ids], asked.limit, self.max_tokens, "messages", top)
 
@@ -135,7 +135,7 @@ class ServedModel:
             raise ApiError(400, f"{name} is not supported here: leave it out", param=name, code="unsupported_parameter")
 
     def _check_length(self, letters: int, field: str) -> None:
-        """Raise where a text cannot fit the context, before it is made into tokens: that takes 300 times its memory."""
+        """Raise if a text cannot fit the context, before tokenization, which takes 300 times its memory."""
         context = self.loaded.context_length
         if letters > context * self._max_token_length:
             raise ApiError(
@@ -254,7 +254,7 @@ class OpenAIAnswer:
         return [self._event(index, {"role": "assistant", "content": ""}, None) for index in range(len(self.choices))]
 
     def chunk(self, place: int, token: Token) -> str | None:
-        """The event for one token; None where it adds nothing that can be told yet."""
+        """The event for one token; None if it adds no complete text yet."""
         logprobs = self._logprobs([token]) if self.logprobs else None
         if not token.text and token.finish is None and not logprobs:
             return None
