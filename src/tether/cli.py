@@ -54,7 +54,7 @@ TETHER_DEBUG=1 shows where an error was raised.
 """
 
 ALLOW = "--allow-code"
-RESERVE = 1 << 24  # bytes that are let go where memory has run out, to have some for saying so
+RESERVE = 1 << 24  # bytes that are freed when memory runs out, so that the error can be printed
 
 
 class Command(NamedTuple):
@@ -83,10 +83,10 @@ def _table(*rows: tuple[str, str, str]) -> dict[str, Command]:
 # name, module of tether.commands, summary
 COMMANDS = _table(
     ("train", "train", "train a model: PPO and its neighbours, SFT, a reward model"),
-    ("resume", "resume", "go on with a run that was stopped or killed"),
+    ("resume", "resume", "resume a run that was stopped or killed"),
     ("fork", "resume", "continue from a checkpoint with other settings"),
     ("replay", "resume", "recompute a step's advantages under other settings"),
-    ("plan", "plan", "say what a run will cost in memory, steps and seconds"),
+    ("plan", "plan", "estimate a run's memory, steps and seconds"),
     ("data", "data", "show how your data is read: shape, lengths, examples"),
     ("conformance", "conformance", "check any implementation of PPO against the golden traces"),
     ("demo", "train", "the whole of RLHF on a real model, in minutes"),
@@ -97,7 +97,7 @@ COMMANDS = _table(
     ("runs", "runs", "list the runs of a workspace"),
     ("show", "runs", "show a run, a step, or an answer token by token"),
     ("report", "runs", "write a run's report"),
-    ("export", "export", "take a run's model, rollouts or metrics out"),
+    ("export", "export", "export a run's model, rollouts or metrics"),
     ("doctor", "doctor", "say what is wrong with a run, and why"),
     ("studio", "serve", "watch runs, judge answers and chat with models"),
     ("serve", "serve", "serve a model to OpenAI clients: chat and completions"),
@@ -120,12 +120,12 @@ def main(argv: list[str] | None = None) -> int:
     try:
         reserve.append(bytearray(RESERVE))
         code = _dispatch(words)
-        flush_output()  # here, where a closed pipe or a full disk can still be told
+        flush_output()  # here, where a closed pipe or a full disk can still be reported
         return code
-    except BrokenPipeError:  # `tether --help | head`: the reader left, which is no error
+    except BrokenPipeError:  # `tether --help | head`: the reader left, which is not an error
         silence(sys.stdout)
         return 0
-    except BaseException as error:  # a reward may raise anything, and exit code 0 is for what was done
+    except BaseException as error:  # a reward may raise anything, and exit code 0 means success
         reserve.clear()
         try:
             return _report(error, json_output="--json" in words)
@@ -151,10 +151,10 @@ def _dispatch(words: list[str]) -> int:
     before = consent.begin(_take_allowed(rest))
     try:
         return COMMANDS[command].run(rest)
-    except SystemExit as stop:  # argparse leaves this way after --help; nothing else of ours does
+    except SystemExit as stop:  # argparse exits so after --help; nothing else of ours does
         if stop.code == 0 and ("--help" in rest or "-h" in rest):
             return 0
-        if isinstance(stop.__context__, BrokenPipeError):  # rich leaves this way where nobody reads any more
+        if isinstance(stop.__context__, BrokenPipeError):  # rich exits so when the reader has left
             raise BrokenPipeError from stop
         raise DataError(f"code that the recipe names ended the program with sys.exit({stop.code!r})") from stop
     finally:
@@ -162,8 +162,8 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _report(error: BaseException, *, json_output: bool) -> int:
-    """Say what went wrong on stderr, and as the last line of stdout where JSON was asked for."""
-    from tether.reports.safe_text import clean  # what a reward or a file says may hold anything
+    """Print the error on stderr, and with --json as the last line of stdout too."""
+    from tether.reports.safe_text import clean  # texts of rewards and files may hold control characters
 
     message, code = judge(error)
     message = clean(redact(message))
@@ -172,14 +172,14 @@ def _report(error: BaseException, *, json_output: bool) -> int:
         if not expected or os.environ.get("TETHER_DEBUG", "") not in ("", "0"):
             print(redact("".join(traceback.format_exception(error))), end="", file=sys.stderr)
         print(f"tether: {message}", file=sys.stderr, flush=True)
-    except (OSError, ValueError):  # standard error is full or closed; the exit code still tells
+    except (OSError, ValueError):  # standard error is full or closed; the exit code remains
         silence(sys.stderr)
     try:
         flush_output()
         if json_output:
             print(json.dumps({"error": message, "exit_code": code}))
             flush_output()
-    except (OSError, ValueError, StorageError):  # nobody reads any more
+    except (OSError, ValueError, StorageError):  # the reader has left
         silence(sys.stdout)
     return code
 
@@ -188,7 +188,7 @@ def _report(error: BaseException, *, json_output: bool) -> int:
 
 
 def _take_allowed(words: list[str]) -> list[str]:
-    """The values of `--allow-code`, which is taken out of the words: one name each, or several with commas between."""
+    """The values of `--allow-code`: names, or several with commas between. The option is removed from the words."""
     allowed: list[str] = []
     while place := next((at for at, word in enumerate(words, 1) if word.partition("=")[0] == ALLOW), 0):
         _, equals, value = words.pop(place - 1).partition("=")

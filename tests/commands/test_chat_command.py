@@ -65,7 +65,7 @@ def test_the_oldest_turns_are_forgotten_when_the_context_is_full():
     talk = Conversation("tiny", loaded, Sampling(8), system="s", seed=0)
     for turn in range(8):
         question = f"{turn}" * 60
-        talk.keep(question, talk.answer(question))
+        talk.add_turn(question, talk.answer(question))
     messages = talk.fitted("last")[0].messages
     assert [message["role"] for message in messages[:2]] == ["system", "user"] and len(messages) < len(talk.turns)
     assert messages[-3:-1] == tuple(talk.turns[-2:]) and messages[-1]["content"] == "last"
@@ -88,7 +88,7 @@ def test_an_answer_shrinks_to_a_small_context_and_forgetting_is_told_once():
     talk.sampling = Sampling(8)
     for turn in range(3):
         question = f"{turn}" * 100
-        talk.keep(question, talk.answer(question))
+        talk.add_turn(question, talk.answer(question))
     assert len(told) == 1
     assert "oldest question and its answer are left out" in told[0]
 

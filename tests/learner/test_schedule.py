@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tether.learner.learner import rate_factor
+from tether.learner.learner import lr_factor
 
 
 @pytest.mark.parametrize(
@@ -35,17 +35,17 @@ from tether.learner.learner import rate_factor
     ],
 )
 def test_golden(schedule, progress, warmup, factor):
-    assert rate_factor(schedule, progress, warmup) == pytest.approx(factor, abs=1e-15)
+    assert lr_factor(schedule, progress, warmup) == pytest.approx(factor, abs=1e-15)
 
 
 @given(st.sampled_from(["constant", "linear", "cosine"]), st.floats(0, 1), st.floats(0, 1))
 def test_a_factor_is_between_0_and_1(schedule, progress, warmup):
-    assert 0.0 <= rate_factor(schedule, progress, warmup) <= 1.0
+    assert 0.0 <= lr_factor(schedule, progress, warmup) <= 1.0
 
 
 @given(st.sampled_from(["constant", "linear", "cosine"]), st.floats(0, 0.9), st.lists(st.floats(0, 1), min_size=2))
 def test_it_rises_through_the_warm_up_and_never_after(schedule, warmup, points):
-    before = [rate_factor(schedule, p, warmup) for p in sorted(points) if p <= warmup]
-    after = [rate_factor(schedule, p, warmup) for p in sorted(points) if p >= warmup]
+    before = [lr_factor(schedule, p, warmup) for p in sorted(points) if p <= warmup]
+    after = [lr_factor(schedule, p, warmup) for p in sorted(points) if p >= warmup]
     assert before == sorted(before)
     assert after == sorted(after, reverse=True)

@@ -71,7 +71,7 @@ def test_rows_that_a_checkpoint_only_named_are_found_again_before_they_are_writt
     found = calm.states(rows((7, 1), (3, 2)))
     calm.write_kept()
     resumed = backbone_keeping(tmp_path / "resumed")
-    resumed.remember(calm.memory())
+    resumed.restore_rows(calm.memory())
     resumed.write_kept()
     later = backbone_keeping(tmp_path / "resumed")
     assert torch.equal(later.states(rows((7, 1), (3, 2))), found) and later.rows_run == 0

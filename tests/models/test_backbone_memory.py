@@ -33,7 +33,7 @@ def rows(*lengths_and_seeds: tuple[int, int]) -> Sequences:
 def over_a_checkpoint(before: SharedBackbone) -> SharedBackbone:
     """Another backbone that remembers the same, by way of tensors that a file can hold."""
     after = backbone(before.memory_bytes)
-    after.remember({name: tensor.clone() for name, tensor in before.memory().items()})
+    after.restore_rows({name: tensor.clone() for name, tensor in before.memory().items()})
     return after
 
 
@@ -73,7 +73,7 @@ def test_an_empty_memory_goes_over_a_checkpoint_too():
 def test_what_is_taken_up_replaces_what_was_there():
     after = backbone()
     after.states(rows((6, 5)))
-    after.remember(backbone().memory())
+    after.restore_rows(backbone().memory())
     assert after.memory()["order"].shape == (0, 2)
     after.states(rows((6, 5)))
     assert after.rows_run == 2

@@ -13,7 +13,7 @@ from tether.config.sections import RolesSettings
 from tether.errors import ConfigError
 from tether.hub.tiny_model import tiny_model
 from tether.mask_cache import loss_size
-from tether.models.backbones import Waiting, recompute_layers
+from tether.models.backbones import CpuOffload, recompute_layers
 from tether.models.load import disable_dropout, quantization
 from tether.models.roles import Roles, Separate, build_sharing, onto, prefetch
 from tether.ops.losses import Aggregation
@@ -74,28 +74,28 @@ def test_layers_are_really_run_again(monkeypatch):
 
 
 def test_a_reference_that_waits_says_the_same():
-    here, waiting = (
+    here, offload = (
         Roles.build(Separate(tiny_model(seed=1)), critic=None, with_reference=True, seed=0, offload_reference=offload)
         for offload in (False, True)
     )
-    assert waiting.reference.waiting is not None and here.reference.waiting is None
-    assert torch.equal(waiting.evaluate(batch()).ref_logprobs, here.evaluate(batch()).ref_logprobs)
+    assert offload.reference.offload is not None and here.reference.offload is None
+    assert torch.equal(offload.evaluate(batch()).ref_logprobs, here.evaluate(batch()).ref_logprobs)
 
 
 def test_only_a_reference_with_weights_of_its_own_waits():
     sharing = build_sharing(tiny_model(seed=1), RolesSettings(mode="lora", lora_rank=4), 0)
     roles = Roles.build(sharing, critic=None, with_reference=True, seed=0, offload_reference=True)
-    assert roles.reference.waiting is None
+    assert roles.reference.offload is None
 
 
 def test_what_waits_is_back_in_host_memory_after_its_visit(monkeypatch):
     module = torch.nn.Linear(3, 3).requires_grad_(False)
     homes, brought = [parameter.data_ptr() for parameter in module.parameters()], []
-    waiting = Waiting(module)
-    monkeypatch.setattr(waiting, "_brought", lambda home: brought.append(home) or home.clone())  # another memory
-    with waiting.visit():
+    offload = CpuOffload(module)
+    monkeypatch.setattr(offload, "_brought", lambda home: brought.append(home) or home.clone())  # another memory
+    with offload.on_device():
         away = [parameter.data_ptr() for parameter in module.parameters()]
-        with waiting.visit():
+        with offload.on_device():
             pass
         assert [parameter.data_ptr() for parameter in module.parameters()] == away != homes
     assert [parameter.data_ptr() for parameter in module.parameters()] == homes
@@ -104,7 +104,7 @@ def test_what_waits_is_back_in_host_memory_after_its_visit(monkeypatch):
 
 def test_what_is_trained_cannot_wait():
     with pytest.raises(AssertionError, match="trained"):
-        Waiting(torch.nn.Linear(2, 2))
+        CpuOffload(torch.nn.Linear(2, 2))
 
 
 def test_a_batch_put_onto_a_device_is_the_batch():

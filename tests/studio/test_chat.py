@@ -24,7 +24,7 @@ from tether.protocols import Sampling
 from tether.store.database.open import Workspace, workspace_at
 from tether.studio.app import create_app
 from tether.studio.chat_routes import Token, as_prompt, growing_text, stream_answer
-from tether.studio.model_host import AT_ONCE, Said
+from tether.studio.model_host import AT_ONCE, ModelAnswer
 
 QUESTION = {"run": 1, "messages": [{"role": "user", "content": "4 lower:"}], "temperature": 1.0, "seed": 3}
 
@@ -105,13 +105,13 @@ def test_pieces_of_characters_are_held_back_until_they_are_whole(text, cuts):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_many_long_questions_leave_threads_to_other_routes(workspace: Workspace, monkeypatch, stream: bool):
-    app = create_app(workspace, settings(most_streams=100))
+    app = create_app(workspace, settings(max_streams=100))
     inside, go_on = threading.Semaphore(0), threading.Event()
 
     def waits(*given, **named):
         inside.release()
         assert go_on.wait(120)
-        return [Said("a", "stop", 1)]
+        return [ModelAnswer("a", "stop", 1)]
 
     def waits_and_streams(*given, **named):
         yield Token("a", waits()[0].finish)

@@ -47,5 +47,5 @@ def test_a_run_is_examined_once_until_it_is_written_again(tmp_path, store_url, e
     recording.recorder.close("done")
     assert ask() is ask() and examined == [3, 4, 4, 1, 1], "its end"
     assert repr(ask()) == repr(Doctor().examination(read_run(studio.opened, list_runs(studio.opened)[0].name)))
-    studio.desk.close()
+    studio.vote_writer.close()
     studio.opened.close()

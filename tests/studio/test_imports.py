@@ -162,6 +162,6 @@ def test_an_import_that_is_taken_back_at_the_end_leaves_nothing(clients: Clients
 
     with pytest.raises(Cancelled):
         labels.take_in(
-            labels.owner(), queue, import_export.imported("pair", pairs(40)), tell=tell, cancelled=stop.is_set
+            labels.owner(), queue, import_export.imported("pair", pairs(40)), report=tell, cancelled=stop.is_set
         )
     assert counted(clients) == (1, 0, 0)

@@ -140,8 +140,8 @@ def test_a_token_file_that_others_can_read_is_told(tmp_path, capsys):
 def test_a_lookup_that_hangs_holds_no_one_up(plain: Clients, monkeypatch):
     released = threading.Event()
     monkeypatch.setattr("tether.studio.people.LOOKUP_SECONDS", 60.0)
-    door = plain.app.state.studio.door
-    door._find_rater_by_hash = lambda _: released.wait(20) and None
+    auth = plain.app.state.studio.auth
+    auth._find_rater_by_hash = lambda _: released.wait(20) and None
     stranger = plain.with_token("w" * 43)
     with TestClient(plain.app, base_url=ADDRESS) as client:
         waiting = threading.Thread(target=lambda: stranger.get("/api/me"))
@@ -161,7 +161,7 @@ def test_strangers_learn_nothing_of_the_database(plain: Clients):
     def away(_):
         raise StorageError("the store postgresql://user@db.internal cannot be read")
 
-    plain.app.state.studio.door._find_rater_by_hash = away
+    plain.app.state.studio.auth._find_rater_by_hash = away
     reply = plain.with_token("w" * 43).get("/api/runs")
     assert reply.status_code == 503 and "store" not in reply.text and "internal" not in reply.text
     assert plain.with_token("short").get("/api/runs").status_code == 401, "no one's token looks like this"
@@ -173,21 +173,21 @@ def test_a_revocation_elsewhere_is_noticed(monkeypatch):
     there = {"ann": Person(7, "ann", "annotator")}
     token = "a" * 43
     made = {"owner_token": "t" * 20, "login_code": None, "token_logs_in": False}
-    door = Auth(Person(1, "owner", "owner"), **made, find_rater=lambda _: there.get("ann"))
+    auth = Auth(Person(1, "owner", "owner"), **made, find_rater=lambda _: there.get("ann"))
 
     async def visit() -> None:
-        secret = await door.log_in(token)
-        entry = door.by_session(secret)
-        assert entry is not None and entry.person.name == "ann" and await door.by_token(token)
+        secret = await auth.log_in(token)
+        entry = auth.by_session(secret)
+        assert entry is not None and entry.person.name == "ann" and await auth.by_token(token)
         there.clear()
         for _ in range(100):
-            if door.by_session(secret) is None:
+            if auth.by_session(secret) is None:
                 break
             await asyncio.sleep(0.02)
-        assert door.by_session(secret) is None and not door.holds(entry) and await door.by_token(token) is None
+        assert auth.by_session(secret) is None and not auth.holds(entry) and await auth.by_token(token) is None
 
     asyncio.run(visit())
-    door.close()
+    auth.close()
 
 
 # -- sessions ---------------------------------------------------------------------------------------------------------
@@ -198,7 +198,7 @@ def test_an_annotator_evicts_no_session_but_their_own(plain: Clients):
     token = plain.owner.post("/api/raters", json={"name": "ann"}).json()["token"]
     first = plain.logged_in(token)
     for _ in range(2200):
-        asyncio.run(plain.app.state.studio.door.log_in(token))
+        asyncio.run(plain.app.state.studio.auth.log_in(token))
     assert owner.get("/api/me").json()["role"] == "owner"
     assert first.get("/api/me").status_code == 401, "their own oldest goes"
     told = plain.owner.get("/api/sessions").json()["sessions"]

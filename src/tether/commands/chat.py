@@ -85,7 +85,7 @@ class Conversation:
         what = "The oldest question and its answer are" if turns == 1 else f"The oldest {turns} questions are"
         return f"{what} left out from here on: the conversation is longer than the model's context."
 
-    def keep(self, question: str, rollout: Rollout) -> None:
+    def add_turn(self, question: str, rollout: Rollout) -> None:
         """Add the question and its answer to the conversation."""
         from tether.types import Message
 
@@ -110,8 +110,8 @@ class Conversation:
         asked = Message(role="user", content=question)
         turns, last = 0, len(self.turns) // 2
         while True:
-            said = (*self.opening, *self.turns[2 * turns :], asked)
-            prompt = Prompt("chat", said, template_kwargs=self.template_kwargs)
+            messages = (*self.opening, *self.turns[2 * turns :], asked)
+            prompt = Prompt("chat", messages, template_kwargs=self.template_kwargs)
             left = context - len(prompt_token_ids(self.loaded.tokenizer, prompt))
             if left >= wanted or turns == last:
                 break
@@ -134,7 +134,7 @@ def converse(options: argparse.Namespace) -> int:
 
     console = Console(stderr=True, quiet=options.json)
     sampling = Sampling(options.max_new_tokens, options.temperature)
-    talks: list[Conversation] = []
+    conversations: list[Conversation] = []
     printed: list[str] = []
 
     def notify_user(text: str) -> None:
@@ -152,20 +152,20 @@ def converse(options: argparse.Namespace) -> int:
             data = run_config(name).get("data", {})  # as in the run's training, unless options override it
             system = data.get("system_prompt") if options.system is None else options.system
             own = {"seed": options.seed, "notify": notify, "template_kwargs": data.get("chat_template_kwargs")}
-            talks.append(Conversation(name, loaded, sampling, system=system, **own))
+            conversations.append(Conversation(name, loaded, sampling, system=system, **own))
     once = options.once is not None
     try:
         for question in [options.once] if once else questions():
             if question.strip() == NEW:
-                for talk in talks:
-                    talk.begin_anew()
+                for conversation in conversations:
+                    conversation.begin_anew()
             elif question.strip() or once:
                 try:
                     with console.status("thinking"):
-                        rollouts = [talk.answer(question) for talk in talks]
-                    for talk, rollout in zip(talks, rollouts, strict=True):
-                        talk.keep(question, rollout)
-                    print_answers(question, talks, rollouts, json_output=options.json)
+                        rollouts = [conversation.answer(question) for conversation in conversations]
+                    for conversation, rollout in zip(conversations, rollouts, strict=True):
+                        conversation.add_turn(question, rollout)
+                    print_answers(question, conversations, rollouts, json_output=options.json)
                 except DataError as error:  # such as a question that is longer than the context: ask another
                     if once or not sys.stdin.isatty():
                         raise
@@ -191,7 +191,7 @@ def questions() -> Iterator[str]:
 
 
 def print_answers(
-    question: str, talks: Sequence[Conversation], rollouts: Sequence[Rollout], *, json_output: bool
+    question: str, conversations: Sequence[Conversation], rollouts: Sequence[Rollout], *, json_output: bool
 ) -> None:
     """Print the answers as text, two of them side by side, or all as one JSON line."""
     from rich.console import Console
@@ -202,7 +202,7 @@ def print_answers(
     from tether.evaluation.measure import visible
 
     if json_output:
-        answers = [_row(talk, rollout) for talk, rollout in zip(talks, rollouts, strict=True)]
+        answers = [_row(conversation, rollout) for conversation, rollout in zip(conversations, rollouts, strict=True)]
         print(json.dumps({"question": question, "answers": answers}), flush=True)
         return
     texts = [Text(visible(rollout.completion.strip()) or "(nothing)") for rollout in rollouts]
@@ -210,19 +210,21 @@ def print_answers(
     for text, rollout in zip(texts, rollouts, strict=True):
         if rollout.finish == "length":
             text.append(" ... (cut off)", style="dim")
-    if len(talks) == 1:
+    if len(conversations) == 1:
         console.print(texts[0])
         return
     table = Table.grid(expand=True)
-    for _ in talks:
+    for _ in conversations:
         table.add_column(ratio=1)
-    table.add_row(*(Panel(text, title=Text(talk.name)) for text, talk in zip(texts, talks, strict=True)))
+    table.add_row(
+        *(Panel(text, title=Text(conversation.name)) for text, conversation in zip(texts, conversations, strict=True))
+    )
     console.print(table)
 
 
-def _row(talk: Conversation, rollout: Rollout) -> dict[str, Any]:
+def _row(conversation: Conversation, rollout: Rollout) -> dict[str, Any]:
     return {
-        "model": talk.name,
+        "model": conversation.name,
         "answer": rollout.completion,
         "finish": rollout.finish,
         "tokens": rollout.response_length,

@@ -173,11 +173,11 @@ def _token_text(row: Shown, colour: bool) -> Text:
 
     text = Text()
     for piece in row.pieces:
-        said = clean(piece.text)
+        shown = clean(piece.text)
         if colour:
-            text.append(said, style="bold green" if piece.trained else "dim")
+            text.append(shown, style="bold green" if piece.trained else "dim")
         else:
-            text.append(f"[[{said}]]" if piece.trained else said)
+            text.append(f"[[{shown}]]" if piece.trained else shown)
     return text
 
 

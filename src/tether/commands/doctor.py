@@ -169,8 +169,8 @@ def _print_other_audits(console: Console, examination: Examination) -> None:
     from tether.doctor.findings import Healthy, TooLittle
 
     questions = {audit.name: audit.question for audit in AUDITS}
-    healthy = {name: said.saw for name, said in examination.verdicts.items() if isinstance(said, Healthy)}
-    lacking = {name: said.lacks for name, said in examination.verdicts.items() if isinstance(said, TooLittle)}
+    healthy = {name: verdict.saw for name, verdict in examination.verdicts.items() if isinstance(verdict, Healthy)}
+    lacking = {name: verdict.lacks for name, verdict in examination.verdicts.items() if isinstance(verdict, TooLittle)}
     if healthy:
         console.print(f"Healthy: {len(healthy)}", style="bold")
     for name, saw in healthy.items():

@@ -169,7 +169,7 @@ def ask(options: argparse.Namespace, policy: LoadedModel) -> Question:
 
 
 def reading_of(options: argparse.Namespace) -> PromptSettings:
-    """How prompts are read: as the run read its own, but for what the command line says."""
+    """How prompts are read: as the run read its own, with the options of the command line."""
     from pydantic import ValidationError
 
     from tether.config.base import read_columns
@@ -244,7 +244,7 @@ def _of_run(config: dict[str, Any], policy: LoadedModel, options: argparse.Names
 
 
 def default_judges(question: Question) -> list[str]:
-    """Where nobody is named, the task judges, if there is one."""
+    """The judges if none is named: the task, if there is one."""
     return ["task"] if question.reward else []
 
 

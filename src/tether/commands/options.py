@@ -47,7 +47,7 @@ def columns(rows: dict[str, str]) -> str:
 
 
 def suggestion(word: str, known: Iterable[str]) -> str:
-    """What to say about a word that is not known: the nearest known one, or all of them."""
+    """The hint for an unknown word: the nearest known one, or all of them."""
     known = list(known)
     close = get_close_matches(word, known, n=1)
     return f"did you mean {close[0]}?" if close else f"choose one of {', '.join(known)}"

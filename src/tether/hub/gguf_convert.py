@@ -1,14 +1,9 @@
-"""Between GGUF files and Hugging Face folders: config, float32 weights, tokenizer.
+"""Conversion between GGUF files and Hugging Face folders: config, float32 weights, tokenizer.
 
-A fast tokenizer as GGUF metadata: its tokens, their types, merges or scores, and which pre-tokenizer splits text.
-
-llama.cpp has the pre-tokenizers in code, under names. A tokenizer whose splitting is none of the ones below is refused:
-under another's name its texts would silently become other tokens.
-
-A GGUF file of the Llama architecture as a Hugging Face folder: config, float32 weights, tokenizer.
-
-transformers reads GGUF too, with the package gguf installed, but its tokenizer for this family does not set digits
-apart (5.22 knows no pre-tokenizer "smollm"): the spaces before a number become tokens that the model never saw there.
+llama.cpp implements pre-tokenizers in code, under names. A tokenizer whose splitting matches none of the names below
+raises an error: under a wrong name its texts would silently become other tokens. transformers can read GGUF too, but
+its tokenizer for the Llama family does not split digits as "smollm" does (5.22), so numbers become tokens that the
+model has not seen in training; files are therefore converted here.
 """
 
 from __future__ import annotations
@@ -128,8 +123,8 @@ def _pair(merge: Any) -> list[str]:
 
 def _prepends_space(state: dict[str, Any]) -> bool:
     """Whether a space is put before a text; either the normaliser or the pre-tokenizer does."""
-    said = json.dumps([state.get("normalizer"), state.get("pre_tokenizer")])
-    return '"Prepend"' in said or ('"Metaspace"' in said and '"prepend_scheme": "never"' not in said)
+    text = json.dumps([state.get("normalizer"), state.get("pre_tokenizer")])
+    return '"Prepend"' in text or ('"Metaspace"' in text and '"prepend_scheme": "never"' not in text)
 
 
 def _special_ids(tokenizer: Any) -> dict[str, Any]:
@@ -164,7 +159,7 @@ BLOCK_WEIGHTS = {
 
 
 def convert_gguf(source: Path, folder: Path, progress: Callable[[int, int], None] | None = None) -> None:
-    """Write the model in `source` into `folder`, which exists; `progress` is told (tensors done, tensors in all)."""
+    """Write the model in `source` into `folder`, which exists; `progress` gets (tensors done, tensors in total)."""
     gguf = open_gguf(source)
     architecture = gguf.metadata.get("general.architecture")
     if architecture != "llama" or any(".rope.scaling." in key for key in gguf.metadata):
@@ -211,7 +206,7 @@ def _config(gguf: GgufFile) -> LlamaConfig:
 def read_weights(
     gguf: GgufFile, heads: Mapping[str, int], progress: Callable[[int, int], None] | None = None
 ) -> dict[str, Tensor]:
-    """Every weight in float32 under transformers' name; `heads` are those of the parts whose rows stand in pairs.
+    """Every weight in float32 under transformers' name; `heads` names the parts with rows in pairs.
 
     Tables of frequencies, which transformers works out from the config, are left out.
     """
@@ -253,7 +248,7 @@ def _check_weights(weights: Mapping[str, Tensor], config: LlamaConfig, name: str
     """Raise unless the weights are exactly those of the model that `config` describes."""
     with torch.device("meta"):
         expected = {key: value.shape for key, value in LlamaForCausalLM(config).state_dict().items()}
-    if config.tie_word_embeddings:  # said once, as transformers itself saves it
+    if config.tie_word_embeddings:  # saved once, as transformers does
         expected.pop("lm_head.weight", None)
     found = {key: value.shape for key, value in weights.items()}
     if wrong := sorted(key for key in {*expected, *found} if expected.get(key) != found.get(key)):

@@ -1,1 +1,1 @@
-"""The learner: micro-batches, gradients, steps. It knows no algorithm."""
+"""The learner: micro-batches, gradients and steps, independent of the algorithm."""

@@ -1,35 +1,20 @@
 """AdamW for weights in half precision: fp32 master weights, and 8-bit moments where memory is short.
 
-Numbers in 8 bits, a block of them at a time: for running means, which span many magnitudes and change by little.
+A bf16 number has 8 significant bits: a step below 1/256 of a weight rounds to nothing, and with the learning rates of
+RL most steps are that small. The optimiser therefore keeps each weight in fp32 (its master), steps the master, and
+rounds it into the model. A master starts at a random number among those that round to its weight (`drawn_master`), so
+that the model moves from the first step on.
 
-Codes stand for magnitudes on a geometric ladder, so that the error is relative: a running mean of squares that is a
-millionth of its neighbour's still has two digits, where evenly spaced codes would call it 0 and divide by nothing.
+8-bit moments are stored as codes in blocks. Codes are magnitudes 2^(n / 2^level) on a geometric ladder, so the error is
+relative; evenly spaced codes would round a small running mean of squares to 0. Rounding is stochastic and unbiased:
+between a < x < b, x becomes b with probability (x - a) / (b - a), so small changes survive on average. The rungs do not
+depend on the block's range, so a number on a rung keeps its value when the range moves; a block uses the finest level
+that spans its numbers. The draws follow from the optimiser's seed, the parameter's index, its step count and the
+number's index, so no generator state is kept.
 
-Two things keep a mean that moves by a thousandth a step from being frozen or blurred by rungs that are further apart:
-
-- Rounding is stochastic and unbiased. Between the rungs a < x < b, x becomes b with probability (x - a) / (b - a), so
-  that on average it is x. Rounded to the nearest, a step below half a rung would be lost, every time.
-- Rungs are at 2^(n / 2^level) for whole n, whatever the block's largest number is. A number that stands on a rung stays
-  there when the block's range moves, and the ladders of finer levels have all rungs of the coarser ones. Each block
-  takes the finest level whose codes reach from its largest to its smallest number.
-
-Plain torch, so that it runs wherever training does and needs no package.
-
-AdamW for weights in half precision: fp32 master_weights, and a state of 8 bits where memory is short.
-
-A bf16 number has 8 significant bits: a step below 1/256 of a weight rounds to nothing, and with rates of RL that is
-most of them. So the optimiser keeps each weight in fp32 as well (its master), steps that, and rounds the result into
-the model. Masters start anywhere among the numbers that round to their weight (`drawn_master`), so that the model moves
-with them from the first step on. With 8-bit state the two running means are kept as codes (`quantize.py`) and exist in
-fp32 only while their parameter is stepped. How they are rounded is drawn anew at every step, from the optimiser's seed,
-the parameter's place, how often it was stepped and the number's place in it: not from the buckets, and not from a
-generator whose state would have to be kept.
-
-Everything it keeps is a plain tensor by parameter, as in torch's own optimisers, so checkpoints hold it bit for bit:
-`step`, `master` where the weight is in half precision, and `exp_avg`, `exp_avg_sq`, or their codes and ranges. With
-codes there is a second count of steps, `rounded`, on the host: reading the first off a device would make the host wait.
-
-Whether an optimiser's step can leave the range of floating-point numbers.
+All state is plain tensors per parameter, so checkpoints hold it bit for bit: `step`, `master` for half-precision
+weights, and `exp_avg` and `exp_avg_sq` or their codes and ranges. With codes a second step count, `rounded`, is kept
+on the host: reading `step` off a device would make the host wait.
 """
 
 from __future__ import annotations
@@ -44,7 +29,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 BLOCK = 256  # numbers that share a range
-PART = 2**23  # numbers at a time, whole blocks: on the way several fp32 copies of them exist
+PART = 2**23  # numbers at a time, whole blocks: several fp32 copies of them exist meanwhile
 SMALLEST = torch.finfo(torch.float32).tiny
 LEVEL_CODES = 8  # a block's range is kept as top * LEVEL_CODES + level
 PLACES = 0x9E3779B1  # odd: different places have different products
@@ -53,7 +38,7 @@ MARGIN = 1.0  # octaves that must be left over before a block takes a finer leve
 
 @dataclass(frozen=True)
 class Codes:
-    """How magnitudes become codes: 0 is 0, and code k in 1..steps stands for 2^((top - steps + k) / 2^level).
+    """How magnitudes become codes: 0 is 0, and code k in 1..steps is 2^((top - steps + k) / 2^level).
 
     A block's `top` and `level` are whole numbers. A magnitude is off by less than the factor 2^(1 / 2^level), and on
     average by nothing, where it is on the ladder. Below it, signed numbers become 0 or the lowest rung, on average
@@ -97,7 +82,7 @@ class Codes:
         size = blocks.abs()
         top, level = self._ranges(size, before)
         rungs, bottom = torch.exp2(level)[:, None], (top - (self.steps - 1))[:, None]
-        # The rung below each number, and where between it and the next the number stands, as a share.
+        # The rung below each number, and the number's position between it and the next, as a fraction.
         below = torch.log2(size.clamp_min(SMALLEST)).mul_(rungs).floor_()
         rise = torch.exp2(below / rungs).reciprocal_().mul_(size).sub_(1.0).div_(torch.exp2(1.0 / rungs).sub_(1.0))
         step = below.add_(draws(start, len(flat), key, flat.device, size.shape).lt_(rise)).sub_(bottom).add_(1.0)

@@ -1,14 +1,7 @@
 """Splitting a batch into minibatches and micro-batches, and evaluating it under every role before the first update.
 
-Splitting a batch into minibatches (optimizer steps) and micro-batches (what fits in memory).
-
-Splitting a batch: minibatches are optimiser steps, micro-batches are what fits in memory.
-
-A batch in the parts that go through a model one after another.
-
-Running out of memory: what it looks like, and how to try again in smaller parts.
-
-What the roles say of a batch before the first update.
+A minibatch is one optimiser step; a micro-batch is what fits in memory. When memory runs out, the parts are made
+smaller and tried again.
 """
 
 from __future__ import annotations
@@ -34,41 +27,41 @@ def minibatches(batch: Sequences, size: int, generator: torch.Generator | None =
     The first epoch is read in order, which is also how the old log-probs were evaluated: the same rows in the same
     micro-batches give the same bits, so that on the first step every ratio is exactly 1.
     """
-    units = batch.row_groups()
-    order = torch.arange(len(units)) if generator is None else torch.randperm(len(units), generator=generator)
-    for start in range(0, len(units), size):
-        yield torch.tensor([row for index in order[start : start + size].tolist() for row in units[index]])
+    groups = batch.row_groups()
+    order = torch.arange(len(groups)) if generator is None else torch.randperm(len(groups), generator=generator)
+    for start in range(0, len(groups), size):
+        yield torch.tensor([row for index in order[start : start + size].tolist() for row in groups[index]])
 
 
 def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
     """Row sets whose padded size (rows x longest) stays within `max_tokens`; units are never split.
 
-    Units of like length are put together to waste little on padding. A unit that is larger than `max_tokens` by
+    Groups of similar length are put together to waste little on padding. A group that is larger than `max_tokens` by
     itself still goes, alone: the budget bounds memory, it does not drop data.
     """
     real = batch.attention_mask.cpu()
     lengths = real.sum(dim=1).tolist()
     firsts = real.int().argmax(dim=1).tolist()
     lasts = (real.shape[1] - real.flip(1).int().argmax(dim=1)).tolist()
-    units = batch.row_groups()
-    longest = [max(lengths[row] for row in unit) for unit in units]
+    groups = batch.row_groups()
+    longest = [max(lengths[row] for row in group) for group in groups]
     current: list[int] = []
     first, last = 0, 0
-    for index in sorted(range(len(units)), key=lambda index: -longest[index]):
-        unit = units[index]
-        low, high = min(firsts[row] for row in unit), max(lasts[row] for row in unit)
-        if current and (len(current) + len(unit)) * (max(last, high) - min(first, low)) > max_tokens:
+    for index in sorted(range(len(groups)), key=lambda index: -longest[index]):
+        group = groups[index]
+        low, high = min(firsts[row] for row in group), max(lasts[row] for row in group)
+        if current and (len(current) + len(group)) * (max(last, high) - min(first, low)) > max_tokens:
             yield torch.tensor(current)
             current = []
         first, last = (min(first, low), max(last, high)) if current else (low, high)
-        current += unit
+        current += group
     if current:
         yield torch.tensor(current)
 
 
 @dataclass(frozen=True)
 class BatchPart:
-    """A micro-batch, and where it stands in its batch."""
+    """A micro-batch, and its rows in the batch."""
 
     micro: Any  # a Sequences, of whatever stage
     rows: Tensor  # (B,) its rows' places in the batch
@@ -87,14 +80,14 @@ class Parts:
         self._begun: tuple[Sequences, int, Iterator[BatchPart]] | None = None
 
     def begin(self, batch: Sequences, max_tokens: int) -> None:
-        """Make the first part of a batch that will be asked for."""
+        """Prepare the first part of a batch that comes next."""
         self._begun = None
         parts = self._cut(batch, max_tokens)
         first = list(islice(parts, 1))
         self._begun = batch, max_tokens, chain(first, parts)
 
     def of(self, batch: Sequences, max_tokens: int) -> Iterator[BatchPart]:
-        """The batch's parts of at most so many tokens."""
+        """The batch's parts of at most `max_tokens` tokens."""
         if self._begun is None or self._begun[0] is not batch:
             return self._cut(batch, max_tokens)
         (_, cut_for, parts), self._begun = self._begun, None
@@ -111,7 +104,7 @@ MESSAGES = ("out of memory", "can't allocate memory", "not enough memory")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether a device said that it has no memory left; only CUDA has a class of its own for it."""
+    """Whether an error means that a device is out of memory; only CUDA has an error class for it."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and any(text in str(error) for text in MESSAGES)
@@ -175,7 +168,7 @@ def _parts(batches: Sequence[Sequences], micro_batch_tokens: int) -> int:
 
 
 ShrinkMicroBatch = Callable[[Sequence[Sequences]], int]
-"""Makes the micro-batches of the given batches smaller, and says how many tokens they may have now."""
+"""Makes the micro-batches of the given batches smaller, and returns their new maximum of tokens."""
 
 
 def evaluate_tokens(
@@ -190,7 +183,7 @@ def evaluate_tokens(
 ) -> EvaluatedBatch:
     """Old and reference log-probs and values, in the very micro-batches that the first epoch will train on.
 
-    With `top_tokens`, also so many tokens that the policy held likeliest at each place.
+    With `top_tokens`, also that many of the policy's most likely tokens at each position.
 
     The same rows in the same shapes go through the same kernels, so that on the first step old and new log-probs are
     equal to the bit and every ratio is exactly 1.
@@ -220,7 +213,7 @@ def evaluate_tokens(
 def _evaluate(
     batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: torch.device | str, top_tokens: int
 ) -> EvaluatedBatch:
-    """Each part's rows evaluated by themselves, and put together as columns of the batch once all are under way."""
+    """Evaluate each part separately, and gather the columns of the batch after all parts are queued."""
     found: list[tuple[Tensor, slice, TokenEvaluation]] = []
     with roles.present():
         for places in parts:

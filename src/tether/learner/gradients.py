@@ -1,9 +1,4 @@
-"""Gradient norms, and values that are not finite.
-
-Norms of gradients.
-
-Numbers that are not finite: finding them, and saying where they stand.
-"""
+"""Gradient norms, and the search for values that are not finite."""
 
 from __future__ import annotations
 
@@ -111,7 +106,7 @@ def in_columns(batch: Sequences) -> list[NonfiniteTensor]:
 
 
 def outputs_to_check(outputs: object, micro: Sequences) -> dict[str, tuple[Tensor, Tensor | None]]:
-    """`(tensor, mask)` by name of what a model says of a micro-batch; entropy is checked where it enters the loss."""
+    """`(tensor, mask)` of a model's outputs by name; entropy is checked if it enters the loss."""
     if isinstance(outputs, TokenOutputs):
         columns = {"logprobs": outputs.logprobs, "values": outputs.values}
         return {name: (column, micro.response_mask) for name, column in columns.items() if column is not None}
@@ -120,7 +115,7 @@ def outputs_to_check(outputs: object, micro: Sequences) -> dict[str, tuple[Tenso
 
 @dataclass(frozen=True)
 class Unread:
-    """What a model said of a micro-batch, and a flag that the device will have set once anyone asks."""
+    """A model's outputs for a micro-batch, and a flag that the device computes and the host reads later."""
 
     sound: Tensor  # scalar bool
     loss: Tensor
@@ -158,7 +153,7 @@ def read_all(unread: Sequence[Unread]) -> list[NonfiniteTensor]:
 def in_micro_batch(
     loss: Tensor, outputs: Mapping[str, tuple[Tensor, Tensor | None]], part: BatchPart
 ) -> list[NonfiniteTensor]:
-    """What is not finite in a micro-batch's outputs and loss, with rows and tokens as they stand in the batch."""
+    """What is not finite in a micro-batch's outputs and loss, with the batch's rows and tokens."""
     found: list[NonfiniteTensor] = []
     for name, (tensor, mask) in outputs.items():
         finding = find(name, tensor, mask)

@@ -1,10 +1,7 @@
 """One learner for every method: the gradient of a sum over micro-batches, divided by a size known beforehand.
 
-Learning-rate schedules as functions of progress, so that they hold no state of their own.
-
-How gradients become steps: rates, clipping, the optimiser.
-
-One learner for every method: gradients of a sum over micro-batches, divided by a size known beforehand.
+Learning-rate schedules are functions of progress and hold no state. `LearnerSettings` says how gradients become steps:
+learning rates, clipping and the optimiser.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ from tether.types import Metrics, Sequences
 Schedule = Literal["constant", "linear", "cosine"]
 
 
-def rate_factor(schedule: Schedule, progress: float, warmup: float) -> float:
+def lr_factor(schedule: Schedule, progress: float, warmup: float) -> float:
     """What the base rate is multiplied by at `progress` in [0, 1] of the run.
 
     Rises linearly over the first `warmup` of the run, then: 1; or (1 - p) linearly to 0; or (1 + cos(pi p)) / 2, where
@@ -108,7 +105,7 @@ class Learner:
     never changes the gradient. What is not finite, be it an output, a loss, a gradient or the optimiser's own result,
     makes `step` skip the update, count it and call `on_fault`; weights and optimiser stay as they were, to the bit.
 
-    When memory runs out, `micro_batch_tokens` is halved for the rest of the run and the gradient of the step at hand is
+    When memory runs out, `micro_batch_tokens` is halved for the rest of the run and the gradient of the current step is
     gathered again from the beginning, so that it is the one that smaller micro-batches would have given.
     """
 
@@ -134,31 +131,31 @@ class Learner:
         self.micro_batch_tokens = settings.micro_batch_tokens
         self._parts = Parts(self.device)
         self.skipped_in_a_row = 0
-        self.on_fault: Callable[[Fault], None] = lambda fault: None  # noqa: ARG005 (nobody wants to know)
+        self.on_fault: Callable[[Fault], None] = lambda fault: None  # noqa: ARG005
         self._start = hyperparameters(self.optimizer)
         self._largest_norm = 0.0  # of any gradient that a step was taken with
         self._out_of_memory = 0  # times since they were last reported
         self._gathered: list[tuple[Sequences, Objective[Any, Any]]] = []  # since the last step
         self._added = 0  # of these, how many are in the gradient
         self._findings: list[NonfiniteTensor] = []
-        self._unread: list[Unread] = []  # micro-batches of which it is not known yet whether they are finite
+        self._unread: list[Unread] = []  # micro-batches whose finite-check has not been read yet
 
     @contextmanager
     def training_only(self, *names: str) -> Iterator[None]:
         """While entered, gather and step these groups alone; the others keep their weights and optimiser state.
 
-        A model with a method `train_only` is told, so that it can leave out what only the other groups' gradients need.
+        A model with a method `train_only` is informed, so that it can skip what only the other groups' gradients need.
         """
         unknown = [name for name in names if name not in self.groups]
         assert not unknown and not self._gathered, f"no groups {unknown}, or a gradient was gathered before"
         before, self._trained = self._trained, names
-        tell = getattr(self.model, "train_only", lambda groups: None)  # noqa: ARG005 (a model need not know)
-        tell(names)
+        set_trained = getattr(self.model, "train_only", lambda groups: None)  # noqa: ARG005
+        set_trained(names)
         try:
             yield
         finally:
             self._trained = before
-            tell(before)
+            set_trained(before)
 
     # -- gathering a gradient -----------------------------------------------------------------------------------------
 
@@ -167,7 +164,7 @@ class Learner:
         return (part.micro for part in self._parts.of(batch, self.micro_batch_tokens))
 
     def begin(self, batch: Sequences) -> None:
-        """Put the first part of the batch that `backward` will be asked for next onto the device, if there is room."""
+        """Copy the first part of the next batch for `backward` to the device, if there is room."""
         try:
             self._parts.begin(batch, self.micro_batch_tokens)
         except (RuntimeError, MemoryError) as error:
@@ -208,7 +205,7 @@ class Learner:
     def _start_again(self) -> None:
         """Throw the partial gradient away and make room for another try."""
         self.optimizer.zero_grad(set_to_none=True)
-        self._forget_findings()
+        self._clear_findings()
         self._added = 0
         self.shrink_micro_batch([batch for batch, _ in self._gathered])
 
@@ -217,9 +214,9 @@ class Learner:
 
         Old log-probs that were evaluated in larger micro-batches may then differ from the first step's by rounding.
         """
-        forget = getattr(self.model, "forget_ahead", None)  # a pass that a model keeps takes room as well
-        if callable(forget):
-            forget()
+        release = getattr(self.model, "release_ahead", None)  # a pass computed ahead uses memory as well
+        if callable(release):
+            release()
         release_cuda_graphs()
         free_cache(self.device)
         self.micro_batch_tokens = smaller_budget(batches, self.micro_batch_tokens)
@@ -227,7 +224,7 @@ class Learner:
         return self.micro_batch_tokens
 
     def _sum(
-        self, batch: Sequences, objective: Objective[Any, Any], visit: Callable[[Tensor, Any, BatchPart], None]
+        self, batch: Sequences, objective: Objective[Any, Any], consume: Callable[[Tensor, Any, BatchPart], None]
     ) -> Metrics:
         size = objective.size(batch)
         if not size > 0:
@@ -237,7 +234,7 @@ class Learner:
         for part in self._parts.of(batch, self.micro_batch_tokens):
             outputs = self.model(part.micro)
             loss = objective(outputs, part.micro)
-            visit(loss.total / size, outputs, part)
+            consume(loss.total / size, outputs, part)
             metrics.merge(loss.metrics)
             total += loss.total.detach()
         metrics.add("loss", total, size)
@@ -302,7 +299,7 @@ class Learner:
     def skip_if_nonfinite(self, batch: Sequences) -> Metrics | None:
         """None where all that is learned from `batch` is finite; else the update is left out, and this is its report.
 
-        To be asked before a batch is cut into steps: baselines and whitening spread one bad number over all of them.
+        Call it before a batch is cut into steps: baselines and whitening spread one bad number over all of them.
         """
         findings = in_columns(batch)
         if not findings:
@@ -331,16 +328,16 @@ class Learner:
         """Throw the gathered gradient away."""
         self.optimizer.zero_grad(set_to_none=True)
         self._gathered.clear()
-        self._forget_findings()
+        self._clear_findings()
         self._added = 0
 
-    def _forget_findings(self) -> None:
+    def _clear_findings(self) -> None:
         self._findings.clear()
         self._unread.clear()
 
-    def check_progress(self, most: int) -> None:
+    def check_progress(self, limit: int) -> None:
         """Raise `Diverged` where this many updates in a row were skipped."""
-        if self.skipped_in_a_row >= most:
+        if self.skipped_in_a_row >= limit:
             raise Diverged(
                 f"{self.skipped_in_a_row} updates in a row were skipped for what is not finite: lower "
                 "optimizer.policy_lr or optimizer.critic_lr, or look at the rewards and the data"
@@ -349,7 +346,7 @@ class Learner:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def state(self, *, copy: bool = False) -> LearnerState:
-        """Everything it takes to go on from here, between two steps.
+        """The whole state between two steps, to resume from.
 
         The tensors are the learner's own, which the next step changes; with `copy` they are clones on the CPU, to be
         written while training goes on.
@@ -385,7 +382,7 @@ class Learner:
 
     def set_progress(self, progress: float) -> None:
         """Set the rates for this point in [0, 1] of the run."""
-        factor = rate_factor(self.settings.schedule, progress, self.settings.warmup)
+        factor = lr_factor(self.settings.schedule, progress, self.settings.warmup)
         for group in self.optimizer.param_groups:
             group["lr"] = self.settings.rates[group["name"]] * factor
 

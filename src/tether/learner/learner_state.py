@@ -1,4 +1,4 @@
-"""All that a learner would have to know to go on where it stood, as named tensors and plain numbers."""
+"""The state of a learner as named tensors and plain numbers: all that is needed to resume it."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Loading causal language models, and what the roles of a run share."""
+"""Causal language models: loading, heads, the roles of a run and what they share, saving."""

@@ -1,6 +1,6 @@
 """The only door to `tether.accel`, the package that is there for speed alone.
 
-Nothing outside that package imports it but this file (`tests/test_house.py` holds that). Without it models are run by
+Nothing outside that package imports it but this file (see `tests/test_layering.py`). Without it models are run by
 their own modules and log-probabilities are found in plain torch: the results agree within rounding, and take longer.
 """
 

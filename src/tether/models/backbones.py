@@ -1,15 +1,9 @@
-"""Backbones: what turns tokens into hidden states, whole or cut into layers that roles share, and the output layer.
+"""Backbones, which turn tokens into hidden states, and the output layer that turns those into log-probabilities.
 
-One pass through a causal language model, split where PPO needs it: the backbone, then the output layer.
-
-Backbones: what turns tokens into hidden states, and how one is cut into layers that roles share.
-
-Frozen weights that wait in host memory and come to the device for their pass.
-
-Backbones: what turns tokens into hidden states, and how one is cut into layers that roles share and layers they own.
-
-Roles share memory by sharing *tensors*: each role has a module tree of its own, and trees hold the same parameters
-where the roles have them in common. No role is switched on or off, so nothing depends on who ran last.
+A backbone runs whole, or is cut into layers that roles share and layers that each role owns. Roles share memory by
+sharing *tensors*: each role has its own module tree, and the trees hold the same parameters where roles have them in
+common. No role is switched on or off, so results do not depend on which role ran last. `CpuOffload` keeps a frozen
+module in host memory between its passes.
 """
 
 from __future__ import annotations
@@ -68,7 +62,7 @@ def hidden_states(
 
 @contextmanager
 def _recomputing(backbone: PreTrainedModel) -> Iterator[None]:
-    """Layers checkpoint themselves in training mode only, which is safe: dropout is gone for good."""
+    """Layers checkpoint themselves in training mode only, which is safe because dropout is removed."""
     backbone.gradient_checkpointing_enable({"use_reentrant": False})
     backbone.train()
     try:
@@ -89,7 +83,7 @@ class OutputLayer:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OutputLayer:
-        """Read off a model, and checked against the model's own logits; a model it cannot describe is refused."""
+        """Read off a model, and checked against the model's own logits; others raise a ConfigError."""
         linear = model.get_output_embeddings()
         if not isinstance(linear, torch.nn.Linear):
             raise ConfigError(f"model.path: {type(model).__name__} has no linear output layer, which training needs")
@@ -142,33 +136,33 @@ class OutputLayer:
         return log_distributions(hidden, self.weight, mask, **options, positions=true_positions(mask))
 
 
-class Waiting:
-    """A frozen module's tensors: between visits they lie in host memory, pinned where that makes the way short.
+class CpuOffload:
+    """Keeps a frozen module's tensors in host memory between its passes, pinned where the device is a GPU.
 
-    The host's copy stays the one that counts, so leaving the device costs nothing. Tensors that other modules share
-    would leave with it, so it is only for modules that stand alone.
+    The host's copy is never changed, so leaving the device copies nothing. Use it only for modules that share no
+    tensors with others.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self.tensors: list[Tensor] = [*module.parameters(), *module.buffers()]
-        assert not any(tensor.requires_grad for tensor in self.tensors), "what is trained cannot wait elsewhere"
+        assert not any(tensor.requires_grad for tensor in self.tensors), "tensors that are trained cannot be offloaded"
         self.device = next((tensor.device for tensor in self.tensors), torch.device("cpu"))
         self.homes = [_home(tensor) for tensor in self.tensors]
-        self._visits = 0
+        self._uses = 0
         self._leave()
 
     @contextmanager
-    def visit(self) -> Iterator[None]:
-        """The module on its device, for a while; a visit within a visit is the same one."""
-        if self._visits == 0:
+    def on_device(self) -> Iterator[None]:
+        """A context in which the module is on its device; nested contexts copy once."""
+        if self._uses == 0:
             for tensor, home in zip(self.tensors, self.homes, strict=True):
                 tensor.data = self._brought(home)
-        self._visits += 1
+        self._uses += 1
         try:
             yield
         finally:
-            self._visits -= 1
-            if self._visits == 0:
+            self._uses -= 1
+            if self._uses == 0:
                 self._leave()
 
     def _brought(self, home: Tensor) -> Tensor:
@@ -188,7 +182,7 @@ Model = TypeVar("Model", bound=nn.Module)
 PROBE_LENGTH = 6
 QUANTISED_BY = ("state", "quant_state")  # where layers of bitsandbytes hold scales and codes
 FINAL_NORMS = ("norm", "ln_f", "final_layernorm", "final_layer_norm", "norm_f")
-# What two ways through a layer may differ by, by token: a share of what it changed, and one of what leaves it
+# What two computations of a layer may differ by, per token: a share of what it changed, and one of what leaves it
 ALIKE = 1e-3, 1e-5
 ALIKE_IN_HALF = 0.1, 2**-7  # with numbers of 16 bits
 
@@ -236,7 +230,7 @@ def recompute_layers(model: Model) -> Model:
 
 
 class PackedBackend:
-    """Whether a backbone may be run by the pass over packed tokens: its kind is known, and a trial agrees."""
+    """Whether a backbone may run by the packed pass: its architecture is supported, and a trial agrees."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.recompute = False
@@ -290,7 +284,7 @@ class PackedBackend:
         return float((gap / (of_change * change + of_all * size).clamp_min(1e-30)).max()), theirs
 
     def states(self, model: PreTrainedModel, batch: Sequences, lower: Tensor | None, wanted: Tensor | None) -> Tensor:
-        """(B, T, H) by the faster way where it is right for this batch, else by the model's own modules.
+        """(B, T, H) by the packed pass where it supports this batch, else by the model's own modules.
 
         Graphs hold what a pass keeps from one to the next, which is what running layers again is to save.
         """
@@ -341,7 +335,7 @@ def layer_list(backbone: PreTrainedModel) -> tuple[str, nn.ModuleList]:
     for name, child in backbone.named_children():
         if isinstance(child, nn.ModuleList) and len(child) == backbone.config.num_hidden_layers:
             return name, child
-    raise ConfigError(f"roles.mode: the layers of {type(backbone).__name__} cannot be told apart; use separate or lora")
+    raise ConfigError(f"roles.mode: the layers of {type(backbone).__name__} cannot be identified; use separate or lora")
 
 
 def final_norm_name(backbone: PreTrainedModel) -> str:
@@ -349,7 +343,7 @@ def final_norm_name(backbone: PreTrainedModel) -> str:
     for name in FINAL_NORMS:
         if isinstance(getattr(backbone, name, None), nn.Module):
             return name
-    raise ConfigError(f"roles.mode: {type(backbone).__name__} has no final norm that is known; use separate or lora")
+    raise ConfigError(f"roles.mode: {type(backbone).__name__} has no known final norm; use separate or lora")
 
 
 def own_top(backbone: PreTrainedModel, depth: int) -> PreTrainedModel:
@@ -371,7 +365,7 @@ def top_parameters(backbone: PreTrainedModel, depth: int) -> list[nn.Parameter]:
 
 
 def probe_batch(backbone: PreTrainedModel) -> Sequences:
-    """Two short rows, one of them padded, to try a way of running the backbone on."""
+    """Two short rows, one of them padded, to try the packed pass on."""
     count = 2 * PROBE_LENGTH
     tokens = torch.arange(count, device=backbone.device).reshape(2, -1) % backbone.config.get_text_config().vocab_size
     mask = torch.ones_like(tokens, dtype=torch.bool)

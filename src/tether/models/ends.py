@@ -1,4 +1,4 @@
-"""Which tokens end an answer: those that sampling stops at, and the one that training appends."""
+"""Which tokens end an answer: those at which sampling stops, and the one that training appends."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 from tether.data.chat import render
 
-ANSWER = "tether-answer"  # stands for an answer while the chat template is asked what follows one
+ANSWER = "tether-answer"  # placeholder for an answer, to see what the chat template appends
 
 
 @dataclass(frozen=True)

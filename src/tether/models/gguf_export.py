@@ -1,4 +1,4 @@
-"""A model of the Llama kind as a GGUF file, and the file read back and compared with it."""
+"""Writing a model of the Llama family as a GGUF file, and comparing the file with it."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def write_model(loaded: LoadedModel, path: Path, type_: str, name: str) -> Writt
 
 
 def architecture_of(config: Any) -> str:
-    """llama.cpp's name for the model's architecture; a model that it would run otherwise is refused."""
+    """llama.cpp's name for the model's architecture; a model that it would run differently raises a DataError."""
     architecture = ARCHITECTURES.get(config.model_type)
     if architecture is None:
         raise DataError(f"--gguf: {config.model_type} models are not written as GGUF, only {', '.join(ARCHITECTURES)}")
@@ -181,8 +181,8 @@ def _check(path: Path, loaded: LoadedModel, weights: Mapping[str, Tensor]) -> fl
             size = size.reshape(-1, 32).amax(dim=1, keepdim=True).expand(-1, 32).reshape(wanted.shape)
         allowed = WITHIN[kinds[name]] * size + (0.0 if kinds[name] == "F32" else SMALLEST_HALF * 128)
         if bool((apart > allowed).any()):
-            most = float(apart.max())
-            raise DataError(f"{path.name} does not read back as it was written: {name} differs by {most:.3g}")
+            largest = float(apart.max())
+            raise DataError(f"{path.name} does not read back as it was written: {name} differs by {largest:.3g}")
         largest = max(largest, float(apart.max()))
     return largest
 

@@ -1,10 +1,7 @@
-"""A scalar on top of a backbone: the critic's value of a state, the reward model's score of an answer.
+"""A scalar head on a backbone: the critic's value of a state, or the reward model's score of an answer.
 
-A scalar on top of a backbone: the critic's value of a state, the reward model's score of an answer.
-
-Reward models of other makers: any classifier of one label, by folder or by Hugging Face id.
-
-Only safetensors are read and no code of the checkpoint is run.
+Reward models from elsewhere are classifiers with one label, given as a folder or a Hugging Face id. Only safetensors
+are read, and no code of the checkpoint is run.
 """
 
 from __future__ import annotations
@@ -89,7 +86,7 @@ class ScalarModel(nn.Module):
     def load(cls, path: str | Path, dtype: torch.dtype | str, device: torch.device | str) -> ScalarModel:
         """A reward model saved by `save_pretrained`, or a classifier of one label that another tool saved.
 
-        Only a local folder and safetensors are read; dropout is gone. A folder without `scalar_head.json` has bias 0.
+        Only a local folder and safetensors are read; dropout is removed. The bias is 0 without `scalar_head.json`.
         With `scalar_head.safetensors` the folder holds a backbone alone, and its head is in that file.
         """
         folder, place = Path(path).expanduser(), resolve_device(device)
@@ -120,7 +117,7 @@ class ScalarModel(nn.Module):
         score = apart if apart is not None else layer.weight if isinstance(layer, nn.Linear) else None
         if info["missing_keys"] or score is None or score.shape[0] != 1:
             raise ConfigError(f"{path} is not a reward model: it needs a saved `score` layer with one output")
-        disable_dropout(model.to(place))  # first of all, for how a backbone is run depends on where it is
+        disable_dropout(model.to(place))  # first: how a backbone runs depends on its device
         score = score.to(place)
         head = ScalarHead(score.shape[1], deviation=0.0, seed=0, like=score)
         with torch.no_grad():
@@ -132,7 +129,7 @@ class ScalarModel(nn.Module):
 
     @staticmethod
     def saved_bias(folder: Path) -> float:
-        """The head's bias, which stands beside the Hugging Face layout; 0 where another tool saved the model."""
+        """The head's bias, which is saved beside the Hugging Face layout; 0 if another tool saved the model."""
         file = folder / BIAS_FILE
         return float(json.loads(file.read_text())["bias"]) if file.is_file() else 0.0
 
@@ -256,5 +253,5 @@ def _has_own_head(folder: Path) -> bool:
         with torch.device("meta"):
             model = AutoModelForSequenceClassification.from_config(config, trust_remote_code=False)
     except (OSError, ValueError, RuntimeError, KeyError, TypeError):
-        return False  # ScalarModel.load says what is wrong
+        return False  # ScalarModel.load reports what is wrong
     return not isinstance(getattr(model, "score", None), nn.Linear)

@@ -153,7 +153,7 @@ def load_adapters(
 ) -> LoadedModel:
     """The base model that saved adapters name, with the adapters on it, not yet merged."""
     check_folder(folder)
-    refuse_reward_model(folder)
+    check_not_reward_model(folder)
     loaded = load_base(folder, dtype, device, seed, attention)
     inject_lora(loaded.model, load_config(folder), seed)
     load_lora(loaded.model, folder)
@@ -175,13 +175,13 @@ def is_reward_model(folder: Path) -> bool:
     """Whether a folder holds a model with a score in place of a language-model head, whole or as adapters."""
     for name, key in (("config.json", "architectures"), (ADAPTER_CONFIG, "task_type")):
         with contextlib.suppress(OSError, ValueError, AttributeError):
-            said = json.loads((folder / name).read_text(encoding="utf-8")).get(key)
-            if any(mark in str(said) for mark in ("ForSequenceClassification", "SEQ_CLS")):
+            text = json.loads((folder / name).read_text(encoding="utf-8")).get(key)
+            if any(mark in str(text) for mark in ("ForSequenceClassification", "SEQ_CLS")):
                 return True
     return False
 
 
-def refuse_reward_model(folder: Path) -> None:
+def check_not_reward_model(folder: Path) -> None:
     """Raise on a reward model. Where its embeddings are tied it would load, and answer as if it were a policy."""
     if is_reward_model(folder):
         raise ConfigError(
@@ -334,7 +334,7 @@ def _load_pretrained(
                 f"model.path {path!r} is a folder without a config.json: name the folder of a saved model"
             )
         check_folder(folder)
-        refuse_reward_model(folder)
+        check_not_reward_model(folder)
         return _read(str(folder), dtype, attention, seed, fewer_bits, local=True)
     if folder.is_file():
         raise ConfigError(f"model.path {path!r} is a file: name the folder that holds config.json and the weights")
@@ -448,9 +448,9 @@ def attention_options(config: PretrainedConfig, attention: str) -> dict[str, str
 
 
 def _first_line(error: BaseException) -> str:
-    said = str(error).strip().partition("\n")[0][:300]
+    text = str(error).strip().partition("\n")[0][:300]
     known = isinstance(error, (OSError, ValueError, RuntimeError, SafetensorError))
-    return said if known and said else f"{type(error).__name__} {said}".strip()
+    return text if known and text else f"{type(error).__name__} {text}".strip()
 
 
 def context_length(config: PretrainedConfig) -> tuple[int, str | None]:

@@ -132,7 +132,7 @@ def load_lora(tree: nn.Module, source: Path, *, inside: str = "", whole: bool = 
 
 
 def saved_config(source: Path) -> dict[str, Any]:
-    """What `adapter_config.json` says."""
+    """The contents of `adapter_config.json`."""
     try:
         saved = json.loads(read_plain(source / CONFIG, MAX_CONFIG))
     except (OSError, ValueError, RecursionError) as error:
@@ -143,7 +143,7 @@ def saved_config(source: Path) -> dict[str, Any]:
 
 
 def load_config(source: Path) -> LoraConfig:
-    """The saved adapters' shape, to be injected anew."""
+    """The saved adapters' shape, to be injected again."""
     saved = saved_config(source)
     return LoraConfig(
         r=saved["r"],

@@ -1,4 +1,4 @@
-"""In what precision weights are held: as a recipe says, or as suits the device. `auto` is decided here alone."""
+"""The precision of weights: what the recipe says, or what suits the device. `auto` is resolved only here."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Recipe)
 
 
 def resolve_dtype(dtype: torch.dtype | str, device: torch.device) -> torch.dtype:
-    """The dtype named, refused where the device cannot compute in it well; "auto" is what suits the device."""
+    """The named dtype; "auto" suits the device. Raises if the device does not support the dtype well."""
     if dtype == AUTO:
         return auto_dtype(device)
     if isinstance(dtype, str):
@@ -64,7 +64,7 @@ def dtype_name(dtype: torch.dtype) -> str:
 def with_precision(recipe: AnyRecipe, device: torch.device) -> AnyRecipe:
     """The recipe of a run whose policy is on `device`, with what every `dtype: auto` is there in its place.
 
-    A run is recorded so: whoever goes on with it elsewhere goes on in the precision that it was begun in.
+    A run records it: resumed on another machine, it continues in the precision in which it began.
     """
     dtype = recipe.model.dtype
     if dtype == AUTO:

@@ -1,11 +1,7 @@
-"""Policy, reference, critic and reward: who plays which role, and what the roles share.
+"""Policy, reference, critic and reward: the roles of a run, and how they share memory.
 
-Three ways for the roles to share memory: not at all, as adapters on one base, or as tops on one backbone.
-
-Who is policy, reference, critic and reward.
-
-The learner trains an `ActorCritic`; the loop asks `Roles` to evaluate a batch. Neither knows whether the roles are four
-models, adapters on one base, or tops on a shared backbone: that is decided in `sharing.py`.
+Roles share nothing, are LoRA adapters on one base, or are top layers on a shared backbone. The learner trains an
+`ActorCritic` and the loop asks `Roles` to evaluate a batch; neither depends on how the roles share memory.
 """
 
 from __future__ import annotations
@@ -26,7 +22,7 @@ from tether.device_transfer import sent, tensor_cached
 from tether.errors import ConfigError
 from tether.mask_cache import fill_attention, fill_response, last_tokens, packed_rows, packing_of, true_positions
 from tether.models import acceleration
-from tether.models.backbones import Backbone, OutputLayer, Waiting, backbone_of, own_top, shared_tree, top_parameters
+from tether.models.backbones import Backbone, CpuOffload, OutputLayer, backbone_of, own_top, shared_tree, top_parameters
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.lora import CONFIG, are_transposed, inject_lora, load_lora, lora_config, saved_config, target_names
 from tether.models.shared_backbone import BackboneCache, SharedBackbone, TopBackbone, check_split
@@ -44,7 +40,7 @@ class Sharing(Protocol):
 
     @property
     def shared(self) -> SharedBackbone | None:
-        """The layers that every role runs alike, whose states may be kept from sampling."""
+        """The layers that every role shares, whose states sampling may store."""
         ...
 
     def policy_backbone(self) -> Backbone:
@@ -60,7 +56,7 @@ class Sharing(Protocol):
         ...
 
     def load_scalar(self, folder: Path, group: str) -> ScalarModel:
-        """A saved reward model in this way of sharing."""
+        """A saved reward model, sharing memory in this mode."""
         ...
 
 
@@ -211,7 +207,7 @@ class Tops:
 
 
 def build_sharing(model: PreTrainedModel, settings: RolesSettings, seed: int) -> Sharing:
-    """The way of sharing that the recipe asks for."""
+    """The sharing mode that the recipe sets."""
     if settings.mode == "lora":
         return Adapters(model, settings.lora_rank, settings.lora_alpha, settings.lora_targets, seed)
     if settings.mode == "shared_backbone":
@@ -233,7 +229,7 @@ def trainable(module: nn.Module) -> list[nn.Parameter]:
 
 @dataclass(frozen=True)
 class TokenEvaluation:
-    """What the roles say of a micro-batch, without gradients."""
+    """The roles' outputs for a micro-batch, without gradients."""
 
     old_logprobs: Tensor  # (B, T)
     ref_logprobs: Tensor | None  # (B, T)
@@ -254,10 +250,10 @@ def states_read(batch: Sequences) -> Tensor:
 
 
 def onto(batch: BatchT, device: torch.device | str) -> BatchT:
-    """The batch on a device, where nothing that the roles will ask of its masks makes the host wait.
+    """The batch on a device, with its masks' positions and counts cached.
 
-    Sizes of what is computed depend on the masks, and reading one off a device stops the host until all that was
-    asked of the device before is done. So the answers are found here, while the batch is on the host.
+    Tensor sizes depend on the masks, and reading one off a device makes the host wait for all queued work. They are
+    therefore computed here, while the batch is on the host.
     """
     moved = batch.to(device)
     if moved.tokens.device != batch.tokens.device:
@@ -278,7 +274,7 @@ def prefetch(moved: Sequences, batch: Sequences) -> None:
 
 @dataclass(frozen=True)
 class Ahead:
-    """A pass that was made before it is asked for."""
+    """A forward pass computed before it is needed."""
 
     batch: Sequences
     versions: list[int]
@@ -331,7 +327,7 @@ class ActorCritic(nn.Module):
         return self._pass(batch)[1]
 
     def evaluate(self, batch: Sequences, *, ahead: bool = False, top_tokens: int = 0) -> TokenEvaluation:
-        """What `forward` gives, the value after the last token, and at each place the `top_tokens` tokens, so many.
+        """`forward`'s outputs, the value after the last token, and the `top_tokens` most likely tokens everywhere.
 
         With `ahead` the pass is kept with its graph, for a `forward` on the same batch while no parameter has changed:
         where a batch is one micro-batch, the first step's pass is the one that found its old log-probs.
@@ -358,8 +354,8 @@ class ActorCritic(nn.Module):
         positions = true_positions(batch.response_mask)
         return top_tokens(*given, **options, chunk_elements=chunk, positions=positions)
 
-    def forget_ahead(self) -> None:
-        """Let a kept pass go: its memory is wanted."""
+    def release_ahead(self) -> None:
+        """Release a pass computed ahead, to free its memory."""
         self._ahead = None
 
     def _pass(self, batch: Sequences) -> tuple[Tensor, TokenOutputs, Tensor | None]:
@@ -396,15 +392,15 @@ class ReferencePolicy:
     def __init__(self, backbone: Backbone, output: OutputLayer) -> None:
         self.backbone = backbone
         self.output = output
-        self.waiting: Waiting | None = None
+        self.offload: CpuOffload | None = None
 
     def wait(self) -> None:
-        """From now on stay in host memory, but for visits; the backbone has to stand alone."""
+        """Keep the weights in host memory between passes; the backbone must share no tensors."""
         tied = self.output.weight is self.backbone.model.get_input_embeddings().weight
         alone = nn.ModuleDict({"backbone": self.backbone})
-        if not tied:  # an output layer of its own waits as well
+        if not tied:  # an untied output layer is offloaded too
             alone["output"] = nn.ParameterList([p for p in (self.output.weight, self.output.bias) if p is not None])
-        self.waiting = Waiting(alone)
+        self.offload = CpuOffload(alone)
 
     def logprobs(self, batch: Sequences) -> Tensor:
         """(B, T)."""
@@ -412,8 +408,8 @@ class ReferencePolicy:
             return self.output.logprobs(self.backbone(batch, states_read(batch)), batch)[0]
 
     def present(self) -> AbstractContextManager[None]:
-        """On the device, for as long as this is entered."""
-        return nullcontext() if self.waiting is None else self.waiting.visit()
+        """A context in which the reference is on the device."""
+        return nullcontext() if self.offload is None else self.offload.on_device()
 
 
 @dataclass(frozen=True)
@@ -455,12 +451,12 @@ class Roles:
         return cls(ActorCritic(sharing.policy, sharing.policy_backbone(), value), reference)
 
     def present(self) -> AbstractContextManager[None]:
-        """All roles on the device, for as long as this is entered: asked for once, a reference comes in once."""
+        """A context in which all roles are on the device; an offloaded reference is copied once."""
         return nullcontext() if self.reference is None else self.reference.present()
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences, *, ahead: bool = False, top_tokens: int = 0) -> TokenEvaluation:
-        """What each role says of a micro-batch; `ahead` and `top_tokens` as for the actor."""
+        """Evaluate a micro-batch under each role; `ahead` and `top_tokens` as for the actor."""
         found = self.actor.evaluate(batch, ahead=ahead, top_tokens=top_tokens)
         reference = self.reference.logprobs(batch) if self.reference is not None else None
         return replace(found, ref_logprobs=reference)

@@ -1,13 +1,7 @@
 """Writing a trained model so that other tools load it: plain, or with LoRA merged.
 
-Telling whether two modules hold the same weights.
-
-Writing a trained model so that other tools load it.
-
-A trained model as one plain transformers folder: adapters merged, written, and compared after loading it back.
-
-Everything is computed in float32 on the CPU, whatever the weights are stored in, so that the comparison sees what
-merging and storing changed and nothing else.
+A merged model is loaded back and compared. The comparison runs in float32 on the CPU whatever dtype is stored, so it
+shows only what merging and storing changed.
 """
 
 from __future__ import annotations
@@ -95,7 +89,7 @@ TOLERANCE = {torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 
 @dataclass(frozen=True)
 class Merged:
-    """A whole model in memory, and what it says to the probe. `scalar` where it is a reward model."""
+    """A whole model in memory, and its outputs for the probe. `scalar` is set for a reward model."""
 
     model: LoadedModel  # of a reward model: its backbone with its tokenizer
     scalar: ScalarModel | None
@@ -199,7 +193,7 @@ def write_merged(merged: Merged, target: Path, dtype: str) -> None:
 
 @torch.no_grad()
 def check_merged(merged: Merged, folder: Path, dtype: str) -> Checked:
-    """Load the folder with transformers alone, and compare what it says with what the run's model said."""
+    """Load the folder with transformers alone, and compare its outputs with those of the run's model."""
     given: dict[str, Any] = {"dtype": torch.float32, "local_files_only": True, "use_safetensors": True}
     try:
         if merged.scalar is None:

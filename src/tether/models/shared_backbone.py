@@ -1,12 +1,9 @@
-"""The frozen lower layers that several roles share: run once a row, cached in memory and in a folder.
+"""The frozen lower layers that several roles share: run once per row, cached in memory and in a folder.
 
-What a shared backbone gave for each text, kept in a folder: a later run on the same backbone reads it there.
-
-A backbone is known by the digest of its weights, a text by its tokens. A file holds many texts, one after the other:
-`tokens` (N,) int64, `lengths` (rows,) and `states` (N, H). Files are written whole and never changed, so runs may share
-a folder; what is read stays on disk, in pages that the operating system may drop.
-
-The frozen lower layers that several roles share, run once a row, and the tops that stand on them.
+The folder's files are keyed by the digest of the backbone's weights and the tokens of each text, so a later run on the
+same backbone reads them. A file holds many texts, one after the other: `tokens` (N,) int64, `lengths` (rows,) and
+`states` (N, H). Files are written whole and never changed, so runs may share a folder; they are memory-mapped, and the
+operating system may drop their pages.
 """
 
 from __future__ import annotations
@@ -124,7 +121,7 @@ SPLIT = 1e-5  # how far what two parts give may be from what the whole does, as 
 
 
 @dataclass
-class Remembered:
+class CachedRow:
     """A row's states (T, H), and the batch in which they were found.
 
     Rounding depends on what is run together, so finding them again to the bit takes the same batch. Without `states`
@@ -139,10 +136,10 @@ class Remembered:
 class SharedBackbone:
     """The frozen lower layers of several roles. A row is run through them once and remembered.
 
-    Rows are known by their tokens: the states of a row depend on nothing else, because positions start at its first
+    Rows are keyed by their tokens: the states of a row depend on nothing else, because positions start at its first
     real token and padding is not attended to. The least recently used rows are forgotten above `memory_bytes`.
 
-    `memory` and `remember` carry what is remembered over a checkpoint: not the states, which are large, but which rows
+    `memory` and `restore_rows` carry the cached rows over a checkpoint: not the states, which are large, but which rows
     were run together, so that they come out the same to the bit when they are next wanted. Rows that lie in a folder
     (`kept`) are read there each time.
     """
@@ -156,7 +153,7 @@ class SharedBackbone:
         self.fast = PackedBackend(model)
         self.memory_bytes = memory_bytes
         self.rows_run = 0
-        self._rows: OrderedDict[bytes, Remembered] = OrderedDict()
+        self._rows: OrderedDict[bytes, CachedRow] = OrderedDict()
         self._bytes = 0
 
     @torch.no_grad()
@@ -166,7 +163,7 @@ class SharedBackbone:
         for key in keys:
             if key in self._rows and self._rows[key].states is None:
                 self._find_again(self._rows[key])
-        unknown = [row for row, key in enumerate(keys) if not self._knows(key)]
+        unknown = [row for row, key in enumerate(keys) if not self._is_cached(key)]
         fresh: dict[bytes, Tensor] = {}
         together = _tokens_only(batch.select(torch.tensor(unknown))) if unknown else None
         if together is not None:
@@ -178,14 +175,14 @@ class SharedBackbone:
         for row, key in enumerate(keys):
             result[row, places[row]] = fresh[key] if key in fresh else self._known(key).to(like.device)
         for key in keys:
-            self._remember(key, fresh.get(key), together)
+            self._cache_row(key, fresh.get(key), together)
         return result
 
-    def _knows(self, key: bytes) -> bool:
+    def _is_cached(self, key: bytes) -> bool:
         return key in self._rows or (self.kept is not None and key in self.kept)
 
     def _known(self, key: bytes) -> Tensor:
-        """(T, H) of a row that is known, and found."""
+        """(T, H) of a cached row."""
         if self.kept is not None and key in self.kept:
             return self.kept.find(key)
         states = self._rows[key].states
@@ -199,7 +196,7 @@ class SharedBackbone:
         found = self.fast.states(self.bottom, batch, None, None)
         return {key: found[row, places[row]] for row, key in enumerate(keys)}
 
-    def _find_again(self, row: Remembered) -> None:
+    def _find_again(self, row: CachedRow) -> None:
         """Run the batch that a remembered row was found in, for all of its rows that are still remembered."""
         assert row.batch is not None
         for key, states in self._run(row.batch.to(self.bottom.device)).items():
@@ -209,13 +206,13 @@ class SharedBackbone:
 
     def keep(self, tokens: Tensor, states: Tensor) -> None:
         """Remember the states (T, H) of a row of tokens (T,), found by someone who ran the same layers on it."""
-        self._remember(tokens.numpy().tobytes(), states, None)
+        self._cache_row(tokens.numpy().tobytes(), states, None)
 
-    def _remember(self, key: bytes, states: Tensor | None, batch: Sequences | None) -> None:
+    def _cache_row(self, key: bytes, states: Tensor | None, batch: Sequences | None) -> None:
         if key in self._rows:
             self._rows.move_to_end(key)
         elif states is not None:
-            self._rows[key] = Remembered(states.clone(), batch, states.nbytes)
+            self._rows[key] = CachedRow(states.clone(), batch, states.nbytes)
             self._bytes += states.nbytes
         while self._bytes > self.memory_bytes:
             self._bytes -= self._rows.popitem(last=False)[1].nbytes
@@ -230,7 +227,7 @@ class SharedBackbone:
             self.kept.keep(torch.frombuffer(bytearray(key), dtype=torch.int64), self._known(key))
         self.kept.write()
 
-    def forget(self) -> None:
+    def clear(self) -> None:
         """Forget every row."""
         self._rows.clear()
         self._bytes = 0
@@ -238,7 +235,7 @@ class SharedBackbone:
     def memory(self) -> dict[str, Tensor]:
         """What is remembered, from the least recently used on: batches that were run, and which of their rows are left.
 
-        Rows that were kept from elsewhere are not part of it: whoever keeps some forgets them before a checkpoint.
+        Rows stored by `keep` are not part of it: clear them before a checkpoint.
         """
         saved: dict[str, Tensor] = {}
         found: dict[int, tuple[int, dict[bytes, int]]] = {}  # by batch, its number and its rows' places
@@ -255,9 +252,9 @@ class SharedBackbone:
             order.append((number, places[key]))
         return saved | {"order": torch.tensor(order, dtype=torch.int64).reshape(-1, 2)}
 
-    def remember(self, saved: Mapping[str, Tensor]) -> None:
+    def restore_rows(self, saved: Mapping[str, Tensor]) -> None:
         """Take up what `memory` gave; the states are found when they are wanted."""
-        self.forget()
+        self.clear()
         weight = self.bottom.get_input_embeddings().weight
         assert isinstance(weight, Tensor)
         width = self.bottom.config.get_text_config().hidden_size * weight.element_size()
@@ -269,7 +266,7 @@ class SharedBackbone:
                 batches[number] = batch, _row_keys(batch)[0]
             batch, keys = batches[number]
             nbytes = int(batch.attention_mask[row].sum()) * width
-            self._rows[keys[row]] = Remembered(None, batch, nbytes)
+            self._rows[keys[row]] = CachedRow(None, batch, nbytes)
             self._bytes += nbytes
 
 
@@ -279,7 +276,7 @@ def _tokens_only(batch: Sequences) -> Sequences:
 
 
 def _row_keys(batch: Sequences) -> tuple[list[bytes], list[Tensor]]:
-    """Each row's real tokens as bytes, and the columns they stand in."""
+    """Each row's real tokens as bytes, and their columns."""
     tokens, mask = batch.tokens.cpu(), batch.attention_mask.cpu()
     places = [row.nonzero()[:, 0] for row in mask]
     keys = [tokens[row, columns].numpy().tobytes() for row, columns in enumerate(places)]

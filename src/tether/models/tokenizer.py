@@ -1,9 +1,4 @@
-"""A model's tokenizer and limits before its weights are loaded, and whether two models share a tokenizer.
-
-What is known of a model before its weights are loaded: its tokenizer and its limits.
-
-Whether two models read the same token ids as the same text.
-"""
+"""A model's tokenizer and limits, before its weights are loaded, and whether two models share a tokenizer."""
 
 from __future__ import annotations
 

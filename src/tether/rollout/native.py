@@ -1,25 +1,16 @@
-"""Sampling from any Hugging Face causal language model in process.
+"""Sampling from any Hugging Face causal language model in process: no weights are copied, no server is needed.
 
-From sampled ids to a Rollout: the one place that knows how its columns line up.
-
-Sampling from any Hugging Face causal language model in process.
-
-The model's side of decoding: a batch with its cache, which can be read into, stepped, and cut down to fewer rows.
-
-Sampling from any Hugging Face causal language model in process: no weights are copied, no server is needed.
-
-Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 have decoders of their own (`accel/decode_cpu`, `accel/decode_gpu`),
-which work on the model's parameters and keep up to `max_num_seqs` slots busy: a sequence that ends makes room for the
-next one. The decoder is compared with the model's own forward pass when the engine is made. Every other model takes
-the general way, which asks nothing but a cache: a call is cut into chunks of at most `max_num_seqs` sequences, longest
-prompts first, each prompt is read once and its cache rows are repeated for its samples, and sequences that end leave
-the batch, so that they cost nothing more.
+Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 have their own decoders (`accel/decode_cpu`, `accel/decode_gpu`),
+which read the model's parameters and keep up to `max_num_seqs` slots busy: a sequence that ends makes room for the next
+one. The decoder is compared with the model's forward pass when the engine is built. Every other model is decoded by its
+own modules with a KV cache: a call is cut into chunks of at most `max_num_seqs` sequences, longest prompts first, each
+prompt is prefilled once for all its samples, and finished sequences leave the batch.
 
 The result depends on the seed, the prompt's id and the sample's index. Batching changes logits only by rounding, and
-each draw uses a uniform of its own, so the same tokens come out whoever shares the batch, unless a uniform falls within
-rounding of the boundary between two tokens: measured on the tiny model, about once in 100,000 draws in float32; oftener
-in bfloat16. The log-probs are right either way. A prompt that is given twice in one call, as where a step runs over the
-end of an epoch, gets further samples, not the same ones again.
+each draw has its own uniform, so the same tokens are drawn whatever else is in the batch, unless a uniform falls within
+rounding of the boundary between two tokens: on the tiny model about once in 100,000 draws in float32, more often in
+bfloat16. The log-probs are correct either way. A prompt given twice in one call, as at the end of an epoch, gets
+further samples.
 """
 
 from __future__ import annotations
@@ -45,7 +36,7 @@ from tether.types import Finish, Prompt, Rollout
 
 
 class Tokenizer(Encoder, Protocol):
-    """What an engine asks of a tokenizer."""
+    """The part of a tokenizer that an engine uses."""
 
     @property
     def eos_token_id(self) -> int | None:
@@ -144,7 +135,7 @@ def check_request(prompts: Sequence[Prompt], samples_per_prompt: int) -> None:
 
 
 def check_cached(model: Any) -> None:
-    """Raise where a model's forward pass knows no cache of keys and values, which every engine needs."""
+    """Raise if a model's forward pass has no KV cache, which every engine needs."""
     if "past_key_values" not in inspect.signature(causal_lm_of(model).forward).parameters:
         raise _no_cache(model)
 
@@ -159,7 +150,7 @@ def _no_cache(model: Any) -> ConfigError:
 class CachedBatch:
     """Left-padded rows of a causal language model and their KV cache.
 
-    Padding stands on the left, so the last column is every row's newest token; position ids start at 0 on the first
+    Padding is on the left, so the last column is every row's newest token; position ids start at 0 on the first
     real token, so a row's numbers are those it would have alone. Where no row has padding, neither mask nor positions
     are passed, which lets attention use its faster kernels.
     """
@@ -240,7 +231,7 @@ class CachedBatch:
         return outputs.logits[:, -1]
 
 
-BATCH = 64  # answers decoded at once where nothing else is said
+BATCH = 64  # default number of answers decoded at once
 
 
 class LogitsNotFinite(Diverged, FloatingPointError):  # noqa: N818 (the run's state, not a fault)
@@ -271,10 +262,9 @@ class NativeEngine(RolloutEngine):
     `max_num_seqs` is how many answers are decoded at once, at most. "auto" is 64, and with the GPU's own decoder up to
     1024, as many as the free memory holds.
 
-    `notices` says in one sentence why the general way is taken, where it is. `completion` is the text of the answer
-    without special tokens. `policy_version` is stamped on every rollout; the loop sets it. On the general way, a cache
-    whose rows cannot be selected keeps its finished sequences to the end of the chunk: the result is the same and only
-    the saving is lost.
+    `notices` says in one sentence why the fast decoder is not used. `completion` is the text of the answer
+    without special tokens. The loop sets `policy_version`, which every rollout carries. A KV cache whose rows cannot be
+    selected keeps finished sequences to the end of the chunk: the result is the same, only slower.
     """
 
     def __init__(
@@ -314,17 +304,17 @@ class NativeEngine(RolloutEngine):
         if self.fast is not None:
             self.fast.gpu.release()
 
-    def _at_once(self, fast: bool) -> int:
-        """How many answers are decoded at once, at most: those asked for, or what suits the device."""
+    def _at_once(self, accelerated: bool) -> int:
+        """The maximum number of answers decoded at once: as set, or what suits the device."""
         if isinstance(self.max_num_seqs, int):
             return self.max_num_seqs
-        most = self.fast.most_slots(self.loaded.model.device) if fast and self.fast is not None else None
-        return most or BATCH
+        slots = self.fast.most_slots(self.loaded.model.device) if accelerated and self.fast is not None else None
+        return slots or BATCH
 
     def _notice(self, reason: str | None) -> None:
         if reason and not self.notices:
-            said = f"Rollouts take the general way, not the fast decoder: {reason}."
-            self.notices = (SLOWER if reason == MISSING else said,)
+            text = f"Rollouts take the general way, not the fast decoder: {reason}."
+            self.notices = (SLOWER if reason == MISSING else text,)
 
     def generate(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, samples_per_prompt: int, seed: int
@@ -344,9 +334,9 @@ class NativeEngine(RolloutEngine):
         with _eval_mode(self.loaded.model):
             reason = self._distrusted or self._unsupported()
             self._notice(reason)
-            size = self._at_once(fast=False) if reason else len(work)
+            size = self._at_once(accelerated=False) if reason else len(work)
             for start in range(0, len(work), size):
-                decode = self._decode if reason else self._decode_fast
+                decode = self._decode if reason else self._decode_accel
                 rollouts += self._sample_chunk(work[start : start + size], sampling, seed, decode)
         return sorted(rollouts, key=lambda rollout: (rollout.group_id, rollout.sample_id))
 
@@ -379,8 +369,10 @@ class NativeEngine(RolloutEngine):
         stops = {*ends, *sampling.stop_token_ids}
         answers = decode(chunk, uniforms, sampling, stops)
         ids = [answer.tokens.tolist() for answer in answers]
-        said = [tokens[:-1] if tokens[-1] in ends else tokens for tokens in ids]  # an end token is no text
-        texts = self.loaded.tokenizer.batch_decode(said, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+        token_ids = [tokens[:-1] if tokens[-1] in ends else tokens for tokens in ids]  # an end token is not text
+        texts = self.loaded.tokenizer.batch_decode(
+            token_ids, skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
         return [
             assemble_rollout(
                 item.prompt,
@@ -397,7 +389,7 @@ class NativeEngine(RolloutEngine):
             for item, tokens, answer, text in zip(chunk, ids, answers, texts, strict=True)
         ]
 
-    def _decode_fast(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
+    def _decode_accel(self, work: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
         """As `_decode`, for any number of sequences, by the decoder that is written for the model."""
         assert self.fast is not None
         prompts, groups = {item.group: item.prompt_ids for item in work}, [item.group for item in work]
@@ -406,13 +398,13 @@ class NativeEngine(RolloutEngine):
         def check(token: int, row: int, step: int) -> None:
             _check_finite([token], [row], work, step)
 
-        return self.fast.draw(self._base, request, self._at_once(fast=True), check, self.states_for)
+        return self.fast.draw(self._base, request, self._at_once(accelerated=True), check, self.states_for)
 
     @torch.inference_mode()
     def _decode(self, chunk: list[_Sequence], uniforms: Tensor, sampling: Sampling, stops: set[int]) -> list[Draw]:
         """The drawn tokens and log-probs of each sequence, (length,) each, on the CPU.
 
-        A step makes one transfer from the device, of the drawn tokens, to see who stopped; log-probs wait for the end.
+        A step makes one transfer from the device, of the drawn tokens, to see which sequences stopped.
         """
         groups = sorted({item.group: item.prompt_ids for item in chunk}.items(), key=lambda group: -len(group[1]))
         row_of = {group: row for row, (group, _) in enumerate(groups)}

@@ -1,4 +1,4 @@
-"""An engine that says what it is told: for tests of rewards, loops and tasks, with no model in sight."""
+"""An engine that returns given answers: for tests of rewards, loops and tasks without a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Answers as they are being written: token by token, as text that only ever grows, several of them side by side."""
+"""Answers as a stream: token by token, as text that only grows, several answers side by side."""
 
 from __future__ import annotations
 
@@ -118,14 +118,14 @@ def _token(answer: _Answer, id: int, ends: set[int], *, is_last: bool) -> Token:
 
 
 class StopText:
-    """Text up to the first of some strings. What may be the beginning of one is held back until it is known."""
+    """Text up to the first of some strings. Text that may begin one of them is held back until that is decided."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self.stops = tuple(stop for stop in stops if stop)
         self.held = ""
 
     def add(self, news: str, *, is_last: bool) -> tuple[str, bool]:
-        """`(what can be said now, whether a stop was found)`; a stop that is found is left out, and all after it."""
+        """`(new text, whether a stop was found)`; the stop and all text after it are left out."""
         text = self.held + news
         found = [place for stop in self.stops if (place := text.find(stop)) >= 0]
         if found:

@@ -1,8 +1,7 @@
-"""The routes of `tether serve`, and the layer in front of them.
+"""The routes of `tether serve`, and the authentication middleware in front of them.
 
-The layer in front of every route: Host, rate of strangers, token, size. A pure ASGI middleware, so streams pass.
-
-The routes: /v1/models, /v1/chat/completions, /v1/completions and /health.
+The middleware checks the Host header, the request rate of unknown clients, the token and the size. It is pure ASGI, so
+streams pass through it. The routes are /v1/models, /v1/chat/completions, /v1/completions and /health.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from tether.studio.auth import MAX_BYTES, Asked, host_name, limited, read_asked,
 from tether.studio.replies import Reply, read_json
 from tether.studio.settings import StudioSettings
 
-OPEN = ("/health",)  # told to everyone who may name this host
+OPEN = ("/health",)  # needs no token
 
 
 class TokenGate:
@@ -111,7 +110,7 @@ def create_app(served: ServedModel, settings: StudioSettings, turnstile: Turnsti
 
 
 async def read(request: Request, kind: type[AnyRequest]) -> AnyRequest:
-    """The body, checked; what is wrong with it is told with the field."""
+    """The validated body; an error names the field."""
     try:
         given = await read_json(await request.body())
     except ClientDisconnect:
@@ -152,7 +151,7 @@ async def respond(
         while (step := await run_in_threadpool(next, tokens, None)) is not None:
             answer.add(*step)
             if await request.is_disconnected():
-                return Response(status_code=499)  # nobody reads it
+                return Response(status_code=499)  # the client has left
         return Reply(answer.whole())
     finally:
         tokens.close()  # pyright: ignore[reportAttributeAccessIssue]
@@ -192,7 +191,7 @@ async def _events(tokens: Tokens, answer: OpenAIAnswer, include_usage: bool) -> 
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(ApiError)
-    async def refused(_: Request, error: ApiError) -> Response:
+    async def api_error(_: Request, error: ApiError) -> Response:
         return error.reply()
 
     @app.exception_handler(TetherError)
@@ -201,8 +200,8 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def unknown(_: Request, error: HTTPException) -> Response:
-        told: dict[int, Any] = {404: "there is no such route: /v1/chat/completions, /v1/completions, /v1/models"}
-        return ApiError(error.status_code, str(told.get(error.status_code, error.detail))).reply()
+        messages: dict[int, Any] = {404: "there is no such route: /v1/chat/completions, /v1/completions, /v1/models"}
+        return ApiError(error.status_code, str(messages.get(error.status_code, error.detail))).reply()
 
     @app.exception_handler(Exception)
     async def broken(_: Request, error: Exception) -> Response:

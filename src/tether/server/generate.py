@@ -1,8 +1,7 @@
-"""From a request to tokens, and tokens as OpenAI's objects.
+"""From a request to tokens, and from tokens to OpenAI's objects.
 
-From a request to tokens: what is asked of the model, who may run at once, and who has to wait.
-
-Tokens as OpenAI's objects: whole answers, chunks of a stream, log-probabilities and counts.
+A request becomes a job for the model; a limited number of jobs run at once and others wait. The tokens become whole
+answers, chunks of a stream, log-probabilities and usage counts.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from tether.rollout.token_stream import Token, stream_tokens
 from tether.server.schema import ApiError, ChatRequest, CompletionRequest, GenerationRequest
 from tether.types import Message, Prompt
 
-COMPLETION_TOKENS = 16  # where a completion says no length, as OpenAI has it
+COMPLETION_TOKENS = 16  # OpenAI's default for a completion without max_tokens
 STREAM_NAME = "serve"  # of the random streams
 MAX_CHOICES = 4096  # answers to one request, over all its prompts
 MIN_TOKEN_LETTERS = 64  # that the longest token is taken to have at least: some tokenizers leave letters out
@@ -36,7 +35,7 @@ MIN_TEMPERATURE = 1e-4  # below it only the likeliest token is left, and logits 
 
 @dataclass(frozen=True)
 class Job:
-    """What the model is asked: one or more prompts, each answered `n` times."""
+    """The work of one request: one or more prompts, each answered `n` times."""
 
     prompts: tuple[tuple[int, ...], ...]
     n: int
@@ -47,20 +46,20 @@ class Job:
 
     @property
     def prompt_tokens(self) -> int:
-        """How many tokens were asked with."""
+        """The number of prompt tokens."""
         return sum(map(len, self.prompts))
 
 
 class Turnstile:
-    """At most `running` requests at work and `waiting` in line; one more is refused."""
+    """At most `running` requests run and `waiting` wait; one more gets status 429."""
 
     def __init__(self, running: int, waiting: int) -> None:
         self._free = asyncio.Semaphore(running)
-        self._most, self.waiting = waiting, 0
+        self._max_waiting, self.waiting = waiting, 0
 
     async def enter(self) -> None:
         """Wait for a place."""
-        if self._free.locked() and self.waiting >= self._most:
+        if self._free.locked() and self.waiting >= self._max_waiting:
             raise ApiError(429, f"{self.waiting} requests are waiting already: try again later", code="queue_full")
         self.waiting += 1
         try:
@@ -75,7 +74,7 @@ class Turnstile:
 
 @dataclass
 class ServedModel:
-    """The model under the name it is served by. `turn` is held by whoever makes the next token."""
+    """The model and its served name. A request holds `turn` while it computes its next token."""
 
     name: str
     loaded: LoadedModel
@@ -84,7 +83,7 @@ class ServedModel:
     turn: Lock = field(default_factory=Lock)
 
     def check_name(self, asked: str) -> None:
-        """Raise where another model is asked for."""
+        """Raise if the request names another model."""
         if asked != self.name and asked not in self.aliases:
             raise ApiError(
                 404,
@@ -104,7 +103,7 @@ class ServedModel:
             raise ApiError(400, str(error), param="messages") from None
         except (TemplateError, ValueError, TypeError) as error:
             reason = str(error).partition("\n")[0]
-            raise ApiError(400, f"the model's chat template refuses the messages: {reason}", param="messages") from None
+            raise ApiError(400, f"the model's chat template rejects the messages: {reason}", param="messages") from None
         top = (asked.top_logprobs or 0) if asked.logprobs else 0
         return self._job(asked, [ids], asked.limit, self.max_tokens, "messages", top)
 
@@ -136,9 +135,9 @@ class ServedModel:
             raise ApiError(400, f"{name} is not supported here: leave it out", param=name, code="unsupported_parameter")
 
     def _check_length(self, letters: int, field: str) -> None:
-        """Raise where a text cannot fit the context, before it is made into tokens: that takes 300 times its memory."""
+        """Raise if a text cannot fit the context, before tokenization, which takes 300 times its memory."""
         context = self.loaded.context_length
-        if letters > context * self._longest_token:
+        if letters > context * self._max_token_length:
             raise ApiError(
                 400,
                 f"the request has {letters} letters, which is more than the model's context of {context} tokens can "
@@ -148,7 +147,7 @@ class ServedModel:
             )
 
     @cached_property
-    def _longest_token(self) -> int:
+    def _max_token_length(self) -> int:
         tokenizer: Any = self.loaded.tokenizer
         return max(MIN_TOKEN_LETTERS, *map(len, tokenizer.get_vocab()))
 
@@ -239,13 +238,13 @@ class OpenAIAnswer:
         """The reply to a request that did not ask for a stream."""
         choices = []
         for index, choice in enumerate(self.choices):
-            said: dict[str, Any] = {"index": index, "finish_reason": choice.finish}
-            said["logprobs"] = self._logprobs(choice.tokens) if self.logprobs else None
+            entry: dict[str, Any] = {"index": index, "finish_reason": choice.finish}
+            entry["logprobs"] = self._logprobs(choice.tokens) if self.logprobs else None
             if self.chat:
-                said["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
+                entry["message"] = {"role": "assistant", "content": choice.text, "refusal": None}
             else:
-                said["text"] = choice.text
-            choices.append(said)
+                entry["text"] = choice.text
+            choices.append(entry)
         return self._head | {"object": self._kind, "choices": choices, "usage": self.usage()}
 
     def opening(self) -> list[str]:
@@ -255,7 +254,7 @@ class OpenAIAnswer:
         return [self._event(index, {"role": "assistant", "content": ""}, None) for index in range(len(self.choices))]
 
     def chunk(self, place: int, token: Token) -> str | None:
-        """The event for one token; None where it adds nothing that can be told yet."""
+        """The event for one token; None if it adds no complete text yet."""
         logprobs = self._logprobs([token]) if self.logprobs else None
         if not token.text and token.finish is None and not logprobs:
             return None
@@ -270,26 +269,26 @@ class OpenAIAnswer:
 
     def usage(self) -> dict[str, int]:
         """Counts of tokens; end tokens are counted, for they were sampled."""
-        asked, said = self.job.prompt_tokens, self.completion_tokens
-        return {"prompt_tokens": asked, "completion_tokens": said, "total_tokens": asked + said}
+        prompt, completion = self.job.prompt_tokens, self.completion_tokens
+        return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
 
     def _event(self, index: int, delta: Any, finish: str | None, logprobs: Any = None) -> str:
-        said = {"index": index, "logprobs": logprobs, "finish_reason": finish}
-        said |= {"delta": delta} if self.chat else {"text": delta}
-        return event(self._head | {"object": f"{self._kind}.chunk" if self.chat else self._kind, "choices": [said]})
+        entry = {"index": index, "logprobs": logprobs, "finish_reason": finish}
+        entry |= {"delta": delta} if self.chat else {"text": delta}
+        return event(self._head | {"object": f"{self._kind}.chunk" if self.chat else self._kind, "choices": [entry]})
 
     def _logprobs(self, tokens: list[Token]) -> dict[str, Any]:
-        told = [token for token in tokens if not token.ended]
+        shown = [token for token in tokens if not token.ended]
         if self.chat:
-            return {"content": [self._entry(token.id, token.logprob, token.top) for token in told], "refusal": None}
-        texts, offset, offsets = [self._text(token.id) for token in told], 0, []
+            return {"content": [self._entry(token.id, token.logprob, token.top) for token in shown], "refusal": None}
+        texts, offset, offsets = [self._text(token.id) for token in shown], 0, []
         for text in texts:
             offsets.append(offset)
             offset += len(text)
         return {
             "tokens": texts,
-            "token_logprobs": [token.logprob for token in told],
-            "top_logprobs": [{self._text(id): value for id, value in token.top} for token in told],
+            "token_logprobs": [token.logprob for token in shown],
+            "top_logprobs": [{self._text(id): value for id, value in token.top} for token in shown],
             "text_offset": offsets,
         }
 

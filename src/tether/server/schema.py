@@ -1,8 +1,7 @@
-"""What a request may say, and errors, in OpenAI's names.
+"""The fields of a request and the shape of errors, in OpenAI's names.
 
-Errors in OpenAI's shape: {"error": {message, type, param, code}}.
-
-What a request may say, in OpenAI's names. What would change the answer and is not supported is refused by name.
+A field that would change the answer and is not supported raises an error that names it. An error is
+{"error": {message, type, param, code}}.
 """
 
 from __future__ import annotations
@@ -15,14 +14,14 @@ from tether.studio.replies import Reply
 
 
 class ApiError(Exception):
-    """A request that is refused: its status, one sentence, and the field that is wrong."""
+    """A rejected request: its status, one sentence, and the wrong field."""
 
     def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
         self.status, self.message, self.param, self.code = status, message, param, code
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI says it."""
+        """The error in OpenAI's shape."""
         kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
         kind = kinds.get(self.status, "server_error" if self.status >= 500 else "invalid_request_error")
         return {"error": {"message": self.message, "type": kind, "param": self.param, "code": self.code}}
@@ -38,7 +37,7 @@ MAX_STOPS, MAX_CHOICES, MAX_MESSAGES, MAX_TOP = 16, 64, 1000, 20
 Temperature = Annotated[float, Field(ge=0, le=2, allow_inf_nan=False)]
 TopP = Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
-Texts = Annotated[list[str], Field(fail_fast=True)]  # the first that is wrong is told, not all of thousands
+Texts = Annotated[list[str], Field(fail_fast=True)]  # report only the first wrong one
 Ids = Annotated[list[int], Field(fail_fast=True)]
 Stop = str | Annotated[list[str], Field(max_length=MAX_STOPS)]
 
@@ -94,7 +93,7 @@ class GenerationRequest(BaseModel):
         return self.stream_options is not None and self.stream_options.include_usage
 
     def unsupported(self) -> str | None:
-        """The first field that asks for what is not supported."""
+        """The first field with an unsupported value."""
         given = self.model_extra or {}
         return next((name for name, idle in UNSUPPORTED.items() if name in given and given[name] not in idle), None)
 
@@ -145,7 +144,7 @@ class ChatRequest(GenerationRequest):
 
     @property
     def limit(self) -> int | None:
-        """The longest answer that was asked for."""
+        """The requested maximum length of an answer."""
         return self.max_completion_tokens or self.max_tokens
 
 

@@ -1,4 +1,4 @@
-"""Starting `tether serve`: the token, the model, the address, and serving until it is stopped."""
+"""Starting `tether serve`: read the token, load the model, listen, and serve until stopped."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def serve(options: argparse.Namespace) -> int:
     from tether.studio.connections import freeze_gc, http_options, write_sparingly
 
     token, chosen = find_token(options)
-    listening = listen(options.host, options.port)  # first, so that a port in use is told before a model is loaded
+    listening = listen(options.host, options.port)  # first: a port in use is reported before a model is loaded
     try:
         path = find_served(options.model)
         loaded = load_causal_lm(path, dtype=options.dtype, device=options.device, seed=0)
@@ -72,7 +72,7 @@ def find_served(name: str) -> str:
 
 
 def served_name(options: argparse.Namespace) -> str:
-    """What clients call the model: as said, or the run's name, or the model's own."""
+    """The name that clients use: --name, else the run's name, else the model's."""
     if options.name:
         return options.name
     folder = Path(options.model).expanduser()

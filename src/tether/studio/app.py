@@ -20,7 +20,7 @@ from tether import __version__
 from tether.store.database.open import Workspace
 from tether.store.read import OpenWorkspace, open_store, open_workspace
 from tether.studio import chat_routes, label_routes, run_routes, train_routes
-from tether.studio.auth import Gate
+from tether.studio.auth import AuthMiddleware
 from tether.studio.context import Studio
 from tether.studio.import_export import Imports
 from tether.studio.label_store import Labels, VoteWriter
@@ -106,8 +106,8 @@ def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         yield
         studio.imports.close()
-        studio.desk.close()
-        studio.door.close()
+        studio.vote_writer.close()
+        studio.auth.close()
         studio.opened.close()
 
     app = FastAPI(
@@ -124,8 +124,8 @@ def create_app(workspace: Workspace, settings: StudioSettings) -> FastAPI:
     add_error_replies(app)
     for router in ROUTERS:
         app.include_router(router)
-    app.include_router(static_router)  # last: it handles every other path
-    app.add_middleware(Gate, settings=settings, auth=studio.door)
+    app.include_router(static_router)  # last: it takes every address that is left
+    app.add_middleware(AuthMiddleware, settings=settings, auth=studio.auth)
     return app
 
 
@@ -135,7 +135,7 @@ def open_studio(workspace: Workspace, settings: StudioSettings) -> Studio:
     open_workspace(workspace.directory, _url(workspace)).close()  # writes the spooled records of ended runs
     opened = OpenWorkspace(workspace, engine)
     labels, metrics = Labels(opened), MetricCache(opened)
-    door = Auth(
+    auth = Auth(
         labels.owner(),
         owner_token=settings.owner_token,
         login_code=settings.login_code,
@@ -147,15 +147,15 @@ def open_studio(workspace: Workspace, settings: StudioSettings) -> Studio:
         opened=opened,
         settings=settings,
         labels=labels,
-        desk=VoteWriter(labels),
+        vote_writer=VoteWriter(labels),
         imports=Imports(labels),
         metrics=metrics,
         doctor=Diagnoses(opened, metrics),
         prompts=PromptIndex(opened),
         launcher=Launcher(workspace.directory),
         models=ModelHost(),
-        door=door,
-        streams=Streams(settings.most_streams),
+        auth=auth,
+        streams=Streams(settings.max_streams),
     )
 
 

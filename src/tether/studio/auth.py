@@ -126,7 +126,7 @@ def cookie(headers: Headers, name: str) -> str | None:
     return found
 
 
-def limited(receive: Receive, most: int) -> Receive:
+def limited(receive: Receive, limit: int) -> Receive:
     """A `receive` of at most `most` bytes: a body may be longer than its Content-Length, or have none."""
     taken = 0
 
@@ -134,27 +134,27 @@ def limited(receive: Receive, most: int) -> Receive:
         nonlocal taken
         message = await receive()
         taken += len(message.get("body", b"")) if message["type"] == "http.request" else 0
-        return {"type": "http.disconnect"} if taken > most else message
+        return {"type": "http.disconnect"} if taken > limit else message
 
     return receiving
 
 
-async def whole_body(receive: Receive, most: int, seconds: float = 10.0) -> bytes | None:
+async def whole_body(receive: Receive, limit: int, seconds: float = 10.0) -> bytes | None:
     """A short body; None if it is longer than `most`, does not arrive in time, or the client is gone."""
     try:
-        return await asyncio.wait_for(_body(receive, most), seconds)
+        return await asyncio.wait_for(_body(receive, limit), seconds)
     except TimeoutError:
         return None
 
 
-async def _body(receive: Receive, most: int) -> bytes | None:
+async def _body(receive: Receive, limit: int) -> bytes | None:
     body = bytearray()
     while True:
         message = await receive()
         if message["type"] != "http.request":
             return None
         body += message.get("body", b"")
-        if len(body) > most:
+        if len(body) > limit:
             return None
         if not message.get("more_body", False):
             return bytes(body)
@@ -212,7 +212,7 @@ IN_ADDRESS = (
 )
 
 
-class Gate:
+class AuthMiddleware:
     """The middleware. It stores the `Person` and the `Entry` in the request's state."""
 
     def __init__(self, app: ASGIApp, settings: StudioSettings, auth: Auth) -> None:
@@ -236,8 +236,8 @@ class Gate:
             return
         state = scope.setdefault("state", {})
         state["entry"], state["person"] = answer, None if answer is None else answer.person
-        most = MAX_BYTES if answer is not None and answer.person.role == "owner" else ANNOTATOR_BYTES
-        await self._app(scope, limited(receive, most), send)
+        limit = MAX_BYTES if answer is not None and answer.person.role == "owner" else ANNOTATOR_BYTES
+        await self._app(scope, limited(receive, limit), send)
 
     async def _judge(self, asked: Asked, scope: Scope, receive: Receive) -> Response | Entry | None:
         """A response, or the entry of a known person; None for a stranger who requests a file of the login page."""
@@ -260,9 +260,9 @@ class Gate:
             return _wait(wait)
         if entry.person.role != "owner" and not _may(asked):
             return _no(403, "only the owner can do this")
-        most = MAX_BYTES if entry.person.role == "owner" else ANNOTATOR_BYTES
-        if says_length(asked.headers) > most:
-            return _no(413, f"a request may have {most >> 20} MiB at most")
+        limit = MAX_BYTES if entry.person.role == "owner" else ANNOTATOR_BYTES
+        if says_length(asked.headers) > limit:
+            return _no(413, f"a request may have {limit >> 20} MiB at most")
         return entry
 
     async def _recognise(self, asked: Asked) -> Entry | Response | None:

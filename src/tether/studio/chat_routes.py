@@ -23,7 +23,7 @@ from tether.store.read import RunSummary, read_rollouts
 from tether.studio.context import Studio, person_of, studio_of
 from tether.studio.label_queues import NewItem
 from tether.studio.label_records import verdict
-from tether.studio.model_host import Said, answers_of_item, in_model_thread
+from tether.studio.model_host import ModelAnswer, answers_of_item, in_model_thread
 from tether.studio.people import EventStream, Person
 from tether.studio.queue_items import messages_of
 from tether.studio.replies import BIGGEST, Body, Refused, Reply, api_router
@@ -177,7 +177,7 @@ def _new_arena(request: Request, wanted: NewArena) -> Any:
     return Reply({"queue_id": queue, "items": len(new)})
 
 
-def _arena_item(asked: AskedModel, said: Sequence[Said], sides: Sequence[RunSummary]) -> NewItem:
+def _arena_item(asked: AskedModel, said: Sequence[ModelAnswer], sides: Sequence[RunSummary]) -> NewItem:
     """The answers of both models, with their token ids if both have the same tokenizer."""
     meta: dict[str, Any] = {"category": asked.category} if asked.category else {}
     has_ids = len({(one.tokenizer, one.prompt_ids) for one in said}) == 1 and all(one.ids for one in said)
@@ -191,7 +191,9 @@ def _arena_item(asked: AskedModel, said: Sequence[Said], sides: Sequence[RunSumm
     return NewItem(asked.messages, answers, meta)
 
 
-def _answers(studio: Studio, run: RunSummary, prompts: Sequence[AskedModel], wanted: NewArena, seed: int) -> list[Said]:
+def _answers(
+    studio: Studio, run: RunSummary, prompts: Sequence[AskedModel], wanted: NewArena, seed: int
+) -> list[ModelAnswer]:
     """One answer to each prompt, with the run's sampling settings unless the request overrides them."""
     own = run.config.get("rollout", {})
     length = wanted.max_new_tokens or own.get("max_new_tokens", 128)

@@ -24,14 +24,14 @@ class Studio:
     opened: OpenWorkspace
     settings: StudioSettings
     labels: Labels
-    desk: VoteWriter
+    vote_writer: VoteWriter
     imports: Imports
     metrics: MetricCache
     doctor: Diagnoses
     prompts: PromptIndex
     launcher: Launcher
     models: ModelHost
-    door: Auth
+    auth: Auth
     streams: Streams
 
 

@@ -179,8 +179,8 @@ def _every_vote(votes: Votes) -> Records:
             record |= {"both_bad": True} if vote.kind == "pair" and vote.choice == "both_bad" else {}
             record |= {"ratings": by_own_place(vote.order, vote.ratings)} if vote.ratings else {}
         record |= {"comment": vote.comment} if vote.comment else {}
-        told = {"rater": vote.rater, "seconds": vote.seconds, "created": vote.created}
-        records.append(record | told | {"item": vote.item_id, "repeats": vote.repeat_of, "votes": [vote.id]})
+        details = {"rater": vote.rater, "seconds": vote.seconds, "created": vote.created}
+        records.append(record | details | {"item": vote.item_id, "repeats": vote.repeat_of, "votes": [vote.id]})
     return records
 
 
@@ -365,14 +365,14 @@ class Imports:
         action: str,
         origin: dict[str, Any] | None,
     ) -> StagedItems:
-        def tell(done: int) -> None:
+        def report(done: int) -> None:
             one.done = done
 
         try:
             if one.stop.is_set():
                 raise Cancelled
             one.state = "running"
-            options = {"action": action, "origin": origin, "tell": tell, "cancelled": one.stop.is_set}
+            options = {"action": action, "origin": origin, "report": report, "cancelled": one.stop.is_set}
             one.taken = self._labels.take_in(by, one.queue, given, **options)
         except Cancelled:
             one.state = "cancelled"

@@ -243,10 +243,10 @@ def _shared(firsts: Sequence[int], people: Sequence[int], each: int) -> dict[int
 
 
 def _listed_item(row: Row[Any], said: Sequence[Row[Any]], given: Sequence[int], needed: int) -> dict[str, Any]:
-    told = [_listed_vote(row.kind, vote) for vote in said]
-    real = [vote for vote in told if not vote["skipped"]]
-    enough = set(given) <= {vote["rater_id"] for vote in told} if given else len(real) >= needed
-    status = "done" if told and enough else "judged" if real else "skipped" if told else "open"
+    listed = [_listed_vote(row.kind, vote) for vote in said]
+    real = [vote for vote in listed if not vote["skipped"]]
+    enough = set(given) <= {vote["rater_id"] for vote in listed} if given else len(real) >= needed
+    status = "done" if listed and enough else "judged" if real else "skipped" if listed else "open"
     return {
         "id": row.id,
         "kind": row.kind,
@@ -259,7 +259,7 @@ def _listed_item(row: Row[Any], said: Sequence[Row[Any]], given: Sequence[int], 
         "gold": row.gold,
         "repeat_of": row.repeat_of,
         "assigned": sorted(given),
-        "votes": told,
+        "votes": listed,
         "status": status,
         "disagreement": disagreement(row, said),
     }
@@ -285,12 +285,12 @@ def _listed_vote(kind: str, vote: Row[Any]) -> dict[str, Any]:
 
 def disagreement(row: Row[Any], said: Sequence[Row[Any]]) -> float | None:
     """The fraction of pairs of votes that disagree about a pair of answers; None with fewer than two votes."""
-    told = [judgements(Vote(row.id, None, vote.rater_id, row.kind, vote.order, vote.choice)) for vote in said]
-    told = [one for one in told if one]
-    if len(told) < 2:
+    listed = [judgements(Vote(row.id, None, vote.rater_id, row.kind, vote.order, vote.choice)) for vote in said]
+    listed = [one for one in listed if one]
+    if len(listed) < 2:
         return None
     pairs: Mapping[Any, list[str]] = defaultdict(list)
-    for one in told:
+    for one in listed:
         for pair, better in one.items():
             pairs[pair].append(better)
     unlike = alike = 0
@@ -353,8 +353,8 @@ def _alike(ranks: Sequence[int], gold: Sequence[int]) -> float:
     """Of the pairs of answers that the gold decides, the fraction that a vote orders the same way."""
     n = len(ranks)
     pairs = [(one, other) for one in range(n) for other in range(one + 1, n)]
-    telling = [pair for pair in pairs if gold[pair[0]] != gold[pair[1]]] or pairs
-    same = [_sign(ranks, *pair) == _sign(gold, *pair) for pair in telling]
+    decided = [pair for pair in pairs if gold[pair[0]] != gold[pair[1]]] or pairs
+    same = [_sign(ranks, *pair) == _sign(gold, *pair) for pair in decided]
     return sum(same) / len(same)
 
 

@@ -142,9 +142,9 @@ def item_from_record(kind: str, record: Mapping[str, Any], place: str) -> NewIte
     if kind == "demonstration":
         return NewItem(prompt, (), meta)
     answers = _answers(record, place)
-    fewest, most = (2, 2) if kind == "pair" else (MIN_RANKED, MAX_RANKED)
-    if not fewest <= len(answers) <= most:
-        raise DataError(f"{place}: a {kind} has {fewest} to {most} answers, and this one has {len(answers)}")
+    low, high = (2, 2) if kind == "pair" else (MIN_RANKED, MAX_RANKED)
+    if not low <= len(answers) <= high:
+        raise DataError(f"{place}: a {kind} has {low} to {high} answers, and this has {len(answers)}")
     prompt_ids, tokenizer = record.get("prompt_token_ids"), record.get("tokenizer")
     if all("ids" in answer for answer in answers) and isinstance(tokenizer, str) and prompt_ids is not None:
         meta |= {"prompt_ids": _ids(prompt_ids, "prompt_token_ids", place), "tokenizer": tokenizer}

@@ -188,11 +188,11 @@ def fill(request: Request, queue: Id, wanted: Fill) -> Any:
     return _outcome(begun, {"added": len(new) - repeats, "repeats": repeats})
 
 
-def _outcome(begun: BackgroundImport, told: dict[str, Any]) -> Reply:
+def _outcome(begun: BackgroundImport, reply: dict[str, Any]) -> Reply:
     """The result of a finished import; else its progress, with an id for later requests."""
     if begun.state == "failed":
         raise StorageError(begun.error or "the import failed")
-    return Reply(told, 200) if begun.state == "done" else Reply(begun.as_json(), 202)
+    return Reply(reply, 200) if begun.state == "done" else Reply(begun.as_json(), 202)
 
 
 def _sample(studio: Studio, queue: int, kind: str, wanted: Fill) -> dict[str, Any]:
@@ -254,7 +254,7 @@ def _rescore(request: Request, queue: int, wanted: Rescore | None) -> Any:
 @router.get("/label/queues/{queue}/next")
 async def next_item(request: Request, queue: Id) -> Any:
     """The next item to judge; its answers are in the order to show them."""
-    return Reply(await studio_of(request).desk.ask(person_of(request), queue))
+    return Reply(await studio_of(request).vote_writer.ask(person_of(request), queue))
 
 
 @router.post("/label/votes")
@@ -263,7 +263,7 @@ async def vote(request: Request, new: NewVote) -> Any:
     choice = SKIPPED if new.skip else new.choice
     ratings = [{str(axis): given for axis, given in one.items()} for one in new.ratings or ()]
     vote = CastVote(new.client_uid, new.item_id, new.order, choice, new.seconds, new.comment, ratings)
-    return Reply({"id": await studio_of(request).desk.hand_in(person_of(request), vote)})
+    return Reply({"id": await studio_of(request).vote_writer.hand_in(person_of(request), vote)})
 
 
 @router.post("/label/votes/undo")
@@ -282,18 +282,18 @@ def queue_agreement(request: Request, queue: Id) -> Any:
     labels = studio_of(request).labels
     least = queue_settings(labels.queue(queue))["gold_accuracy"]
     found = labels.standing_votes(queue)
-    told = agreement(Vote(row.item_id, row.repeat_of, row.rater_id, row.kind, row.order, row.choice) for row in found)
+    reply = agreement(Vote(row.item_id, row.repeat_of, row.rater_id, row.kind, row.order, row.choice) for row in found)
     people = {rater["id"]: rater for rater in labels.raters()}
     gold = gold_accuracy(found, least)
-    for rater in told["raters"]:
+    for rater in reply["raters"]:
         known = people.get(rater["id"], {})
         rater |= {
             "name": known.get("name", ""),
             "excluded": known.get("excluded", False),
             "gold": gold.get(rater["id"]),
         }
-    told["gold_accuracy"] = least
-    return Reply(told)
+    reply["gold_accuracy"] = least
+    return Reply(reply)
 
 
 @router.get("/label/queues/{queue}/export")
@@ -447,20 +447,20 @@ async def log_out(request: Request) -> Any:
     """End the current session."""
     entry = entry_of(request)
     if entry.session is not None:
-        studio_of(request).door.sessions.end_key(entry.session)
+        studio_of(request).auth.sessions.end_key(entry.session)
     return Reply({"ended": entry.session is not None})
 
 
 @session_router.get("/sessions")
 async def sessions(request: Request) -> Any:
     """Every open session with its person, the most recently used first."""
-    return Reply({"sessions": studio_of(request).door.sessions.listed(entry_of(request).session)})
+    return Reply({"sessions": studio_of(request).auth.sessions.listed(entry_of(request).session)})
 
 
 @session_router.post("/sessions/{session}/end")
 async def end_session(request: Request, session: SessionId) -> Any:
     """End a session. The person can log in again with their link."""
-    ended = studio_of(request).door.sessions.end(session)
+    ended = studio_of(request).auth.sessions.end(session)
     if ended is None:
         raise Refused(404, "there is no such session: it may have expired")
     return Reply({"id": session, "person": ended.person.id})
@@ -471,7 +471,7 @@ async def revoke(request: Request, rater: Id) -> Any:
     """Revoke a person's link and end their sessions. Their votes stay."""
     studio = studio_of(request)
     await run_in_threadpool(studio.labels.revoke, person_of(request), rater)
-    return Reply({"id": rater, "sessions": studio.door.forget(rater)})
+    return Reply({"id": rater, "sessions": studio.auth.forget(rater)})
 
 
 @session_router.post("/raters/{rater}/link")
@@ -479,5 +479,5 @@ async def new_link(request: Request, rater: Id) -> Any:
     """Create a new link for a person, shown only in this response; the old link stops working and sessions end."""
     studio = studio_of(request)
     person, token = await run_in_threadpool(studio.labels.new_token, person_of(request), rater)
-    studio.door.forget(rater)
+    studio.auth.forget(rater)
     return Reply({"id": person.id, "name": person.name, "token": token, "link": link_for(request, token)})

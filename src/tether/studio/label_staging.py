@@ -79,7 +79,7 @@ class Staging(Items, ABC):
         *,
         action: str = "import",
         origin: dict[str, Any] | None = None,
-        tell: Callable[[int], None] = lambda done: None,  # noqa: ARG005
+        report: Callable[[int], None] = lambda done: None,  # noqa: ARG005
         cancelled: Callable[[], bool] = lambda: False,
     ) -> StagedItems:
         """Import items with the votes of their records, all or none. `tell` gets the number written so far."""
@@ -91,7 +91,7 @@ class Staging(Items, ABC):
             return StagedItems(len(given), count)
         stage = self._open_stage(queue)
         try:
-            taken = self._fill_stage(queue, stage, given, tell, cancelled)
+            taken = self._fill_stage(queue, stage, given, report, cancelled)
         except BaseException:
             self._drop(stage)
             raise
@@ -110,7 +110,7 @@ class Staging(Items, ABC):
         queue: Row[Any],
         stage: int,
         given: Sequence[ItemWithVotes],
-        tell: Callable[[int], None],
+        report: Callable[[int], None],
         cancelled: Callable[[], bool],
     ) -> StagedItems:
         ids: list[int] = []
@@ -124,7 +124,7 @@ class Staging(Items, ABC):
                 new, said = self._write_some(connection, queue, stage, given[start : start + TOGETHER], ids, raters)
             ids += new
             count += said
-            tell(len(ids))
+            report(len(ids))
             _let_others_in(began)
         if cancelled():
             raise Cancelled

@@ -282,8 +282,8 @@ def _choose(rows: Sequence[Any], lately: set[int]) -> int | None:
 def _shown(queue: Row[Any], item: Row[Any], person: Person) -> dict[str, Any]:
     """An item without the sources of its answers; the answers are named by their shown positions."""
     count = len(item.answers)
-    told = [item.answers[place] for place in shown_order(_key(queue.meta), item.id, person.id, count)]
-    answers = [{"text": answer["text"], "ended": answer.get("ended", True)} for answer in told]
+    shown = [item.answers[place] for place in shown_order(_key(queue.meta), item.id, person.id, count)]
+    answers = [{"text": answer["text"], "ended": answer.get("ended", True)} for answer in shown]
     return {"id": item.id, "kind": item.kind, "prompt": item.prompt, "answers": answers, "order": list(range(count))}
 
 

@@ -50,7 +50,7 @@ MAX_MODELS = 2  # in memory at a time
 
 
 @dataclass(frozen=True)
-class Said:
+class ModelAnswer:
     """An answer of a model, and its token ids."""
 
     text: str
@@ -85,8 +85,8 @@ def answers_of_item(row: Any) -> list[Scored]:
 class ModelHost:
     """Answers and scores of saved models. torch is imported on first use, so an idle server stays small."""
 
-    def __init__(self, most: int = MAX_MODELS) -> None:
-        self._most = most
+    def __init__(self, limit: int = MAX_MODELS) -> None:
+        self._limit = limit
         self._engines: OrderedDict[tuple[str, float], Any] = OrderedDict()
         self._lock = threading.Lock()
 
@@ -99,7 +99,7 @@ class ModelHost:
         temperature: float,
         seed: int,
         samples: int = 1,
-    ) -> list[Said]:
+    ) -> list[ModelAnswer]:
         """Answer each conversation with a run's model, `samples` times each, in order."""
         from tether.data.records import tokenizer_digest
         from tether.protocols import Sampling
@@ -112,7 +112,7 @@ class ModelHost:
             rollouts = engine.generate(prompts, sampling, samples_per_prompt=samples, seed=seed)
             digest = tokenizer_digest(engine.loaded.tokenizer)
         return [
-            Said(
+            ModelAnswer(
                 rollout.completion,
                 rollout.finish,
                 rollout.response_length,
@@ -164,7 +164,7 @@ class ModelHost:
         key = (str(path), path.stat().st_mtime if path.exists() else 0.0)
         if key not in self._engines:
             self._engines[key] = NativeEngine(load_causal_lm(str(path), dtype="auto", device="auto", seed=0))
-            while len(self._engines) > self._most:
+            while len(self._engines) > self._limit:
                 self._engines.popitem(last=False)
             freeze_gc()
         self._engines.move_to_end(key)

@@ -143,14 +143,14 @@ def _key(secret: str) -> str:
 class Streams:
     """Limits the live streams of each person. A stream counts from its request on, so the limit cannot be exceeded."""
 
-    def __init__(self, most: int) -> None:
-        self._most, self._open, self._lock = most, Counter[int](), Lock()
+    def __init__(self, limit: int) -> None:
+        self._limit, self._open, self._lock = limit, Counter[int](), Lock()
 
     def enter(self, person: int) -> StreamPlace:
         """Take a place; the caller must leave it."""
         with self._lock:
-            if self._open[person] >= self._most:
-                raise Refused(429, f"at most {self._most} live streams at a time: close a page")
+            if self._open[person] >= self._limit:
+                raise Refused(429, f"at most {self._limit} live streams at a time: close a page")
             self._open[person] += 1
         return StreamPlace(self, person)
 

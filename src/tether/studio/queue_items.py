@@ -128,11 +128,11 @@ def _by_prompt(answers: Sequence[QueueAnswer]) -> dict[str, list[QueueAnswer]]:
 def _ranked_pairs(answers: Sequence[QueueAnswer]) -> list[tuple[int, QueueAnswer, QueueAnswer]]:
     """Every pair with its turn: 0 for the most informative pair of a prompt, and so on."""
 
-    def telling(pair: tuple[QueueAnswer, QueueAnswer]) -> tuple[bool, int]:
+    def informative(pair: tuple[QueueAnswer, QueueAnswer]) -> tuple[bool, int]:
         one, other = pair
         return one.run == other.run, -abs(one.step - other.step)
 
-    pairs = sorted(combinations(answers, 2), key=telling)
+    pairs = sorted(combinations(answers, 2), key=informative)
     return [(turn, one, other) for turn, (one, other) in enumerate(pairs)]
 
 
@@ -234,8 +234,8 @@ def scored_by(studio: Studio, model: RunSummary, answers: Sequence[QueueAnswer])
     """The answers with this reward model's scores instead of their recorded ones."""
     few = answers[:MAX_SCORED]
     asked = [Scored(one.messages, one.text, one.ended, one.ids, one.prompt_ids, one.tokenizer) for one in few]
-    told = studio.models.scores(model.folder, asked)
-    return [replace(one, score=score) for one, score in zip(few, told, strict=True)]
+    scores = studio.models.scores(model.folder, asked)
+    return [replace(one, score=score) for one, score in zip(few, scores, strict=True)]
 
 
 def ask_uncertain_first(studio: Studio, person: Person, queue: int, model: RunSummary) -> int:
@@ -243,8 +243,8 @@ def ask_uncertain_first(studio: Studio, person: Person, queue: int, model: RunSu
     if studio.labels.queue(queue).kind != "pair":
         raise DataError(f"queue {queue} holds no pairs: only pairs can be ordered by uncertainty")
     rows = studio.labels.items(queue)[: MAX_SCORED // 2]
-    told = studio.models.scores(model.folder, [answer for row in rows for answer in answers_of_item(row)])
-    margins = [abs(one - other) for one, other in zip(told[0::2], told[1::2], strict=True)]
+    scores = studio.models.scores(model.folder, [answer for row in rows for answer in answers_of_item(row)])
+    margins = [abs(one - other) for one, other in zip(scores[0::2], scores[1::2], strict=True)]
     priorities = {row.id: -margin for row, margin in zip(rows, margins, strict=True) if margin == margin}
     studio.labels.set_priorities(person, queue, priorities, model=model.name)
     return len(priorities)
@@ -292,15 +292,15 @@ def carry_out(plan: Plan) -> int:
     labels, added = Labels(opened), 0
     owner, digest = labels.owner(), tokenizer_digest(loaded.tokenizer)
     kind = labels.queue(plan["queue"]).kind
-    waiting: list[NewItem] = []
+    batch: list[NewItem] = []
     origin = {"from": "model", "model": plan["model"], "prompts": plan["prompts"]}
 
     def put() -> None:
-        nonlocal added, waiting
-        if waiting:
-            labels.add_items(owner, plan["queue"], with_repeats(waiting, plan["repeats"]), origin=origin)
-            added += len(waiting)
-            waiting = []
+        nonlocal added, batch
+        if batch:
+            labels.add_items(owner, plan["queue"], with_repeats(batch, plan["repeats"]), origin=origin)
+            added += len(batch)
+            batch = []
 
     try:
         for sampled in sample_answers(
@@ -312,8 +312,8 @@ def carry_out(plan: Plan) -> int:
             _report,
             skip=lambda _, why: print(f"skipped: {why}"),
         ):
-            waiting += items_of(kind, sampled, digest, plan["model"])
-            if len(waiting) >= PUT_AT:
+            batch += items_of(kind, sampled, digest, plan["model"])
+            if len(batch) >= PUT_AT:
                 put()
         put()
     finally:

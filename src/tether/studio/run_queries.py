@@ -89,13 +89,13 @@ def sparks(opened: OpenWorkspace, found: Sequence[RunSummary]) -> dict[int, list
     return drawn
 
 
-def spread(places: Sequence[int], most: int) -> list[int]:
+def spread(places: Sequence[int], limit: int) -> list[int]:
     """At most `most` of them, evenly spaced, including the first and the last."""
-    if len(places) <= most:
+    if len(places) <= limit:
         return list(places)
-    if most < 2:
-        return list(places[:most])
-    return [places[round(at * (len(places) - 1) / (most - 1))] for at in range(most)]
+    if limit < 2:
+        return list(places[:limit])
+    return [places[round(at * (len(places) - 1) / (limit - 1))] for at in range(limit)]
 
 
 def run_page(opened: OpenWorkspace, run: RunSummary, cache: MetricCache) -> dict[str, Any]:
@@ -155,11 +155,11 @@ def news(opened: OpenWorkspace, run_id: int, after_step: int, after_event: int) 
     happened = select(events).where(events.c.run_id == run_id, events.c.id > after_event).order_by(events.c.id)
     with opened.reading() as connection:
         numbers = connection.execute(measured.order_by(metrics.c.step, metrics.c.name)).all()
-        told = connection.execute(happened).all()
+        found = connection.execute(happened).all()
     by_step: dict[int, dict[str, float]] = {}
     for step, name, value in numbers:
         by_step.setdefault(step, {})[name] = value
-    return list(by_step.items()), list(told)
+    return list(by_step.items()), list(found)
 
 
 def last_event(opened: OpenWorkspace, run_id: int) -> int:

@@ -219,8 +219,8 @@ def prompt_over_steps(request: Request, run: Id, prompt_id: str) -> Any:
 @router.get("/methods")
 async def methods() -> Any:
     """The methods that can train a run."""
-    told = {name: (recipe.__doc__ or "").strip().partition("\n")[0] for name, recipe in RECIPES.items()}
-    return Reply({"methods": [{"name": name, "summary": summary} for name, summary in told.items()]})
+    sent = {name: (recipe.__doc__ or "").strip().partition("\n")[0] for name, recipe in RECIPES.items()}
+    return Reply({"methods": [{"name": name, "summary": summary} for name, summary in sent.items()]})
 
 
 @router.get("/schema/{method}")
@@ -310,7 +310,7 @@ async def _beating(studio: Studio, entry: Entry, looks: AsyncIterator[list[str]]
     yield "retry: 1000\n\n"
     spoke = time.monotonic()
     async for messages in looks:
-        if not studio.door.holds(entry):
+        if not studio.auth.holds(entry):
             return
         if messages:
             yield "".join(messages)
@@ -323,7 +323,7 @@ async def _beating(studio: Studio, entry: Entry, looks: AsyncIterator[list[str]]
 
 async def _changes(studio: Studio, run: int | None, cursor: Cursor | None) -> AsyncIterator[list[str]]:
     """One list per poll, empty if nothing changed. It waits while the store is away."""
-    told: dict[int, Pulse] = {}
+    sent: dict[int, Pulse] = {}
     while True:
         messages: list[str] = []
         try:
@@ -331,8 +331,8 @@ async def _changes(studio: Studio, run: int | None, cursor: Cursor | None) -> As
             if run is not None and cursor is not None:
                 cursor, messages = await run_in_threadpool(_news_of, studio, run, cursor, now)
             for pulse in now:
-                if told.get(pulse.id) != pulse:
-                    told[pulse.id] = pulse
+                if sent.get(pulse.id) != pulse:
+                    sent[pulse.id] = pulse
                     messages.append(message("run", asdict(pulse), cursor))
         except StorageError:
             pass

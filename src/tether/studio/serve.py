@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from uvicorn import Server
 
 TOKEN_VARIABLE = "TETHER_STUDIO_TOKEN"  # noqa: S105 (the variable's name, not a secret)
-WAITING = 2048  # backlog of the listening socket, the same as uvicorn's
-SWITCH_SECONDS = 0.001  # a thread with long work, such as long curves, yields the GIL this often; the default is 5 ms
+BACKLOG = 2048  # connections that may wait to be taken, as many as uvicorn lets
+SWITCH_SECONDS = 0.001  # so often a thread at long work, as on a long run's curves, lets others in; usually 5 ms
 
 EXPOSED = """Anyone who can reach {address} and has the token can do everything that you can do here: read every run of
 {place}, start and stop training, run code that a recipe names, and use its models. The traffic is not encrypted: put a
@@ -62,7 +62,7 @@ def serve_until_stopped(server: Server, listening: socket.socket) -> None:
 
     async def start(sockets: list[socket.socket] | None = None) -> None:
         await startup(sockets)
-        listening.listen(WAITING)  # asyncio would set the backlog to the number it accepts at once
+        listening.listen(BACKLOG)  # asyncio lets no more wait than it accepts at once
 
     server.startup = start
     try:
@@ -101,7 +101,7 @@ def listen(host: str, port: int) -> socket.socket:
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listening.bind((host, port))
-        listening.listen(WAITING)
+        listening.listen(BACKLOG)
     except (OSError, OverflowError) as error:
         listening.close()
         reason = getattr(error, "strerror", None) or str(error)
@@ -115,9 +115,9 @@ def announce(settings: StudioSettings, place: str, *, json_output: bool) -> None
     address = f"http://{name}:{settings.port}"
     link = f"{settings.public_url or address}/#token={settings.login_code}"
     if json_output:
-        made = None if settings.token_logs_in else settings.owner_token  # a token that the user chose is not printed
-        told = {"address": address, "link": link, "token": made, "private": settings.is_private}
-        print(json.dumps(told | {"public_url": settings.public_url, "workspace": place}), flush=True)
+        made = None if settings.token_logs_in else settings.owner_token  # one that the user chose is not shown
+        summary = {"address": address, "link": link, "token": made, "private": settings.is_private}
+        print(json.dumps(summary | {"public_url": settings.public_url, "workspace": place}), flush=True)
         return
     print(f"Tether Studio over {place}: open this link, which works once:\n\n  {link}\n", flush=True)
     if not settings.is_private:

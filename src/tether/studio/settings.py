@@ -41,9 +41,9 @@ class StudioSettings:
     public_url: str | None = None  # the URL that people open, if there is a proxy in front of the server
     trusted_proxies: tuple[Network, ...] = ()  # their X-Forwarded-For and X-Forwarded-Proto are used
     session_rate: Rate = SESSION_RATE
-    stranger_rate: Rate = STRANGER_RATE  # per address, for requests without a valid token
-    most_streams: int = 12  # maximum number of live streams per person
-    poll_seconds: float = 0.25  # how often a stream polls the database
+    stranger_rate: Rate = STRANGER_RATE  # by address, for whoever shows no valid token
+    max_streams: int = 12  # live streams of one person at a time
+    poll_seconds: float = 0.25  # how often a stream looks at the database
     heartbeat_seconds: float = 5.0
 
     @property
@@ -152,8 +152,8 @@ MAX_FILE = 4096  # bytes
 
 def add_token_options(parser: argparse.ArgumentParser, variable: str, whose: str) -> None:
     """Add --token-file, and an error message for --token."""
-    told = f"holds {whose}, of {SHORTEST_TOKEN} characters or more (default: {variable}, else a new one is made)"
-    parser.add_argument("--token-file", metavar="FILE", help=told)
+    help_text = f"holds {whose}, of {SHORTEST_TOKEN} characters or more; else {variable}; else a new one is made"
+    parser.add_argument("--token-file", metavar="FILE", help=help_text)
     parser.add_argument("--token", dest="token", default=None, help=argparse.SUPPRESS)
 
 
@@ -178,7 +178,7 @@ def chosen_token(options: argparse.Namespace, variable: str) -> str | None:
     """
     given = os.environ.pop(variable, "").strip()
     if options.token is not None:
-        _refuse(variable)
+        _reject(variable)
     if options.token_file:
         token, where = _in_file(options.token_file), "--token-file"
     elif given:
@@ -190,7 +190,7 @@ def chosen_token(options: argparse.Namespace, variable: str) -> str | None:
     return token
 
 
-def _refuse(variable: str) -> NoReturn:
+def _reject(variable: str) -> NoReturn:
     raise ConfigError(
         "--token: every user of this machine can read the command line, so a token cannot be given there; write it "
         f"into a file that only you can read and name that with --token-file, or set {variable}"

@@ -228,7 +228,7 @@ def train(request: Request, wanted: TrainRequest) -> Any:
     name = wanted.name or f"votes-{wanted.queue_id}-{time.strftime('%Y%m%d-%H%M%S')}"
     for run in ("reward", "ppo"):
         free_name(studio, f"{name}/{run}")
-    wish = TrainingRequest(
+    plan_request = TrainingRequest(
         name=name,
         queue=wanted.queue_id,
         model=start.model,
@@ -240,11 +240,11 @@ def train(request: Request, wanted: TrainRequest) -> Any:
         reward_settings=wanted.settings.reward,
         ppo_settings=wanted.settings.ppo,
     )
-    plan = write_plan(studio.opened.workspace.directory, wish, split)
+    plan = write_plan(studio.opened.workspace.directory, plan_request, split)
     job = studio.launcher.python(name, "train", ["-m", "tether.studio.train_process", str(plan), *allowed_words()])
-    told = {"name": name, "job": job.id, "votes": len(split.votes), "pairs": decided_pairs(split.train)}
-    told |= {"examples": len(split.train), "from": start.model}
-    return Reply(told | {"reward_run": f"{name}/reward", "ppo_run": f"{name}/ppo"})
+    reply = {"name": name, "job": job.id, "votes": len(split.votes), "pairs": decided_pairs(split.train)}
+    reply |= {"examples": len(split.train), "from": start.model}
+    return Reply(reply | {"reward_run": f"{name}/reward", "ppo_run": f"{name}/ppo"})
 
 
 @router.post("/train/demonstrations")
@@ -259,7 +259,7 @@ def train_on_demonstrations(request: Request, wanted: DemonstrationTraining) -> 
     start = _start(studio, wanted.from_run, wanted.model, votes)
     name = wanted.name or f"demonstrations-{wanted.queue_id}-{time.strftime('%Y%m%d-%H%M%S')}"
     free_name(studio, f"{name}/sft")
-    wish = TrainingRequest(
+    plan_request = TrainingRequest(
         name=name,
         queue=wanted.queue_id,
         model=start.model,
@@ -268,10 +268,10 @@ def train_on_demonstrations(request: Request, wanted: DemonstrationTraining) -> 
         considered=_considered(studio, wanted.queue_id),
         sft_settings=wanted.settings,
     )
-    plan = write_sft_plan(studio.opened.workspace.directory, wish, split)
+    plan = write_sft_plan(studio.opened.workspace.directory, plan_request, split)
     job = studio.launcher.python(name, "train", ["-m", "tether.studio.train_process", str(plan), *allowed_words()])
-    told = {"name": name, "job": job.id, "votes": len(split.votes), "examples": len(split.train)}
-    return Reply(told | {"from": start.model, "sft_run": f"{name}/sft"})
+    reply = {"name": name, "job": job.id, "votes": len(split.votes), "examples": len(split.train)}
+    return Reply(reply | {"from": start.model, "sft_run": f"{name}/sft"})
 
 
 def _check_settings(keys: list[str]) -> None:

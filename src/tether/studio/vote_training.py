@@ -185,12 +185,12 @@ def split_records(records: Sequence[Record], fraction: float, what: str = "items
     if fraction and not least:
         least = set(by_lot[:1])
     out: set[str] = set()
-    kept_aside = 0
+    held_out = 0
     for prompt in by_lot:
         size = sum(_asked(record) == prompt for record in good)
-        if prompt in least and kept_aside + size <= len(good) // 2:
+        if prompt in least and held_out + size <= len(good) // 2:
             out.add(prompt)
-            kept_aside += size
+            held_out += size
     return Split(
         [record for record in good if _asked(record) not in out], [record for record in good if _asked(record) in out]
     )
@@ -227,49 +227,49 @@ def _are_whole(texts: Sequence[str]) -> bool:
 # -- plans --------------------------------------------------------------------------------------------------------
 
 
-def write_plan(directory: Path, wish: TrainingRequest, split: Split) -> Path:
+def write_plan(directory: Path, wanted: TrainingRequest, split: Split) -> Path:
     """Write the files for a reward model and PPO; returns the plan's file. Wrong settings raise here."""
 
     def recipes(root: Path, data: Path) -> list[list[str]]:
         _write_lines(data / "prompts.jsonl", _prompts([*split.train, *split.held_out]))
-        reward = reward_recipe(wish.config, wish.model, wish.reward_settings, _data(data, split))
+        reward = reward_recipe(wanted.config, wanted.model, wanted.reward_settings, _data(data, split))
         reward["reward"] = {"batch_size": min(16, len(split.train))}
-        reward["run"] = _run(directory, wish, "reward", wish.reward_steps)
+        reward["run"] = _run(directory, wanted, "reward", wanted.reward_steps)
         model = str(root / "reward" / "model")
-        policy = ppo_recipe(wish.config, wish.model, wish.ppo_settings, model, str(data / "prompts.jsonl"))
-        policy["run"] = _run(directory, wish, "ppo", wish.ppo_steps)
+        policy = ppo_recipe(wanted.config, wanted.model, wanted.ppo_settings, model, str(data / "prompts.jsonl"))
+        policy["run"] = _run(directory, wanted, "ppo", wanted.ppo_steps)
         commands = [
-            _command(root, "reward", reward, wish.reward_settings),
-            _command(root, "ppo", policy, wish.ppo_settings),
+            _command(root, "reward", reward, wanted.reward_settings),
+            _command(root, "ppo", policy, wanted.ppo_settings),
         ]
         _, method, path, *flags = commands[1]
-        names = code_names(load_recipe(method, path, flags))  # these come from the source run
-        agree_to_names(names, names_of_record(wish.config), wish.folder or root, flags)
+        names = code_names(load_recipe(method, path, flags))  # which come from the run that the policy goes on from
+        agree_to_names(names, names_of_record(wanted.config), wanted.folder or root, flags)
         return commands
 
-    return _written(directory, wish, split, ("reward", "ppo"), recipes)
+    return _written(directory, wanted, split, ("reward", "ppo"), recipes)
 
 
-def write_sft_plan(directory: Path, wish: TrainingRequest, split: Split) -> Path:
+def write_sft_plan(directory: Path, wanted: TrainingRequest, split: Split) -> Path:
     """Write the files for supervised fine-tuning on demonstrations; returns the plan's file."""
 
     def recipes(root: Path, data: Path) -> list[list[str]]:
-        recipe = sft_recipe(wish.config, wish.model, wish.sft_settings, _data(data, split))
+        recipe = sft_recipe(wanted.config, wanted.model, wanted.sft_settings, _data(data, split))
         recipe["sft"] = {"batch_size": min(16, len(split.train))}
-        recipe["run"] = _run(directory, wish, "sft", wish.sft_steps)
-        return [_command(root, "sft", recipe, wish.sft_settings)]
+        recipe["run"] = _run(directory, wanted, "sft", wanted.sft_steps)
+        return [_command(root, "sft", recipe, wanted.sft_settings)]
 
-    return _written(directory, wish, split, ("sft",), recipes)
+    return _written(directory, wanted, split, ("sft",), recipes)
 
 
 def _written(
     directory: Path,
-    wish: TrainingRequest,
+    wanted: TrainingRequest,
     split: Split,
     runs: Sequence[str],
     recipes: Callable[[Path, Path], list[list[str]]],
 ) -> Path:
-    root = directory / wish.name
+    root = directory / wanted.name
     data = root / "data"
     try:
         data.mkdir(parents=True, exist_ok=True)
@@ -278,7 +278,7 @@ def _written(
         commands = recipes(root, data)
         for run in runs:
             (root / run).mkdir(exist_ok=True)
-            write_whole(root / run / VOTES, _votes(wish, split))
+            write_whole(root / run / VOTES, _votes(wanted, split))
         plan = data / "plan.json"
         write_whole(plan, {"commands": commands})
     except OSError as error:
@@ -286,11 +286,11 @@ def _written(
     return plan
 
 
-def _votes(wish: TrainingRequest, split: Split) -> dict[str, Any]:
+def _votes(wanted: TrainingRequest, split: Split) -> dict[str, Any]:
     return {
-        "queue": wish.queue,
+        "queue": wanted.queue,
         "votes": split.votes,
-        "considered": list(wish.considered),
+        "considered": list(wanted.considered),
         "examples": len(split.train),
         "pairs": decided_pairs(split.train),
         "held_out_examples": len(split.held_out),
@@ -316,8 +316,8 @@ def _longest(record: Record) -> int:
     return len(record.get("prompt_token_ids", ())) + max(map(len, ids), default=0)
 
 
-def _run(directory: Path, wish: TrainingRequest, run: str, steps: int) -> dict[str, Any]:
-    return {"directory": str(directory), "name": f"{wish.name}/{run}", "steps": steps}
+def _run(directory: Path, wanted: TrainingRequest, run: str, steps: int) -> dict[str, Any]:
+    return {"directory": str(directory), "name": f"{wanted.name}/{run}", "steps": steps}
 
 
 def _command(root: Path, method: str, recipe: dict[str, Any], settings: Mapping[str, Any]) -> list[str]:

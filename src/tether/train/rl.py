@@ -91,7 +91,7 @@ def train_rl(
             return
         parts.learner.set_progress((step + 0.5) / parts.steps)  # its middle: no step has rate 0
         if parts.shared is not None:
-            parts.shared.forget()  # no iteration depends on the cache of an earlier one, so a run can resume at any
+            parts.shared.clear()  # an iteration owes nothing to the ones before it, so that any may be the first
         before = evaluate_held_out(parts) if step == 0 and parts.evaluate_every else {}
         result = rl_step(parts, step, controllers, heartbeat)
         controllers = result.controllers

@@ -206,7 +206,7 @@ def restore(
     """Restore what `capture` kept. Returns the controllers, if any; one whose settings changed starts afresh."""
     learner.load_state(LearnerState(dict(checkpoint.tensors["learner"]), checkpoint.values["learner"]))
     if shared is not None and "backbone" in checkpoint.tensors:
-        shared.remember(checkpoint.tensors["backbone"])
+        shared.restore_rows(checkpoint.tensors["backbone"])
     set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
     saved = checkpoint.values["controllers"]
     if fresh is None or saved is None:

@@ -1,4 +1,4 @@
-"""Rules of the house that hold over every file of src/tether: see docs/architecture.md."""
+"""Rules that hold over every file of src/tether: see docs/architecture.md."""
 
 import ast
 import re
@@ -90,7 +90,7 @@ def test_no_files_import_each_other_in_a_circle():
 
 
 @pytest.mark.parametrize("file", each_file())
-def test_accel_is_reached_through_one_door(file: Path):
+def test_accel_is_imported_in_one_file(file: Path):
     """So that the package can be removed: see tests/accel/test_without_accel.py."""
     if package_of(file) == "accel" or file == SOURCE / "models" / "acceleration.py":
         return
