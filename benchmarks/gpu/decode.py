@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tether.accel.decode_gpu.batch import SIZES, GpuBatch
-from tether.accel.decode_gpu.decoder import GpuDecoder
+from tether.accel.decode_gpu.gpu_batch import SIZES, GpuBatch
+from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
 from tether.models.lora import inject_lora, lora_config
 from tether.protocols import Sampling
 

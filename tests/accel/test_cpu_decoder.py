@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
 from tether.accel.decode_cpu import decoder as cpu_decoder
-from tether.accel.decode_cpu.decoder import CpuDecoder
+from tether.accel.decode_cpu.cpu_decoder import CpuDecoder
 from tether.accel.engine import disagreement, nats_apart
 from tether.accel.supported import decoding_unsupported
 from tether.hub.tiny_model import tiny_tokenizer

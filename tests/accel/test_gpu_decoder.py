@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from peft.tuners.lora import LoraLayer
 
 from tether.accel import engine as accel_engine
-from tether.accel.decode_gpu.batch import LOOK, GpuBatch, bucket
-from tether.accel.decode_gpu.decoder import PREFILL_TOKENS, DecoderCache, GpuDecoder
+from tether.accel.decode_gpu.gpu_batch import LOOK, GpuBatch, bucket
+from tether.accel.decode_gpu.gpu_decoder import PREFILL_TOKENS, DecoderCache, GpuDecoder
 from tether.accel.decode_gpu.slots import Lasting, slot_bytes, slots_that_fit
 from tether.accel.spec import DecoderSpec
 from tether.hub.tiny_model import tiny_tokenizer
@@ -133,7 +133,7 @@ def test_a_cache_that_finds_too_little_memory_has_fewer_slots(monkeypatch: pytes
     assert decoders.ready(model, 16, 20, 4) is decoder, "asking again finds no more"
     decoders.release()
     monkeypatch.setattr(
-        "tether.accel.decode_gpu.decoder.free_memory", lambda _: slot_bytes(DecoderSpec.from_model(model), 128)
+        "tether.accel.decode_gpu.gpu_decoder.free_memory", lambda _: slot_bytes(DecoderSpec.from_model(model), 128)
     )
     assert decoders.ready(model, 16, 20, 4).slots == 1, "what is free now does not hold two"
 
@@ -234,7 +234,7 @@ def test_long_prompts_are_read_in_passes_of_bounded_size(monkeypatch: pytest.Mon
         return read(self, ids)
 
     monkeypatch.setattr(torch.nn.Embedding, "forward", counted)
-    monkeypatch.setattr("tether.accel.decode_gpu.decoder.PREFILL_TOKENS", 64)
+    monkeypatch.setattr("tether.accel.decode_gpu.gpu_decoder.PREFILL_TOKENS", 64)
     answers(
         build("Llama"), {g: [1] * length for g, length in enumerate((70, 31, 30, 29, 3))}, list(range(5)), 5, 1, set()
     )

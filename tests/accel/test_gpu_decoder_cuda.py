@@ -12,7 +12,7 @@ import transformers
 from torch import Tensor
 
 from tether.accel.decode_gpu import plain_step
-from tether.accel.decode_gpu.decoder import GpuDecoder
+from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel, describe, disable_dropout
 from tether.models.lora import inject_lora, lora_config
@@ -127,7 +127,7 @@ def test_the_cache_takes_its_share_of_what_is_free_and_no_more():
     engine = NativeEngine(loaded)
     free = torch.cuda.mem_get_info()[0]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tether.accel.decode_gpu.decoder.free_memory", lambda _: 3 << 20)  # a slot takes 256 KiB
+        patch.setattr("tether.accel.decode_gpu.gpu_decoder.free_memory", lambda _: 3 << 20)  # a slot takes 256 KiB
         rollouts = engine.generate(PROMPTS, Sampling(10), samples_per_prompt=20, seed=0)
         assert engine.fast.gpu.decoder is not None and engine.fast.gpu.decoder.slots == 9
     assert gap(loaded, rollouts) < 2e-4

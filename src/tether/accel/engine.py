@@ -12,10 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tether.accel.decode_cpu.batch import ContinuousBatch
-from tether.accel.decode_cpu.decoder import CpuDecoder
-from tether.accel.decode_gpu.batch import GpuBatch
-from tether.accel.decode_gpu.decoder import MAX_SLOTS, DecoderCache, GpuDecoder
+from tether.accel.decode_cpu.cpu_batch import ContinuousBatch
+from tether.accel.decode_cpu.cpu_decoder import CpuDecoder
+from tether.accel.decode_gpu.gpu_batch import GpuBatch
+from tether.accel.decode_gpu.gpu_decoder import MAX_SLOTS, DecoderCache, GpuDecoder
 from tether.accel.supported import HALF, decoding_unsupported
 from tether.device_transfer import at
 from tether.ops.sampling import Draw, by_sequence, draw_columns

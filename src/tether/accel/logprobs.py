@@ -14,7 +14,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from tether.accel.fused_pass.gradients import Gradients
+from tether.accel.fused_pass.gradient_accumulation import Gradients
 from tether.accel.supported import HALF
 from tether.device_transfer import at
 from tether.ops.logprobs import chunked_logprobs, rows_at_a_time

@@ -302,7 +302,7 @@ def _begin(
     others = [name for name in objects.names() if not name.startswith("loader ")]
     if others and not isinstance(recipe, RLRecipe):
         rollouts = ", ".join(name for name, kind in RECIPES.items() if issubclass(kind, RLRecipe))
-        raise ConfigError(f"{method} learns from records, and takes no {others[0]}: that is for {rollouts}")
+        raise ConfigError(f"{method} trains on records and takes no {others[0]}: that is for {rollouts}")
     agree_to_recipe(recipe, path, [f"--{key}" for key in settings])
     return go(recipe, objects, on_step=on_step, progress=progress)
 

@@ -178,7 +178,8 @@ class LiveDiagnosis(StepHook):
         """Make a doctor for the method and the settings of the run."""
         self.run = run
         self.doctor = LiveDoctor(run.recipe.method, run.config, every=self.every)
-        self.doctor.add_rules(self.rules)
+        if self.rules:
+            self.doctor.add_rules(self.rules)
 
     def read_history(self) -> None:
         """Feed earlier metrics to the doctor without repeating old findings."""

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tether.accel.fused_pass.gradients import BackwardContext
+from tether.accel.fused_pass.gradient_accumulation import BackwardContext
 from tether.accel.fused_pass.linear import Readers, linear
 from tether.accel.kernels import attention as row_kernels
 from tether.accel.kernels.lora import GateAdapters

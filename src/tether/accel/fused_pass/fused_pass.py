@@ -28,7 +28,13 @@ from tether.accel.fused_pass.fused_layer import (
     norm_backward,
     normed_sum,
 )
-from tether.accel.fused_pass.gradients import BackwardContext, Gradients, SideStream, capture_streams, watched
+from tether.accel.fused_pass.gradient_accumulation import (
+    BackwardContext,
+    Gradients,
+    SideStream,
+    capture_streams,
+    watched,
+)
 from tether.accel.spec import DecoderSpec, Tables
 from tether.accel.supported import MAX_WORK
 from tether.ops.masks import Packing, Rows

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from tether.accel.fused_pass.gradients import Gradients, watched
+from tether.accel.fused_pass.gradient_accumulation import Gradients, watched
 from tether.accel.kernels.norm import add_rows
 from tether.accel.spec import Embedding, Linear, LoraAdapter
 

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from tether.accel.decode_cpu.attention import causal_attention
+from tether.accel.decode_cpu.cached_attention import causal_attention
 from tether.accel.decode_gpu.slots import (
     FREE_SHARE,
     Cache,
@@ -23,7 +23,7 @@ from tether.accel.decode_gpu.slots import (
     slot_bytes,
     slots_that_fit,
 )
-from tether.accel.fused_pass.gradients import capture_streams
+from tether.accel.fused_pass.gradient_accumulation import capture_streams
 from tether.accel.spec import DecoderSpec, fingerprint
 from tether.accel.supported import decode_kernels
 from tether.protocols import Sampling

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tether.accel.decode_cpu.decoder import CpuDecoder
+from tether.accel.decode_cpu.cpu_decoder import CpuDecoder
 from tether.ops.sampling import Draw
 
 PREFILL_TOKENS = 1024  # read in one pass, unless a single prompt is longer

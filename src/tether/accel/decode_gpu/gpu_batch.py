@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from tether.accel.decode_gpu.decoder import GpuDecoder
+from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
 from tether.accel.decode_gpu.slots import on_device
 from tether.ops.sampling import Draw
 from tether.protocols import Sampling

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tether.accel.decode_cpu.attention import Decode, Prefill, SlotCache, capped
+from tether.accel.decode_cpu.cached_attention import Decode, Prefill, SlotCache, capped
 from tether.accel.spec import DecoderSpec, Layer, Linear, Norm
 
 FEW = 128  # tokens up to which a weight in blocks is no slower than a whole one
