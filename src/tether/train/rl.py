@@ -14,6 +14,7 @@ from tether.data.order import DataOrder
 from tether.data.rows import collate
 from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner
+from tether.learner.ranks import Codec
 from tether.models.roles import Roles
 from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import RewardFn, RolloutEngine, Sampling
@@ -120,13 +121,26 @@ def evaluate_held_out(parts: RLParts) -> dict[str, float]:
         parts.held_out, parts.sampling, samples_per_prompt=1, seed=derive_seed(parts.seed, "held-out")
     )
     check_rollouts(parts.engine, rollouts, parts.held_out, 1)
-    scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)
+    scores = score(parts, rollouts)
     usable = [score.value for score in scores if score.usable]
     return {
         **({"held_out/score": sum(usable) / len(usable)} if usable else {}),
         "held_out/length": sum(rollout.response_length for rollout in rollouts) / len(rollouts),
         "held_out/ended": sum(rollout.finish == "stop" for rollout in rollouts) / len(rollouts),
     }
+
+
+SCORES = Codec[list[Score]](
+    lambda scores: ([[score.value, dict(score.parts), score.valid, score.error] for score in scores], {}),
+    lambda value, _: [Score(*score) for score in value],
+)
+
+
+def score(parts: RLParts, rollouts: Sequence[Rollout]) -> list[Score]:
+    """One score for each rollout. With several ranks the reward runs on rank 0 alone."""
+    return parts.learner.ranks.first(
+        lambda: score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate), SCORES
+    )
 
 
 def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Heartbeat = _nothing) -> StepResult:
@@ -151,7 +165,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
     phases.hold_beside(parts.engine.cache_bytes)
     parts.engine.release()
     begin("scores")
-    scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)
+    scores = score(parts, rollouts)
     made = collate(
         rollouts,
         scores,
@@ -170,10 +184,12 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
             device=learner.device,
             shrink_micro_batch=learner.shrink_micro_batch,
             top_tokens=parts.top_tokens_at(step),
+            ranks=learner.ranks,
+            elsewhere=learner.elsewhere,
         )
         begin("update")
         experience, sums = algorithm.advantages(evaluated, coefficients.reference)
-        look = TokenStats(experience)
+        look = TokenStats(experience, learner.ranks)
         objective = algorithm.objective_at(step, coefficients)
         sums.merge(update(parts, step, look, objective))
 

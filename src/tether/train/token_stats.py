@@ -10,6 +10,7 @@ from torch import Tensor
 from tether.algorithms.algorithm import TokenObjective
 from tether.algorithms.objectives import Clip, PolicyObjective
 from tether.device_transfer import brought
+from tether.learner.ranks import ONE, Codec, Ranks
 from tether.ops.kl import log_ratio
 from tether.ops.logprobs import places_of
 from tether.ops.losses import clip_cases
@@ -23,6 +24,12 @@ class NumberedExperience(Experience):
     places: Tensor  # (B,) int64
 
 
+SEEN = Codec[tuple[Tensor, Tensor]](
+    lambda seen: (None, {"rows": seen[0], "logprobs": seen[1]}),
+    lambda _, columns: (columns["rows"], columns["logprobs"]),
+)
+
+
 class TokenStats:
     """The log-probs that the update's last pass over each token found; where it never came by, the old ones.
 
@@ -30,10 +37,13 @@ class TokenStats:
     after the very last step: to know that would cost one more pass over everything.
     """
 
-    def __init__(self, experience: Experience) -> None:
+    def __init__(self, experience: Experience, ranks: Ranks = ONE) -> None:
+        self.ranks = ranks
+        self.passes = 0  # over a batch, on whichever ranks
         places = torch.arange(len(experience))
         self.experience = extend(experience, NumberedExperience, places=places)
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, masks and log-probs, where the passes left them
+        # Pass, rows, masks and log-probs, where the passes left them.
+        self._seen: list[tuple[int, Tensor, Tensor, Tensor]] = []
         self._logprobs = experience.old_logprobs.clone()  # (B, T) without those
 
     def watching(self, objective: TokenObjective) -> TokenObjective:
@@ -42,14 +52,18 @@ class TokenStats:
 
     def take(self, outputs: TokenOutputs, batch: NumberedExperience) -> None:
         """Note what a micro-batch's pass found; it stays on its device until someone asks."""
-        self._seen.append((batch.places, batch.response_mask, outputs.logprobs.detach()))
+        self._seen.append((self.passes, batch.places, batch.response_mask, outputs.logprobs.detach()))
 
     @property
     def logprobs(self) -> Tensor:
         """(B, T) what the last passes found."""
-        rows_of_parts = brought([places for places, _, _ in self._seen])
-        answers = brought([found.flatten().index_select(0, places_of(mask)) for _, mask, found in self._seen])
-        for rows, found in zip(rows_of_parts, answers, strict=True):
+
+        def seen_here() -> list[tuple[int, tuple[Tensor, Tensor]]]:
+            rows = brought([places for _, places, _, _ in self._seen])
+            answers = brought([found.flatten().index_select(0, places_of(mask)) for _, _, mask, found in self._seen])
+            return list(zip((each[0] for each in self._seen), zip(rows, answers, strict=True), strict=True))
+
+        for rows, found in self.ranks.merged(seen_here, SEEN):
             seen = self._logprobs[rows]  # wider than the micro-batch, which is trimmed; the masks pick the same tokens
             seen[self.experience.response_mask[rows]] = found.to(seen.dtype)
             self._logprobs[rows] = seen
@@ -83,7 +97,8 @@ class _Watched:
     look: TokenStats
 
     def size(self, batch: Experience) -> float:
-        """The objective's own."""
+        """The objective's own; the learner asks it once for each pass over a batch."""
+        self.look.passes += 1
         return self.objective.size(batch)
 
     def __call__(self, outputs: TokenOutputs, batch: Experience) -> Loss:
