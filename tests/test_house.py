@@ -21,7 +21,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A package may import only packages above it in this list.
 ORDER = [
     *("config", "types", "protocols", "ops", "accel", "data", "hub", "models", "store", "reports", "learner"),
-    *("algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "api", "demo", "scale"),
+    *("algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "distributed", "api", "demo", "scale"),
     *("studio", "server", "commands", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}

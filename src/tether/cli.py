@@ -58,6 +58,7 @@ Methods:
 Options:
   --json         print one JSON line a step, in place of the table
   --resume auto  go on with the run of this name if there is one
+  --nproc N      train with N processes on this machine; see docs/distributed.md
   --allow-code   PACKAGE or FILE.py whose code the recipe may name; see docs/security.md
   --help         with a method: every key, its default and what it means
 
@@ -77,11 +78,13 @@ Options:
   --help             this text; after a command, that command's
 
 Exit codes: 0 done, 1 a bug, 2 wrong usage or recipe, 3 stopped and resumable, 4 diverged, 5 data or reward, 6 storage,
-7 stalled.
+7 stalled, 8 a rank was lost.
 TETHER_DEBUG=1 shows where an error was raised.
 """
 
 ALLOW = "--allow-code"
+NPROC = "--nproc"
+TRAINING = ("train", "resume", "fork")  # commands that several processes can run together
 RESERVE = 1 << 24  # bytes that are let go where memory has run out, to have some for saying so
 
 
@@ -145,6 +148,19 @@ def _take_resume(words: list[str]) -> bool:
         raise UsageError(f"--resume: expected auto or never, was given {value}")
     del words[place : place + 2]
     return value == "auto"
+
+
+def _take_count(words: list[str]) -> int | None:
+    """The value of `--nproc`, which is taken out of the words; None where there is none."""
+    place = next((place for place, word in enumerate(words) if word.partition("=")[0] == NPROC), None)
+    if place is None:
+        return None
+    _, equals, value = words.pop(place).partition("=")
+    if not equals:
+        value = words.pop(place) if place < len(words) else "nothing"
+    if not value.isdecimal() or int(value) < 1:
+        raise UsageError(f"{NPROC}: expected a number of processes, 1 or more, was given {value}")
+    return int(value)
 
 
 def _conformance(words: list[str]) -> int:
@@ -301,9 +317,13 @@ def _dispatch(words: list[str]) -> int:
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"
         raise UsageError(f"unknown {kind} {command}: {_suggestion(command, [*COMMANDS, '--help', '--version'])}")
+    if command in TRAINING and (count := _take_count(rest)) is not None:
+        from tether.distributed.launch import launch
+
+        return launch([command, *rest], count)
     before = consent.begin(_take_allowed(rest))
     try:
-        return COMMANDS[command].run(rest)
+        return _run(command, rest)
     except SystemExit as stop:  # argparse leaves this way after --help; nothing else of ours does
         if stop.code == 0 and ("--help" in rest or "-h" in rest):
             return 0
@@ -312,6 +332,19 @@ def _dispatch(words: list[str]) -> int:
         raise DataError(f"code that the recipe names ended the program with sys.exit({stop.code!r})") from stop
     finally:
         consent.restore(before)
+
+
+def _run(command: str, words: list[str]) -> int:
+    """Run a command in this process, or as one rank of several."""
+    if command not in TRAINING or os.environ.get("WORLD_SIZE", "1") == "1":
+        return COMMANDS[command].run(words)
+    from tether.distributed.launch import started_as_rank
+
+    if not started_as_rank():
+        return COMMANDS[command].run(words)
+    from tether.distributed.start import run_as_rank
+
+    return run_as_rank(lambda: COMMANDS[command].run(words))
 
 
 def _report(error: BaseException, *, json_output: bool) -> int:

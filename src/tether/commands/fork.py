@@ -20,6 +20,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=int, metavar="N", help="after so many steps; by default the newest checkpoint")
     parser.add_argument("--workspace", metavar="DIR", default="runs", help="the folder of runs (runs)")
     parser.add_argument("--json", action="store_true", help="print one JSON line a step")
+    parser.add_argument("--nproc", metavar="N", help="train with N processes on this machine (docs/distributed.md)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -13,6 +13,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the run's folder, or its name as `tether runs` lists it")
     parser.add_argument("--workspace", metavar="DIR", default="runs", help="the folder of runs (runs)")
     parser.add_argument("--json", action="store_true", help="print one JSON line a step")
+    parser.add_argument("--nproc", metavar="N", help="go on with N processes on this machine (docs/distributed.md)")
 
 
 def run(options: argparse.Namespace) -> int:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tether.config.recipes import Recipe
 from tether.errors import ConfigError, Stopped, StorageError, silence
+from tether.learner.ranks import current_ranks
 from tether.models.load import resolve_device
 from tether.models.precision import precision_notice, with_precision
 from tether.plan.plan import free_memory
@@ -202,7 +203,8 @@ def _train(
     policy = load_policy(recipe, verify=not resume)
     loaded = ground_of(policy)
     shape = Shape.of(policy.model)
-    training = build_training(recipe, policy, inputs, objects)
+    ranks = current_ranks()
+    training = ranks.join(build_training(recipe, policy, inputs, objects), recipe)
     recipe = lasting(recipe, training.total)
     if forked is not None and forked.checkpoint.step >= training.total:
         raise ConfigError(
@@ -233,13 +235,14 @@ def _train(
         trackers=objects.trackers,
     ) as session:
         start = session.resume() if resume else session.fork(forked.checkpoint) if forked is not None else 0
+        ranks.begin(training, start)
         begin(training.total, start)
 
         def next_is(words: str) -> None:
             session.heartbeat(words)
             heartbeat(words)
 
-        for taken in training.steps(start, stop, next_is) if not session.best.is_over else ():
+        for taken in training.steps(start, ranks.asking(stop), next_is) if not session.best.is_over else ():
             session.keep(taken)
             advance(taken.step, taken.metrics)
             if taken.result is not None:
