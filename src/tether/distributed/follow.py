@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from tether.config.load import recipe_from_record
@@ -54,5 +55,5 @@ def without_user_code(
     return recipe, policy, Inputs(task=RecipeTask(training, evaluation, _never))
 
 
-def _never(rollouts: list[Rollout]) -> list[Score]:
+def _never(rollouts: Sequence[Rollout]) -> list[Score]:
     raise AssertionError(f"a reward was called on a rank that scores nothing ({len(rollouts)} rollouts)")
