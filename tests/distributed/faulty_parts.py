@@ -69,3 +69,17 @@ def raises(rank: int, monkeypatch) -> None:
         run(self, loss, outputs, part)
 
     monkeypatch.setattr(Learner, "_add_gradient", add)
+
+
+def drifts(rank: int, monkeypatch) -> None:
+    """Have a rank's weights differ in one bit after its first step."""
+    step = Learner.step
+
+    def drifting(self):
+        found = step(self)
+        if on_rank(rank):
+            weight = next(iter(self.named.values())).data.view(-1)
+            weight[:1].view(torch.int32).add_(1)
+        return found
+
+    monkeypatch.setattr(Learner, "step", drifting)

@@ -63,6 +63,13 @@ def test_an_error_on_another_rank_is_told_by_rank_0(tmp_path, monkeypatch, capfd
     assert "rank 1: the moon is full" in capfd.readouterr().err
 
 
+def test_ranks_whose_weights_part_end(tmp_path, monkeypatch, capfd):
+    faulty_parts.drifts(1, monkeypatch)
+    recipe = tiny("sft", tmp_path / "runs", "--optimizer.micro_batch_tokens", "16")
+    assert on_ranks(2, lambda: attempt(recipe).steps) == [RankLost.exit_code] * 2
+    assert "rank 1: its weights are no longer those of rank 0" in capfd.readouterr().err
+
+
 def test_a_reward_that_cannot_be_found_ends_every_rank(tmp_path):
     recipe = tiny("grpo", tmp_path / "runs", "--task.reward", "case_reward:missing")
     codes = on_ranks(2, lambda: attempt(recipe).steps)

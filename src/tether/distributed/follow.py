@@ -7,8 +7,9 @@ from typing import Any
 
 from tether.config.load import recipe_from_record
 from tether.config.recipes import Recipe, RLRecipe
-from tether.distributed.group import Group
-from tether.distributed.ranks import GroupRanks, hear_checkpoint, prompt_of
+from tether.distributed.group import ProcessGroup
+from tether.distributed.ranks import GroupRanks, checksum, hear_checkpoint, prompt_of
+from tether.errors import RankLost
 from tether.models.load import LoadedModel
 from tether.rewards.tasks import RecipeTask
 from tether.train.build import load_policy
@@ -18,7 +19,7 @@ from tether.train.training import Training, build_training
 from tether.types import Rollout, Score
 
 
-def follow(group: Group) -> None:
+def follow(group: ProcessGroup) -> None:
     """Do what rank 0 tells, until it tells the end."""
     told, _ = group.hear()
     if told["what"] == "end":
@@ -29,11 +30,16 @@ def follow(group: Group) -> None:
         return
     training.restore(checkpoint)
     steps = training.steps(checkpoint.step, lambda: False, lambda words: None)  # noqa: ARG005
-    while group.hear()[0]["what"] == "step":
+    while (told := group.hear()[0])["what"] == "step":
+        if told["weights"] != checksum(training.learner):
+            raise RankLost(
+                "its weights are no longer those of rank 0: ranks need the same kind of processor or GPU, the same "
+                "versions and the same number of threads"
+            )
         next(steps)
 
 
-def built(group: Group, told: dict[str, Any]) -> Training:
+def built(group: ProcessGroup, told: dict[str, Any]) -> Training:
     """The training of a recipe, without its rewards and its task, which only rank 0 has."""
     recipe = recipe_from_record(told["recipe"])
     seed_everything(recipe.run.seed)

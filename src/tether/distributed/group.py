@@ -45,7 +45,7 @@ def is_agreed(error: BaseException) -> bool:
     return known or getattr(error, "agreed_by_ranks", False)
 
 
-class Group:
+class ProcessGroup:
     """All ranks of a run, connected."""
 
     def __init__(self) -> None:

@@ -32,7 +32,7 @@ def launch(words: Sequence[str], count: int) -> int:
     """Run `tether` with these words as `count` ranks on this machine; returns rank 0's exit code."""
     if count < 1:
         raise UsageError(f"--nproc is {count}: it must be at least 1")
-    ranks = Ranks(words, count)
+    ranks = RankProcesses(words, count)
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, ranks.pass_on) for number in signals}
     try:
@@ -43,7 +43,7 @@ def launch(words: Sequence[str], count: int) -> int:
         ranks.kill()
 
 
-class Ranks:
+class RankProcesses:
     """The processes. Each is in a session of its own, so that Ctrl-C reaches rank 0 once, through the launcher."""
 
     def __init__(self, words: Sequence[str], count: int) -> None:

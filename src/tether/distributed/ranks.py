@@ -8,14 +8,16 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
+import torch
 from torch import Tensor, nn
 
 from tether.config.recipes import Recipe, RewardRecipe, RLRecipe
 from tether.config.rewards import ModelPart
-from tether.distributed.group import Group
+from tether.distributed.group import ProcessGroup
 from tether.distributed.launch import LAUNCHER
 from tether.distributed.sums import exact_sums, fast_sums
 from tether.errors import ConfigError
+from tether.learner.learner import Learner
 from tether.learner.ranks import Codec, Ranks
 from tether.rollout.chunks import ChunkedEngine
 from tether.store.checkpoints import Checkpoint
@@ -29,10 +31,11 @@ T = TypeVar("T")
 class GroupRanks(Ranks):
     """Several ranks, as any of them sees them."""
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: ProcessGroup) -> None:
         self.group = group
         self.index, self.count = group.index, group.count
         self.reduction = "exact"
+        self.learner: Learner | None = None
 
     def runs(self, number: int) -> bool:
         """Pieces are dealt in turn."""
@@ -85,6 +88,7 @@ class GroupRanks(Ranks):
 
     def begin(self, training: Any, start: int) -> None:
         """Tell the others the whole state, so that all ranks hold the same bits."""
+        self.learner = training.learner
         tell_checkpoint(self.group, training.capture(start, {}))
 
     def asking(self, stop: Callable[[], bool]) -> Callable[[], bool]:
@@ -94,7 +98,8 @@ class GroupRanks(Ranks):
         def asked() -> bool:
             if stop() or (launcher and os.getppid() != launcher):  # a launcher that was killed asks nobody to stop
                 return True
-            self.group.tell({"what": "step"})
+            assert self.learner is not None
+            self.group.tell({"what": "step", "weights": checksum(self.learner)})
             return False
 
         return asked
@@ -150,10 +155,19 @@ def prompt_of(record: dict[str, Any]) -> Prompt:
     return Prompt(**given)
 
 
+WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def checksum(learner: Learner) -> int:
+    """A sum over the bits of all trained weights: ranks that hold other weights have another one, almost surely."""
+    weights = (parameter.detach().contiguous() for parameter in learner.named.values())
+    return int(torch.stack([each.view(WHOLE[each.element_size()]).sum(dtype=torch.int64) for each in weights]).sum())
+
+
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-def tell_checkpoint(group: Group, checkpoint: Checkpoint) -> None:
+def tell_checkpoint(group: ProcessGroup, checkpoint: Checkpoint) -> None:
     """From rank 0: what the tensors are, then one after the other."""
     names = [(kind, name, tensor) for kind, named in checkpoint.tensors.items() for name, tensor in named.items()]
     shapes = {f"{place}": tensor[..., :0] if tensor.dim() else tensor for place, (_, _, tensor) in enumerate(names)}
@@ -163,7 +177,7 @@ def tell_checkpoint(group: Group, checkpoint: Checkpoint) -> None:
     group.tell_tensors([tensor for _, _, tensor in names])
 
 
-def hear_checkpoint(group: Group) -> Checkpoint | None:
+def hear_checkpoint(group: ProcessGroup) -> Checkpoint | None:
     """The state that rank 0 tells; None where it tells the end."""
     value, shapes = group.hear()
     if value["what"] != "state":

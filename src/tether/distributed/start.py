@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from tether.distributed.group import Group, PeerFailed
+from tether.distributed.group import PeerFailed, ProcessGroup
 from tether.distributed.launch import LAUNCHER
 from tether.distributed.ranks import GroupRanks
 from tether.errors import RankLost, Stopped, judge
@@ -21,14 +21,14 @@ def run_as_rank(command: Callable[[], int]) -> int:
     if rank:
         for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when a run stops
             signal.signal(number, signal.SIG_IGN)
-    group = Group()
+    group = ProcessGroup()
     try:
         return _lead(group, command) if rank == 0 else _follow(group)
     finally:
         group.close()
 
 
-def _lead(group: Group, command: Callable[[], int]) -> int:
+def _lead(group: ProcessGroup, command: Callable[[], int]) -> int:
     ranks = GroupRanks(group)
     try:
         with using_ranks(ranks):
@@ -49,12 +49,13 @@ def _end(ranks: GroupRanks) -> None:
         ranks.end()
 
 
-def _follow(group: Group) -> int:
+def _follow(group: ProcessGroup) -> int:
     from tether.distributed.follow import follow
 
     try:
         follow(group)
-    except (RankLost, PeerFailed):  # rank 0 says why, or is gone
+    except (RankLost, PeerFailed) as error:  # rank 0 says why, or is gone
+        group.report(error)
         return RankLost.exit_code
     except BaseException as error:
         group.report(error)

@@ -24,13 +24,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from tether.distributed.group import Group, is_agreed
+from tether.distributed.group import ProcessGroup, is_agreed
 
-BUCKET = 2**25  # numbers that are exchanged at a time
+BUFFER = 2**25  # numbers that are exchanged at a time
 
 
 @dataclass(frozen=True)
-class Bucket:
+class FlatBuffer:
     """Parameters of one type that are exchanged together."""
 
     places: list[int]  # of the parameters
@@ -49,9 +49,9 @@ class Bucket:
         return found
 
 
-def buckets_of(parameters: Sequence[nn.Parameter], ranks: int, most: int = BUCKET) -> list[Bucket]:
-    """The parameters in buckets of at most `most` numbers, or of one parameter."""
-    found: list[Bucket] = []
+def flat_buffers(parameters: Sequence[nn.Parameter], ranks: int, most: int = BUFFER) -> list[FlatBuffer]:
+    """The parameters in buffers of at most `most` numbers, or of one parameter."""
+    found: list[FlatBuffer] = []
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}
     for place, parameter in enumerate(parameters):
         kinds.setdefault((parameter.dtype, parameter.device), []).append(place)
@@ -61,7 +61,7 @@ def buckets_of(parameters: Sequence[nn.Parameter], ranks: int, most: int = BUCKE
         for place in [*places, None]:
             if current and (place is None or size + parameters[place].numel() > most):
                 sizes = [parameters[each].numel() for each in current]
-                found.append(Bucket(current, sizes, -(-size // ranks) * ranks, dtype, device))
+                found.append(FlatBuffer(current, sizes, -(-size // ranks) * ranks, dtype, device))
                 current, size = [], 0
             if place is not None:
                 current.append(place)
@@ -72,9 +72,9 @@ def buckets_of(parameters: Sequence[nn.Parameter], ranks: int, most: int = BUCKE
 class GradientSums:
     """Of one batch: the gradients that its micro-batches add to `.grad`, over all ranks."""
 
-    def __init__(self, group: Group, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, group: ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
         self.group, self.parameters = group, parameters
-        self.buckets = buckets_of(parameters, group.count)
+        self.buffers = flat_buffers(parameters, group.count)
         self.used = torch.tensor([parameter.grad is not None for parameter in parameters])
 
     def taken(self) -> list[Tensor | None]:
@@ -91,10 +91,10 @@ class GradientSums:
             dist.all_reduce(mine, dist.ReduceOp.MAX)
         self.used |= mine.bool()
 
-    def put(self, bucket: Bucket, whole: Tensor) -> None:
-        """Write a bucket's sums (padded,) to `.grad`, in the layout of the parameters."""
+    def put(self, buffer: FlatBuffer, whole: Tensor) -> None:
+        """Write a buffer's sums (padded,) to `.grad`, in the layout of the parameters."""
         for place, part in zip(
-            bucket.places, whole.split([*bucket.sizes, bucket.padded - sum(bucket.sizes)]), strict=False
+            buffer.places, whole.split([*buffer.sizes, buffer.padded - sum(buffer.sizes)]), strict=False
         ):
             parameter = self.parameters[place]
             if self.used[place]:
@@ -104,10 +104,10 @@ class GradientSums:
 class OrderedSums(GradientSums):
     """Sums in the order of micro-batches."""
 
-    def __init__(self, group: Group, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, group: ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(group, parameters)
         before = self.taken()
-        self.shares = [self._own(bucket.flat(before)).clone() for bucket in self.buckets]
+        self.shares = [self._own(buffer.flat(before)).clone() for buffer in self.buffers]
 
     def _own(self, flat: Tensor) -> Tensor:
         return flat.view(self.group.count, -1)[self.group.index]
@@ -116,8 +116,8 @@ class OrderedSums(GradientSums):
         """Add what is in `.grad` of every rank, in the order of ranks."""
         gradients = self.taken()
         self.agree_on_used(gradients)
-        for bucket, share in zip(self.buckets, self.shares, strict=True):
-            sent = bucket.flat(gradients)
+        for buffer, share in zip(self.buffers, self.shares, strict=True):
+            sent = buffer.flat(gradients)
             received = torch.empty_like(sent)
             with self.group.connected():
                 dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8))
@@ -126,17 +126,17 @@ class OrderedSums(GradientSums):
 
     def finish(self) -> None:
         """Gather the shares into `.grad` of every rank."""
-        for bucket, share in zip(self.buckets, self.shares, strict=True):
-            whole = torch.empty(bucket.padded, dtype=bucket.dtype, device=bucket.device)
+        for buffer, share in zip(self.buffers, self.shares, strict=True):
+            whole = torch.empty(buffer.padded, dtype=buffer.dtype, device=buffer.device)
             with self.group.connected():
                 dist.all_gather(list(whole.view(torch.uint8).view(self.group.count, -1)), share.view(torch.uint8))
-            self.put(bucket, whole)
+            self.put(buffer, whole)
 
 
 class FastSums(GradientSums):
     """Sums of each rank's sum."""
 
-    def __init__(self, group: Group, parameters: Sequence[nn.Parameter]) -> None:
+    def __init__(self, group: ProcessGroup, parameters: Sequence[nn.Parameter]) -> None:
         super().__init__(group, parameters)
         self.before = self.taken()
 
@@ -144,16 +144,16 @@ class FastSums(GradientSums):
         """Add up over ranks, and to what was there before."""
         gradients = self.taken()
         self.agree_on_used(gradients)
-        for bucket in self.buckets:
-            whole = bucket.flat(gradients)
+        for buffer in self.buffers:
+            whole = buffer.flat(gradients)
             with self.group.connected():
                 dist.all_reduce(whole)
-            self.put(bucket, whole.add_(bucket.flat(self.before)))
+            self.put(buffer, whole.add_(buffer.flat(self.before)))
 
 
 @contextmanager
 def exact_sums(
-    group: Group, parameters: Sequence[nn.Parameter], pieces: Callable[[], int]
+    group: ProcessGroup, parameters: Sequence[nn.Parameter], pieces: Callable[[], int]
 ) -> Iterator[Callable[[], None]]:
     """See `Ranks.summed`: every bit as if one process had run all micro-batches."""
     sums = OrderedSums(group, parameters)
@@ -181,7 +181,7 @@ def exact_sums(
 
 @contextmanager
 def fast_sums(
-    group: Group, parameters: Sequence[nn.Parameter], pieces: Callable[[], int]
+    group: ProcessGroup, parameters: Sequence[nn.Parameter], pieces: Callable[[], int]
 ) -> Iterator[Callable[[], None]]:
     """See `Ranks.summed`: within rounding of what one process computes."""
     del pieces
