@@ -99,6 +99,13 @@ def test_accel_is_reached_through_one_door(file: Path):
 
 
 @pytest.mark.parametrize("file", each_file())
+def test_process_groups_are_the_business_of_one_package(file: Path):
+    """So that one process runs without them: see tests/distributed/test_launch.py."""
+    wrong = [f"line {line}" for line, name in imports(file) if name.startswith("torch.distributed")]
+    assert not wrong or package_of(file) == "distributed", f"{file.relative_to(ROOT)}: {wrong}: use tether.distributed"
+
+
+@pytest.mark.parametrize("file", each_file())
 def test_nothing_is_unpickled_or_evaluated(file: Path):
     wrong = [f"line {line} imports {name}" for line, name in imports(file) if name.split(".")[0] in UNSAFE_MODULES]
     for node in ast.walk(tree_of(file)):

@@ -63,6 +63,20 @@ def test_an_error_on_another_rank_is_told_by_rank_0(tmp_path, monkeypatch, capfd
     assert "rank 1: the moon is full" in capfd.readouterr().err
 
 
+def test_an_error_on_rank_0_alone_ends_the_others(tmp_path, monkeypatch, capfd):
+    collate = rl.collate
+
+    def broken(*given, **named):
+        if faulty_parts.on_rank(0):
+            raise DataError("rank 0 stumbles")
+        return collate(*given, **named)
+
+    monkeypatch.setattr(rl, "collate", broken)
+    recipe = tiny("grpo", tmp_path / "runs")
+    assert on_ranks(3, lambda: attempt(recipe).steps) == [DataError.exit_code, *[RankLost.exit_code] * 2]
+    assert "rank 0 stumbles" in capfd.readouterr().err
+
+
 def test_ranks_whose_weights_part_end(tmp_path, monkeypatch, capfd):
     faulty_parts.drifts(1, monkeypatch)
     recipe = tiny("sft", tmp_path / "runs", "--optimizer.micro_batch_tokens", "16")

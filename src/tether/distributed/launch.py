@@ -47,7 +47,6 @@ class RankProcesses:
     """The processes. Each is in a session of its own, so that Ctrl-C reaches rank 0 once, through the launcher."""
 
     def __init__(self, words: Sequence[str], count: int) -> None:
-        self.asked = 0
         shared = environment() | {
             "WORLD_SIZE": str(count),
             "MASTER_ADDR": "127.0.0.1",
@@ -68,7 +67,6 @@ class RankProcesses:
 
     def pass_on(self, number: int, _: object) -> None:
         """Rank 0 stops after the step at hand, or at once when it is asked again."""
-        self.asked += 1
         with suppress(ProcessLookupError):
             self.processes[0].send_signal(number)
 
@@ -78,22 +76,20 @@ class RankProcesses:
         while first.poll() is None:
             lost = next((rank for rank, each in enumerate(others, 1) if each.poll() not in (None, 0)), None)
             if lost is not None:
-                self._wait_for_first(lost)
-                break
+                return self._wait_for_first(lost)
             time.sleep(POLL)
-        code = first.returncode
-        if code < 0 and not self.asked:
-            print(f"tether: rank 0 was killed by signal {-code}: resume the run", file=sys.stderr, flush=True)
-        return RankLost.exit_code if code < 0 else code
+        if first.returncode >= 0:
+            return first.returncode
+        _say(f"rank 0 was killed by signal {-first.returncode}: resume the run")
+        return RankLost.exit_code
 
-    def _wait_for_first(self, lost: int) -> None:
+    def _wait_for_first(self, lost: int) -> int:
         """Rank 0 notices that its connection is gone, and says so; if it cannot, this does."""
         with suppress(subprocess.TimeoutExpired):
-            self.processes[0].wait(GRACE)
-            return
-        print(f"tether: rank {lost} ended and rank 0 hangs: resume the run", file=sys.stderr, flush=True)
-        self.processes[0].kill()
-        self.processes[0].wait()
+            if (code := self.processes[0].wait(GRACE)) >= 0:
+                return code
+        _say(f"rank {lost} ended (exit code {self.processes[lost].returncode}), and rank 0 cannot go on without it")
+        return RankLost.exit_code
 
     def kill(self) -> None:
         """End every rank that is left; they write nothing, so nothing is half written."""
@@ -104,6 +100,10 @@ class RankProcesses:
             if process.poll() is None:
                 process.kill()
                 process.wait()
+
+
+def _say(text: str) -> None:
+    print(f"tether: {text}", file=sys.stderr, flush=True)
 
 
 def free_port() -> int:

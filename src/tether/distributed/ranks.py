@@ -36,6 +36,7 @@ class GroupRanks(Ranks):
         self.index, self.count = group.index, group.count
         self.reduction = "exact"
         self.learner: Learner | None = None
+        self.in_step = False  # whether the others may be in the middle of a step, and not wait for a word
 
     def runs(self, number: int) -> bool:
         """Pieces are dealt in turn."""
@@ -96,10 +97,12 @@ class GroupRanks(Ranks):
         launcher = int(os.environ.get(LAUNCHER, "0"))
 
         def asked() -> bool:
+            self.in_step = False
             if stop() or (launcher and os.getppid() != launcher):  # a launcher that was killed asks nobody to stop
                 return True
             assert self.learner is not None
             self.group.tell({"what": "step", "weights": checksum(self.learner)})
+            self.in_step = True
             return False
 
         return asked

@@ -38,7 +38,8 @@ def _lead(group: ProcessGroup, command: Callable[[], int]) -> int:
     except RankLost:
         raise
     except BaseException:
-        _end(ranks)
+        if not ranks.in_step:  # else they see that rank 0 is gone
+            _end(ranks)
         raise
     _end(ranks)
     return code
