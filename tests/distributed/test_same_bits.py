@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import struct
+
 import pytest
 import torch
 from ranks_runner import trained
@@ -61,6 +63,20 @@ def test_a_run_goes_on_with_any_number_of_ranks(tmp_path, method, flags):
     for count in (1, 3, 2):
         trained(recipe, count, steps=1)
     assert differences(calm, trained(recipe, 1)) == []
+
+
+@pytest.mark.parametrize(
+    ("method", "flags", "sign", "times"),
+    [
+        ("ppo", ("--ppo.target_kl", "1e-5"), "early_stop", 3),
+        ("sft", ("--evaluation.every", "1", "--evaluation.patience", "1", "--optimizer.policy_lr", "1.0"), "loss", 1),
+    ],
+)
+def test_ranks_end_an_update_or_a_run_early_together(tmp_path, method, flags, sign, times):
+    one, two = (trained(tiny(method, tmp_path / f"{count}", *FEW, *flags), count) for count in (1, 2))
+    assert metrics_table(one) == metrics_table(two)
+    nothing = struct.pack("<d", 0.0)
+    assert sum(name == sign and bits != nothing for _, name, bits in metrics_table(two)) == times
 
 
 def test_what_one_rank_runs_is_recorded_for_all(tmp_path):
