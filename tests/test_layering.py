@@ -21,7 +21,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A package may import only packages above it in this list.
 ORDER = [
     *("config", "types", "protocols", "ops", "mask_cache", "accel", "data", "hub", "models", "store", "reports"),
-    *("learner", "algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "api", "demo", "scale"),
+    *("learner", "algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "distributed", "api"),
+    *("demo", "scale"),
     *("studio", "server", "commands", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
@@ -96,6 +97,13 @@ def test_accel_is_imported_in_one_file(file: Path):
         return
     wrong = [f"line {line}" for line, name in imported_packages(file) if name == "accel"]
     assert not wrong, f"{file.relative_to(ROOT)}: {wrong}: import from tether.models.acceleration"
+
+
+@pytest.mark.parametrize("file", each_file())
+def test_process_groups_are_the_business_of_one_package(file: Path):
+    """So that one process runs without them: see tests/distributed/test_launch.py."""
+    wrong = [f"line {line}" for line, name in imports(file) if name.startswith("torch.distributed")]
+    assert not wrong or package_of(file) == "distributed", f"{file.relative_to(ROOT)}: {wrong}: use tether.distributed"
 
 
 @pytest.mark.parametrize("file", each_file())

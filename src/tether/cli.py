@@ -49,11 +49,13 @@ Options:
   --help             this text; after a command, that command's
 
 Exit codes: 0 done, 1 a bug, 2 wrong usage or recipe, 3 stopped and resumable, 4 diverged, 5 data or reward, 6 storage,
-7 stalled.
+7 stalled, 8 a rank was lost.
 TETHER_DEBUG=1 shows where an error was raised.
 """
 
 ALLOW = "--allow-code"
+NPROC = "--nproc"
+TRAINING = ("train", "resume", "fork")  # commands that several processes can run together
 RESERVE = 1 << 24  # bytes that are freed when memory runs out, so that the error can be printed
 
 
@@ -65,6 +67,19 @@ class Command(NamedTuple):
 
 
 # -- commands --------------------------------------------------------------------------------------------------------
+
+
+def _take_count(words: list[str]) -> int | None:
+    """Remove `--nproc N` from the words; returns N, or None without it."""
+    place = next((place for place, word in enumerate(words) if word.partition("=")[0] == NPROC), None)
+    if place is None:
+        return None
+    _, equals, value = words.pop(place).partition("=")
+    if not equals:
+        value = words.pop(place) if place < len(words) else "nothing"
+    if not value.isdecimal() or int(value) < 1:
+        raise UsageError(f"{NPROC}: expected a number of processes, 1 or more, got {value}")
+    return int(value)
 
 
 def _in_module(command: str, module: str) -> Callable[[list[str]], int]:
@@ -148,9 +163,13 @@ def _dispatch(words: list[str]) -> int:
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"
         raise UsageError(f"unknown {kind} {command}: {suggestion(command, [*COMMANDS, '--help', '--version'])}")
+    if command in TRAINING and (count := _take_count(rest)) is not None:
+        from tether.distributed.launch import launch
+
+        return launch([command, *rest], count)
     before = consent.begin(_take_allowed(rest))
     try:
-        return COMMANDS[command].run(rest)
+        return _run(command, rest)
     except SystemExit as stop:  # argparse exits so after --help; nothing else of ours does
         if stop.code == 0 and ("--help" in rest or "-h" in rest):
             return 0
@@ -159,6 +178,19 @@ def _dispatch(words: list[str]) -> int:
         raise DataError(f"code that the recipe names ended the program with sys.exit({stop.code!r})") from stop
     finally:
         consent.restore(before)
+
+
+def _run(command: str, words: list[str]) -> int:
+    """Run a command in this process, or as one rank of several."""
+    if command not in TRAINING or os.environ.get("WORLD_SIZE", "1") == "1":
+        return COMMANDS[command].run(words)
+    from tether.distributed.launch import started_as_rank
+
+    if not started_as_rank():
+        return COMMANDS[command].run(words)
+    from tether.distributed.start import run_as_rank
+
+    return run_as_rank(lambda: COMMANDS[command].run(words))
 
 
 def _report(error: BaseException, *, json_output: bool) -> int:

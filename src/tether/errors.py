@@ -63,6 +63,12 @@ class Stalled(TetherError):  # noqa: N818 (the run's state, not a fault)
     exit_code: ClassVar[int] = 7
 
 
+class RankLost(TetherError):  # noqa: N818 (the run's state, not a fault)
+    """One of the processes that train together ended; the run can be resumed from its last checkpoint."""
+
+    exit_code: ClassVar[int] = 8
+
+
 # -- how a command ends -------------------------------------------------------------------------------------------
 
 STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}

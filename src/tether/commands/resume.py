@@ -71,3 +71,4 @@ def _add_checkpoint_options(parser: CommandParser) -> None:
     parser.add_argument("run", metavar="RUN", help="the run's folder, or its name as `tether runs` lists it")
     parser.add_argument("--workspace", metavar="DIR", default="runs", help="the folder of runs (runs)")
     parser.add_argument("--json", action="store_true", help="print one JSON line a step")
+    parser.add_argument("--nproc", metavar="N", help="train with N processes on this machine (docs/distributed.md)")

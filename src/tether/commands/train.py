@@ -26,6 +26,7 @@ Methods:
 Options:
   --json         print one JSON line a step, in place of the table
   --resume auto  resume the run of this name if there is one
+  --nproc N      train with N processes on this machine; see docs/distributed.md
   --allow-code   PACKAGE or FILE.py whose code the recipe may name; see docs/security.md
   --help         with a method: every key, its default and what it means
 

@@ -15,6 +15,7 @@ from tether.config.sections import (
     AggregationSettings,
     CheckpointSettings,
     DataSettings,
+    DistributedSettings,
     EvaluationSettings,
     KLSettings,
     ModelSettings,
@@ -188,6 +189,7 @@ class Recipe(Settings):
     run: RunSettings = Field(default_factory=RunSettings)
     checkpoint: CheckpointSettings = Field(default_factory=CheckpointSettings)
     store: StoreSettings = Field(default_factory=StoreSettings)
+    distributed: DistributedSettings = Field(default_factory=DistributedSettings)
 
     @property
     def needs_critic(self) -> bool:

@@ -307,6 +307,25 @@ class CheckpointSettings(Settings):
     keep_every: Count = Field(default=0, description="Also keep checkpoints at multiples of this step.")
 
 
+class DistributedSettings(Settings):
+    """How several processes (ranks) train together: `tether train ... --nproc 4`, or torchrun."""
+
+    reduction: Literal["exact", "fast"] = Field(
+        default="exact",
+        description="How gradients of ranks are added: exact in the order of micro-batches, to the same bits for any "
+        "number of ranks; fast by one all-reduce, which rounds differently.",
+    )
+    shard: Literal["none", "full"] = Field(
+        default="none",
+        description="none: every rank holds all weights; full: FSDP, each rank holds its share of weights, gradients "
+        "and optimizer state.",
+    )
+    rollout_chunk: Count = Field(
+        default=0,
+        description="Prompts that one rank samples together; 0: rank 0 samples all of a step in one call.",
+    )
+
+
 class StoreSettings(Settings):
     """The run store: metrics, events, and rollouts token by token."""
 

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tether.device_transfer import brought
 from tether.errors import StorageError
+from tether.learner.ranks import ONE, Codec, Ranks
 from tether.models.roles import Roles, TokenEvaluation, onto
 from tether.types import EvaluatedBatch, Sequences, TokenBatch, extend
 
@@ -66,6 +67,7 @@ class BatchPart:
     micro: Any  # a Sequences, of whatever stage
     rows: Tensor  # (B,) its rows' places in the batch
     first: int  # the batch's column that is its first
+    number: int = 0  # its place among the batch's micro-batches
 
 
 class Parts:
@@ -75,8 +77,10 @@ class Parts:
     it stand idle, so that one can be made beforehand.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, wanted: Callable[[int], bool] = lambda number: True) -> None:  # noqa: ARG005
+        """`wanted` says of a part's number whether the part is made."""
         self.device = device
+        self.wanted = wanted
         self._begun: tuple[Sequences, int, Iterator[BatchPart]] | None = None
 
     def begin(self, batch: Sequences, max_tokens: int) -> None:
@@ -94,9 +98,10 @@ class Parts:
         return parts if cut_for == max_tokens else self._cut(batch, max_tokens)
 
     def _cut(self, batch: Sequences, max_tokens: int) -> Iterator[BatchPart]:
-        for rows in micro_batches(batch, max_tokens):
-            selected = batch.select(rows)
-            yield BatchPart(onto(selected.trimmed(), self.device), rows, selected.span()[0])
+        for number, rows in enumerate(micro_batches(batch, max_tokens)):
+            if self.wanted(number):
+                selected = batch.select(rows)
+                yield BatchPart(onto(selected.trimmed(), self.device), rows, selected.span()[0], number)
 
 
 T = TypeVar("T")
@@ -149,7 +154,7 @@ def free_cache(device: torch.device) -> None:
 
 def smaller_budget(batches: Sequence[Sequences], micro_batch_tokens: int) -> int:
     """`micro_batch_tokens` halved, and halved again until at least one of the batches is really cut into more parts."""
-    now = _parts(batches, micro_batch_tokens)
+    now = count_parts(batches, micro_batch_tokens)
     if now == sum(len(batch.row_groups()) for batch in batches):
         longest = max(int(batch.lengths().max()) for batch in batches)
         raise StorageError(
@@ -158,14 +163,23 @@ def smaller_budget(batches: Sequence[Sequences], micro_batch_tokens: int) -> int
             "data.max_length, ptx.max_length), or share memory between the roles (roles.mode)"
         )
     smaller = micro_batch_tokens // 2
-    while smaller > 1 and _parts(batches, smaller) == now:
+    while smaller > 1 and count_parts(batches, smaller) == now:
         smaller //= 2
     return smaller
 
 
-def _parts(batches: Sequence[Sequences], micro_batch_tokens: int) -> int:
+def count_parts(batches: Sequence[Sequences], micro_batch_tokens: int) -> int:
+    """How many micro-batches these batches are cut into."""
     return sum(1 for batch in batches for _ in micro_batches(batch, micro_batch_tokens))
 
+
+Elsewhere = Callable[[Any], object]
+"""What a rank does with a micro-batch that another rank runs, such as keeping its shared backbone in step."""
+
+EVALUATIONS = Codec[TokenEvaluation](
+    lambda found: (None, {name: value.cpu() for name, value in vars(found).items() if value is not None}),
+    lambda _, columns: TokenEvaluation(**{name: columns.get(name) for name in TokenEvaluation.__dataclass_fields__}),  # pyright: ignore[reportArgumentType]
+)
 
 ShrinkMicroBatch = Callable[[Sequence[Sequences]], int]
 """Makes the micro-batches of the given batches smaller, and returns their new maximum of tokens."""
@@ -180,10 +194,13 @@ def evaluate_tokens(
     device: torch.device | str,
     shrink_micro_batch: ShrinkMicroBatch | None = None,
     top_tokens: int = 0,
+    ranks: Ranks = ONE,
+    elsewhere: Elsewhere | None = None,
 ) -> EvaluatedBatch:
     """Old and reference log-probs and values, in the very micro-batches that the first epoch will train on.
 
-    With `top_tokens`, also that many of the policy's most likely tokens at each position.
+    With `top_tokens`, also that many of the policy's most likely tokens at each position. Micro-batches are dealt over
+    `ranks`, and every rank gets all columns; `elsewhere` is called with the micro-batches that other ranks run.
 
     The same rows in the same shapes go through the same kernels, so that on the first step old and new log-probs are
     equal to the bit and every ratio is exactly 1.
@@ -200,7 +217,7 @@ def evaluate_tokens(
             for minibatch in steps
             for rows in micro_batches(batch.select(minibatch), micro_batch_tokens)
         ]
-        return _evaluate(batch, roles, parts, device, top_tokens)
+        return _evaluate(batch, roles, parts, device, top_tokens, ranks, elsewhere)
 
     def make_room() -> None:
         nonlocal micro_batch_tokens
@@ -211,15 +228,32 @@ def evaluate_tokens(
 
 
 def _evaluate(
-    batch: TokenBatch, roles: Roles, parts: Sequence[Tensor], device: torch.device | str, top_tokens: int
+    batch: TokenBatch,
+    roles: Roles,
+    parts: Sequence[Tensor],
+    device: torch.device | str,
+    top_tokens: int,
+    ranks: Ranks,
+    elsewhere: Elsewhere | None,
 ) -> EvaluatedBatch:
     """Evaluate each part separately, and gather the columns of the batch after all parts are queued."""
-    found: list[tuple[Tensor, slice, TokenEvaluation]] = []
-    with roles.present():
-        for places in parts:
-            micro = batch.select(places)
-            evaluation = roles.evaluate(onto(micro.trimmed(), device), ahead=len(parts) == 1, top_tokens=top_tokens)
-            found.append((places, slice(*micro.span()), evaluation))
+    spans: list[slice] = []
+
+    def evaluate_own() -> list[tuple[int, TokenEvaluation]]:
+        found: list[tuple[int, TokenEvaluation]] = []
+        with roles.present():
+            for number, places in enumerate(parts):
+                micro = batch.select(places)
+                spans.append(slice(*micro.span()))
+                if ranks.runs(number):
+                    rows = onto(micro.trimmed(), device)
+                    found.append((number, roles.evaluate(rows, ahead=len(parts) == 1, top_tokens=top_tokens)))
+                elif elsewhere is not None:
+                    elsewhere(onto(micro.trimmed(), device))
+        return found
+
+    evaluations = ranks.merged(evaluate_own, EVALUATIONS)
+    found = list(zip(parts, spans, evaluations, strict=True))
     columns = {
         name: _column(batch, [(places, span, getattr(evaluation, name)) for places, span, evaluation in found])
         for name in TokenEvaluation.__dataclass_fields__

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from tether.learner.batching import BatchPart
+from tether.learner.ranks import Codec
 from tether.types import ScoreOutputs, Sequences, TokenOutputs, columns_of
 
 HALF = (torch.bfloat16, torch.float16)
@@ -139,12 +140,18 @@ def sound(loss: Tensor, outputs: Iterable[tuple[Tensor, Tensor | None]]) -> Tens
     return result
 
 
-def read_all(unread: Sequence[Unread]) -> list[NonfiniteTensor]:
-    """What is not finite in any of these micro-batches; the device is waited for once."""
+FINDINGS = Codec[NonfiniteTensor](
+    lambda finding: (asdict(finding), {}),
+    lambda value, _: NonfiniteTensor(**value | {"places": tuple(map(tuple, value["places"]))}),
+)
+
+
+def read_all(unread: Sequence[Unread]) -> list[tuple[int, NonfiniteTensor]]:
+    """What is not finite in any of these micro-batches, with its number; the device is waited for once."""
     if not unread or bool(torch.stack([each.sound for each in unread]).all()):
         return []
     return [
-        replace(finding, batch=each.batch)
+        (each.part.number, replace(finding, batch=each.batch))
         for each in unread
         for finding in in_micro_batch(each.loss, each.outputs, each.part)
     ]

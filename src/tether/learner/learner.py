@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -19,7 +20,9 @@ from tether.errors import Diverged
 from tether.learner.adamw import HALF, MixedAdamW, cannot_overflow
 from tether.learner.batching import (
     BatchPart,
+    Elsewhere,
     Parts,
+    count_parts,
     free_cache,
     is_out_of_memory,
     smaller_budget,
@@ -27,6 +30,7 @@ from tether.learner.batching import (
     within_memory,
 )
 from tether.learner.gradients import (
+    FINDINGS,
     Fault,
     NonfiniteTensor,
     Unread,
@@ -38,6 +42,7 @@ from tether.learner.gradients import (
     total_norm,
 )
 from tether.learner.learner_state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
+from tether.learner.ranks import METRICS, ONE, Ranks
 from tether.models.acceleration import release_cuda_graphs
 from tether.protocols import Objective, TrainedModel
 from tether.types import Metrics, Sequences
@@ -115,6 +120,7 @@ class Learner:
         settings: LearnerSettings,
         device: torch.device | str = "cpu",
         make_optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
+        ranks: Ranks = ONE,
     ) -> None:
         self.model = model
         self.settings = settings
@@ -129,7 +135,9 @@ class Learner:
         self.named = parameter_names(model, self.groups)
         self._trained = tuple(self.groups)  # the groups that learn now
         self.micro_batch_tokens = settings.micro_batch_tokens
-        self._parts = Parts(self.device)
+        self.ranks = ranks
+        self.elsewhere: Elsewhere | None = None  # called with each micro-batch that another rank runs
+        self._parts = Parts(self.device, lambda number: self.elsewhere is not None or self.ranks.runs(number))
         self.skipped_in_a_row = 0
         self.on_fault: Callable[[Fault], None] = lambda fault: None  # noqa: ARG005
         self._start = hyperparameters(self.optimizer)
@@ -139,6 +147,8 @@ class Learner:
         self._added = 0  # of these, how many are in the gradient
         self._findings: list[NonfiniteTensor] = []
         self._unread: list[Unread] = []  # micro-batches whose finite-check has not been read yet
+        self._unread_batches = 0  # batches since the finite-check was last read, on any rank
+        self._part_done: Callable[[], None] = lambda: None
 
     @contextmanager
     def training_only(self, *names: str) -> Iterator[None]:
@@ -161,7 +171,7 @@ class Learner:
 
     def micro_batches(self, batch: Sequences) -> Iterator[Any]:
         """The batch in parts that fit in memory, trimmed of needless padding, on the learner's device."""
-        return (part.micro for part in self._parts.of(batch, self.micro_batch_tokens))
+        return (part.micro for part in Parts(self.device).of(batch, self.micro_batch_tokens))
 
     def begin(self, batch: Sequences) -> None:
         """Copy the first part of the next batch for `backward` to the device, if there is room."""
@@ -174,8 +184,11 @@ class Learner:
     @property
     def finite(self) -> bool:
         """Whether all that was gathered since the last step is finite so far; the device is waited for."""
-        self._findings += read_all(self._unread)
-        self._unread.clear()
+        if self._unread_batches:
+            found = self.ranks.merged(lambda: read_all(self._unread), FINDINGS)
+            self._findings += sorted(found, key=lambda finding: finding.batch)
+            self._unread.clear()
+            self._unread_batches = 0
         return not self._findings
 
     def backward(self, batch: Sequences, objective: Objective[Any, Any]) -> Metrics:
@@ -195,7 +208,9 @@ class Learner:
         """Add the gradient of what is not in it yet; what is reported is of the last batch."""
         metrics = Metrics()
         for batch, objective in self._gathered[self._added :]:
-            metrics = self._sum(batch, objective, self._add_gradient)
+            self._unread_batches += 1
+            pieces = partial(count_parts, [batch], self.micro_batch_tokens)
+            metrics = self._sum(batch, objective, self._add_gradient, self.ranks.summed([*self.named.values()], pieces))
             for name in self.groups.keys() - set(self._trained):
                 for parameter in self.groups[name]:
                     parameter.grad = None
@@ -224,19 +239,36 @@ class Learner:
         return self.micro_batch_tokens
 
     def _sum(
-        self, batch: Sequences, objective: Objective[Any, Any], consume: Callable[[Tensor, Any, BatchPart], None]
+        self,
+        batch: Sequences,
+        objective: Objective[Any, Any],
+        consume: Callable[[Tensor, Any, BatchPart], None],
+        adding: AbstractContextManager[Callable[[], None]] = nullcontext(lambda: None),  # noqa: B008 (holds no state)
     ) -> Metrics:
+        """Run this rank's micro-batches; the metrics are those of all ranks, added in the order of micro-batches."""
         size = objective.size(batch)
         if not size > 0:
             raise ValueError("the batch is empty: it has no token, sequence or pair to learn from")
+
+        def run_own() -> list[tuple[int, tuple[Metrics, Tensor]]]:
+            seen: list[tuple[int, tuple[Metrics, Tensor]]] = []
+            with adding as self._part_done:
+                for part in self._parts.of(batch, self.micro_batch_tokens):
+                    if not self.ranks.runs(part.number):
+                        assert self.elsewhere is not None
+                        self.elsewhere(part.micro)
+                        continue
+                    outputs = self.model(part.micro)
+                    loss = objective(outputs, part.micro)
+                    consume(loss.total / size, outputs, part)
+                    seen.append((part.number, (loss.metrics, loss.total.detach())))
+            return seen
+
         metrics = Metrics()
         total = torch.zeros((), dtype=torch.float32 if self.device.type == "mps" else torch.float64, device=self.device)
-        for part in self._parts.of(batch, self.micro_batch_tokens):
-            outputs = self.model(part.micro)
-            loss = objective(outputs, part.micro)
-            consume(loss.total / size, outputs, part)
-            metrics.merge(loss.metrics)
-            total += loss.total.detach()
+        for measured, loss in self.ranks.merged(run_own, METRICS):
+            metrics.merge(measured)
+            total += loss.to(self.device)
         metrics.add("loss", total, size)
         return metrics
 
@@ -244,6 +276,7 @@ class Learner:
         """Add the gradient now and ask later whether it was one: a device is not waited for in the middle of a step."""
         self._unread.append(Unread.of(loss, outputs, part, self._added))
         loss.backward()
+        self._part_done()
 
     # -- taking a step ------------------------------------------------------------------------------------------------
 
@@ -334,6 +367,7 @@ class Learner:
     def _clear_findings(self) -> None:
         self._findings.clear()
         self._unread.clear()
+        self._unread_batches = 0
 
     def check_progress(self, limit: int) -> None:
         """Raise `Diverged` where this many updates in a row were skipped."""

@@ -39,6 +39,7 @@ from tether.errors import ConfigError, TetherError
 from tether.files import check_saved
 from tether.learner.batching import micro_batches, within_memory
 from tether.learner.learner import Learner, LearnerSettings
+from tether.learner.ranks import Codec
 from tether.models.backbones import recompute_layers
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.load import LoadedModel, check_same_vocabulary, load_causal_lm, resolve_device
@@ -50,6 +51,7 @@ from tether.protocols import Sampling
 from tether.rewards.combine import check_reward
 from tether.rewards.model import load_vocabulary
 from tether.rewards.parts import build_reward
+from tether.rollout.chunks import in_chunks
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
 from tether.store.find import find_model
@@ -155,12 +157,15 @@ def build_rl(
         algorithm=algorithm,
         roles=roles,
         learner=make_learner(recipe, roles.actor, policy),
-        engine=objects.engine_for(policy)
-        or NativeEngine(
-            policy,
-            max_num_seqs=rollout.max_num_seqs,
-            states_for=sharing.shared,
-            general=rollout.engine == "transformers",
+        engine=in_chunks(
+            objects.engine_for(policy)
+            or NativeEngine(
+                policy,
+                max_num_seqs=rollout.max_num_seqs,
+                states_for=sharing.shared,
+                general=rollout.engine == "transformers",
+            ),
+            recipe.distributed.rollout_chunk,
         ),
         reward=reward,
         prompts=DataOrder(task.prompts(), derive_seed(recipe.run.seed, "prompts")),
@@ -312,16 +317,31 @@ def _dpo_objective(settings: DPOSettings) -> DPOObjective:
     return DPOObjective(settings.beta, settings.label_smoothing)
 
 
+COLUMNS = Codec[tuple[torch.Tensor, int, torch.Tensor]](
+    lambda found: (found[1], {"rows": found[0], "logprobs": found[2]}),
+    lambda first, columns: (columns["rows"], first, columns["logprobs"]),
+)
+
+
 @torch.no_grad()
 def with_reference(batch: PairBatch, reference: ReferencePolicy, learner: Learner) -> PairBatch:
     """The batch with the reference's log-probs filled in, in the micro-batches that will be trained on."""
 
     def attempt() -> PairBatch:
+        def run_own() -> list[tuple[int, tuple[torch.Tensor, int, torch.Tensor]]]:
+            found: list[tuple[int, tuple[torch.Tensor, int, torch.Tensor]]] = []
+            for number, rows in enumerate(micro_batches(batch, learner.micro_batch_tokens)):
+                micro = batch.select(rows)
+                on_device = micro.trimmed().to(learner.device)
+                if learner.ranks.runs(number):
+                    found.append((number, (rows, micro.span()[0], reference.logprobs(on_device).float().cpu())))
+                elif learner.elsewhere is not None:
+                    learner.elsewhere(on_device)
+            return found
+
         column = torch.zeros(batch.tokens.shape)
-        for rows in micro_batches(batch, learner.micro_batch_tokens):
-            micro = batch.select(rows)
-            first, last = micro.span()
-            column[rows, first:last] = reference.logprobs(micro.trimmed().to(learner.device)).float().cpu()
+        for rows, first, logprobs in learner.ranks.merged(run_own, COLUMNS):
+            column[rows, first : first + logprobs.shape[1]] = logprobs
         return dataclasses.replace(batch, ref_logprobs=column)
 
     return within_memory(attempt, lambda: learner.shrink_micro_batch([batch]))

@@ -17,6 +17,7 @@ from tether.data.rows import collate
 from tether.device_transfer import brought
 from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner
+from tether.learner.ranks import ONE, Codec, Ranks
 from tether.mask_cache import true_positions
 from tether.models.roles import Roles
 from tether.models.shared_backbone import SharedBackbone
@@ -27,7 +28,7 @@ from tether.rewards.combine import failure_errors, part_metrics
 from tether.rewards.function import score_rollouts
 from tether.rollout.native import check_rollouts
 from tether.seeds import derive_seed
-from tether.types import Experience, Loss, Metrics, Prompt, TokenOutputs, extend
+from tether.types import Experience, Loss, Metrics, Prompt, Rollout, Score, TokenOutputs, extend
 
 Heartbeat = Callable[[str], None]
 """Called as a phase starts, with its name, such as `rollout, step 12`."""
@@ -116,13 +117,26 @@ def evaluate_held_out(parts: RLParts) -> dict[str, float]:
         parts.held_out, parts.sampling, samples_per_prompt=1, seed=derive_seed(parts.seed, "held-out")
     )
     check_rollouts(parts.engine, rollouts, parts.held_out, 1)
-    scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)
+    scores = score(parts, rollouts)
     usable = [score.value for score in scores if score.usable]
     return {
         **({"held_out/score": sum(usable) / len(usable)} if usable else {}),
         "held_out/length": sum(rollout.response_length for rollout in rollouts) / len(rollouts),
         "held_out/ended": sum(rollout.finish == "stop" for rollout in rollouts) / len(rollouts),
     }
+
+
+SCORES = Codec[list[Score]](
+    lambda scores: ([[score.value, dict(score.parts), score.valid, score.error] for score in scores], {}),
+    lambda value, _: [Score(*score) for score in value],
+)
+
+
+def score(parts: RLParts, rollouts: Sequence[Rollout]) -> list[Score]:
+    """One score for each rollout. With several ranks the reward runs on rank 0 alone."""
+    return parts.learner.ranks.first(
+        lambda: score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate), SCORES
+    )
 
 
 def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Heartbeat = _nothing) -> StepResult:
@@ -147,7 +161,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
     phases.hold_beside(parts.engine.cache_bytes)
     parts.engine.release()
     begin("scores")
-    scores = score_rollouts(parts.reward, rollouts, max_failure_rate=parts.max_failure_rate)
+    scores = score(parts, rollouts)
     made = collate(
         rollouts,
         scores,
@@ -166,10 +180,12 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
             device=learner.device,
             shrink_micro_batch=learner.shrink_micro_batch,
             top_tokens=parts.top_logprobs if every and step % every == 0 else 0,
+            ranks=learner.ranks,
+            elsewhere=learner.elsewhere,
         )
         begin("update")
         experience, sums = algorithm.advantages(evaluated, coefficients.reference)
-        stats = TokenStats(experience)
+        stats = TokenStats(experience, learner.ranks)
         objective = algorithm.objective_at(step, coefficients)
         sums.merge(update(parts, step, stats, objective))
 
@@ -264,6 +280,12 @@ class NumberedExperience(Experience):
     places: Tensor  # (B,) int64
 
 
+SEEN = Codec[tuple[Tensor, Tensor]](
+    lambda seen: (None, {"rows": seen[0], "logprobs": seen[1]}),
+    lambda _, columns: (columns["rows"], columns["logprobs"]),
+)
+
+
 class TokenStats:
     """The log-prob of each token in the last pass of the update over it; the old log-prob where there was no pass.
 
@@ -271,10 +293,12 @@ class TokenStats:
     with, not those after the last step: these would cost one more forward pass.
     """
 
-    def __init__(self, experience: Experience) -> None:
+    def __init__(self, experience: Experience, ranks: Ranks = ONE) -> None:
+        self.ranks = ranks
+        self.passes = 0  # over a batch, on any rank
         places = torch.arange(len(experience))
         self.experience = extend(experience, NumberedExperience, places=places)
-        self._seen: list[tuple[Tensor, Tensor, Tensor]] = []  # rows, masks and log-probs, where the passes left them
+        self._seen: list[tuple[int, Tensor, Tensor, Tensor]] = []  # pass, rows, masks and log-probs, on their device
         self._logprobs = experience.old_logprobs.clone()  # (B, T) without those
 
     def watching(self, objective: TokenObjective) -> TokenObjective:
@@ -283,14 +307,20 @@ class TokenStats:
 
     def take(self, outputs: TokenOutputs, batch: NumberedExperience) -> None:
         """Record the log-probs of a micro-batch; they stay on the device until they are read."""
-        self._seen.append((batch.places, batch.response_mask, outputs.logprobs.detach()))
+        self._seen.append((self.passes, batch.places, batch.response_mask, outputs.logprobs.detach()))
 
     @property
     def logprobs(self) -> Tensor:
         """(B, T) log-probs of the last passes."""
-        rows_of_parts = brought([places for places, _, _ in self._seen])
-        answers = brought([found.flatten().index_select(0, true_positions(mask)) for _, mask, found in self._seen])
-        for rows, found in zip(rows_of_parts, answers, strict=True):
+
+        def seen_here() -> list[tuple[int, tuple[Tensor, Tensor]]]:
+            rows = brought([places for _, places, _, _ in self._seen])
+            answers = brought(
+                [found.flatten().index_select(0, true_positions(mask)) for _, _, mask, found in self._seen]
+            )
+            return list(zip((each[0] for each in self._seen), zip(rows, answers, strict=True), strict=True))
+
+        for rows, found in self.ranks.merged(seen_here, SEEN):
             seen = self._logprobs[rows]  # wider than the micro-batch, which is trimmed; the masks pick the same tokens
             seen[self.experience.response_mask[rows]] = found.to(seen.dtype)
             self._logprobs[rows] = seen
@@ -324,7 +354,8 @@ class _Watched:
     stats: TokenStats
 
     def size(self, batch: Experience) -> float:
-        """The size of the objective."""
+        """The size of the objective; the learner asks for it once in each pass over a batch."""
+        self.stats.passes += 1
         return self.objective.size(batch)
 
     def __call__(self, outputs: TokenOutputs, batch: Experience) -> Loss:

@@ -20,6 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from tether.config.recipes import Recipe
 from tether.errors import ConfigError, Stopped, StorageError, silence
+from tether.learner.ranks import current_ranks
 from tether.models.load import resolve_device
 from tether.models.precision import precision_notice, with_precision
 from tether.plan.plan import free_memory
@@ -205,7 +206,8 @@ def _train(
     policy = load_policy(recipe, verify=not resume, loader=own_loader)
     loaded = model_digests(policy) | {"code": code_digests(recipe)}
     shape = Shape.of(policy.model)
-    training = build_training(recipe, policy, inputs, objects)
+    ranks = current_ranks()
+    training = ranks.join(build_training(recipe, policy, inputs, objects), recipe)
     recipe = lasting(recipe, training.total)
     if forked is not None and forked.checkpoint.step >= training.total:
         raise ConfigError(
@@ -227,13 +229,14 @@ def _train(
     run = RunContext(recipe, folder, training, policy, notify, resumes=resume)
     with Attempt(run, planned, loaded, objects) as attempt:
         start = attempt.resume() if resume else attempt.fork(forked.checkpoint) if forked is not None else 0
+        ranks.begin(training, start)
         begin(training.total, start)
 
         def next_phase(words: str) -> None:
             attempt.heartbeat(words)
             heartbeat(words)
 
-        for outcome in training.steps(start, stop, next_phase) if not run.ended_early else ():
+        for outcome in training.steps(start, ranks.asking(stop), next_phase) if not run.ended_early else ():
             attempt.after_step(outcome)
             advance(outcome.step, outcome.metrics)
             if outcome.rollouts:

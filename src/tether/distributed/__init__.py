@@ -1,0 +1,1 @@
+"""Several processes that train one model together; the only package that uses torch.distributed."""

@@ -1,0 +1,64 @@
+"""The other ranks: they build the training that rank 0 names, take its steps with it, and write nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tether.config.load import recipe_from_record
+from tether.config.recipes import Recipe, RLRecipe
+from tether.distributed.group import ProcessGroup
+from tether.distributed.ranks import GroupRanks, checksum, hear_checkpoint, prompt_of
+from tether.errors import RankLost
+from tether.models.load import LoadedModel
+from tether.rewards.tasks import RecipeTask
+from tether.train.build import load_policy
+from tether.train.inputs import Inputs
+from tether.train.training import Training, build_training, seed_everything
+from tether.types import Rollout, Score
+
+
+def follow(group: ProcessGroup) -> None:
+    """Do what rank 0 tells, until it tells the end."""
+    told, _ = group.hear()
+    if told["what"] == "end":
+        return
+    training = built(group, told)
+    checkpoint = hear_checkpoint(group)
+    if checkpoint is None:  # rank 0 found something wrong first
+        return
+    training.restore(checkpoint)
+    steps = training.steps(checkpoint.step, lambda: False, lambda words: None)  # noqa: ARG005
+    while (told := group.hear()[0])["what"] == "step":
+        if told["weights"] != checksum(training.learner):
+            raise RankLost(
+                "its weights are no longer those of rank 0: ranks need the same kind of processor or GPU, the same "
+                "versions and the same number of threads"
+            )
+        next(steps)
+
+
+def built(group: ProcessGroup, told: dict[str, Any]) -> Training:
+    """The training of a recipe, without its rewards and its task, which only rank 0 has."""
+    recipe = recipe_from_record(told["recipe"])
+    seed_everything(recipe.run.seed)
+    policy: LoadedModel = load_policy(recipe, verify=False)
+    training = build_training(*without_user_code(recipe, policy, told["prompts"]))
+    GroupRanks(group).deal(training, recipe)
+    return training
+
+
+def without_user_code(
+    recipe: Recipe, policy: LoadedModel, prompts: dict[str, Any]
+) -> tuple[Recipe, LoadedModel, Inputs | None]:
+    """What to build from: rank 0's prompts, and a reward that is never called."""
+    if not isinstance(recipe, RLRecipe):
+        return recipe, policy, None
+    training, evaluation = ([prompt_of(record) for record in prompts[name]] for name in ("training", "evaluation"))
+    reward = recipe.reward.model_copy(update={"parts": ()})
+    recipe = recipe.model_copy(update={"reward": reward})
+    return recipe, policy, Inputs(task=RecipeTask(training, evaluation, _never))
+
+
+def _never(rollouts: Sequence[Rollout]) -> list[Score]:
+    raise AssertionError(f"a reward was called on a rank that scores nothing ({len(rollouts)} rollouts)")

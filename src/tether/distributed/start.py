@@ -1,0 +1,67 @@
+"""A process that a launcher started as one of several ranks: rank 0 runs the command, the others follow."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from contextlib import suppress
+
+from tether.distributed.group import PeerFailed, ProcessGroup
+from tether.distributed.launch import LAUNCHER
+from tether.distributed.ranks import GroupRanks
+from tether.errors import RankLost, Stopped, judge
+from tether.learner.ranks import using_ranks
+
+
+def run_as_rank(command: Callable[[], int]) -> int:
+    """Run the command on rank 0, and its steps on every rank; returns the exit code of this process."""
+    rank = int(os.environ["RANK"])
+    if rank:
+        for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when a run stops
+            signal.signal(number, signal.SIG_IGN)
+    group = ProcessGroup()
+    try:
+        return _lead(group, command) if rank == 0 else _follow(group)
+    finally:
+        group.close()
+
+
+def _lead(group: ProcessGroup, command: Callable[[], int]) -> int:
+    ranks = GroupRanks(group)
+    try:
+        with using_ranks(ranks):
+            code = command()
+    except PeerFailed as error:
+        raise RankLost(f"{error}; the run can be resumed, with as many ranks as you like") from error
+    except RankLost:
+        raise
+    except BaseException:
+        if not ranks.in_step:  # else they see that rank 0 is gone
+            _end(ranks)
+        raise
+    _end(ranks)
+    return code
+
+
+def _end(ranks: GroupRanks) -> None:
+    with suppress(Exception):  # a rank that is gone need not be told
+        ranks.end()
+
+
+def _follow(group: ProcessGroup) -> int:
+    from tether.distributed.follow import follow
+
+    try:
+        follow(group)
+    except (RankLost, PeerFailed) as error:  # rank 0 says why, or is gone
+        group.report(error)
+        return RankLost.exit_code
+    except BaseException as error:
+        group.report(error)
+        message, code = judge(error)
+        if LAUNCHER not in os.environ or os.environ.get("TETHER_DEBUG", "") not in ("", "0"):
+            print(f"tether: rank {group.index}: {message}", file=sys.stderr, flush=True)
+        return code if code != Stopped.exit_code else RankLost.exit_code
+    return 0

@@ -1,0 +1,6 @@
+"""Ranks are forked from the test's own process, which has imported everything: see `ranks_runner.py`."""
+
+import sys
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "soak"))
