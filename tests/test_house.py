@@ -21,8 +21,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A package may import only packages above it in this list.
 ORDER = [
     *("config", "types", "protocols", "ops", "accel", "data", "hub", "models", "store", "reports", "learner"),
-    *("algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "distributed", "api", "demo", "scale"),
-    *("studio", "server", "commands", "cli"),
+    *("algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "distributed"),
+    *("api", "demo", "scale", "studio", "server", "commands", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
 ABOVE["conformance"] = set(ORDER[: ORDER.index("train")])  # whatever training is made of, and no training
