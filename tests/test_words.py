@@ -123,13 +123,9 @@ SAME_BASENAME = {
     "serve": "a command and the servers that it starts",
     "schema": "the fields of a recipe, of a request, of the database",
     "chat": "the command, and the chat templates",
-    "conformance": "the command and its package",
     "doctor": "the command and the doctor",
     "plan": "the command and the plan",
     "resume": "the command and what it runs",
-    "train": "the command and its package",
-    "data": "the command and its package",
-    "models": "the command and its package",
     "load": "recipes and models",
     "logprobs": "the function and its kernels",
     "lora": "the adapters and their kernels",
@@ -137,8 +133,6 @@ SAME_BASENAME = {
     "run": "the loop, and its handle in the Python API",
     "sampling": "the function and the audits of it",
     "training": "the API and what it calls",
-    "rewards": "the settings and their package",
-    "studio": "the command and its package",
 }
 
 
