@@ -11,6 +11,7 @@ from ranks_runner import on_ranks, trained
 from same_runs import differences, metrics_table
 from tiny_recipes import TOP, tiny
 
+from tether.distributed.group_ranks import check_recipe
 from tether.errors import ConfigError, DataError, RankLost
 from tether.store.folder import run_path
 from tether.train import rl
@@ -114,3 +115,10 @@ def test_what_several_ranks_cannot_do_is_refused(tmp_path, capfd, flags, words):
     assert codes == [ConfigError.exit_code, 0]
     assert words in capfd.readouterr().err
     assert not run_path(recipe).exists()
+
+
+@pytest.mark.parametrize("key", ["algorithm", "rollout.engine", "model.loader"])
+def test_code_that_only_rank_0_would_run_is_refused(tmp_path, key):
+    recipe = tiny("ppo", tmp_path / "runs", f"--{key}", "mine.py:make")
+    with pytest.raises(ConfigError, match=rf"^{key} names mine\.py:make, which several ranks cannot use yet"):
+        check_recipe(recipe)

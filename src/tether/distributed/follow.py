@@ -8,7 +8,7 @@ from typing import Any
 from tether.config.load import recipe_from_record
 from tether.config.recipes import Recipe, RLRecipe
 from tether.distributed.group import ProcessGroup
-from tether.distributed.ranks import GroupRanks, checksum, hear_checkpoint, prompt_of
+from tether.distributed.group_ranks import GroupRanks, checksum, hear_checkpoint, prompt_of
 from tether.errors import RankLost
 from tether.models.load import LoadedModel
 from tether.rewards.tasks import RecipeTask
@@ -20,17 +20,17 @@ from tether.types import Rollout, Score
 
 def follow(group: ProcessGroup) -> None:
     """Do what rank 0 tells, until it tells the end."""
-    told, _ = group.hear()
-    if told["what"] == "end":
+    message, _ = group.hear()
+    if message["what"] == "end":
         return
-    training = built(group, told)
+    training = built(group, message)
     checkpoint = hear_checkpoint(group)
     if checkpoint is None:  # rank 0 found something wrong first
         return
     training.restore(checkpoint)
     steps = training.steps(checkpoint.step, lambda: False, lambda words: None)  # noqa: ARG005
-    while (told := group.hear()[0])["what"] == "step":
-        if told["weights"] != checksum(training.learner):
+    while (message := group.hear()[0])["what"] == "step":
+        if message["weights"] != checksum(training.learner):
             raise RankLost(
                 "its weights are no longer those of rank 0: ranks need the same kind of processor or GPU, the same "
                 "versions and the same number of threads"
@@ -38,12 +38,12 @@ def follow(group: ProcessGroup) -> None:
         next(steps)
 
 
-def built(group: ProcessGroup, told: dict[str, Any]) -> Training:
+def built(group: ProcessGroup, message: dict[str, Any]) -> Training:
     """The training of a recipe, without its rewards and its task, which only rank 0 has."""
-    recipe = recipe_from_record(told["recipe"])
+    recipe = recipe_from_record(message["recipe"])
     seed_everything(recipe.run.seed)
     policy: LoadedModel = load_policy(recipe, verify=False)
-    training = build_training(*without_user_code(recipe, policy, told["prompts"]))
+    training = build_training(*without_user_code(recipe, policy, message["prompts"]))
     GroupRanks(group).deal(training, recipe)
     return training
 

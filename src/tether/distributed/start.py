@@ -9,8 +9,8 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from tether.distributed.group import PeerFailed, ProcessGroup
+from tether.distributed.group_ranks import GroupRanks
 from tether.distributed.launch import LAUNCHER
-from tether.distributed.ranks import GroupRanks
 from tether.errors import RankLost, Stopped, judge
 from tether.learner.ranks import using_ranks
 

@@ -11,6 +11,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tether.config.allowed_code import is_code
 from tether.config.recipes import Recipe, RewardRecipe, RLRecipe
 from tether.config.rewards import ModelPart
 from tether.distributed.group import ProcessGroup
@@ -119,6 +120,12 @@ def check_recipe(recipe: Recipe) -> None:
             f"distributed.shard is {recipe.distributed.shard}, which is not available yet: set it to none, and every "
             "rank holds all weights"
         )
+    engine = recipe.rollout.engine if isinstance(recipe, RLRecipe) else "auto"
+    named = {"model.loader": recipe.model.loader, "rollout.engine": engine if is_code(engine) else None}
+    named["algorithm"] = recipe.algorithm if isinstance(recipe, RLRecipe) else None
+    for key, reference in named.items():
+        if reference is not None:  # only rank 0 runs the user's code
+            raise ConfigError(f"{key} names {reference}, which several ranks cannot use yet: train in one process")
     if ":" in recipe.model.device:
         raise ConfigError(
             f"model.device is {recipe.model.device}, which all ranks would share: use auto or cuda, and each rank "
