@@ -90,9 +90,6 @@ WORDS = {
 # remains there.
 EXCEPT = {
     "gate": {"accel", "models", "hub", "rewards"},
-    "keeper": {"accel"},
-    "aside": {"accel"},
-    "way": {"accel"},
     "pending": {"rewards"},
     "refuse": {"rewards", "store"},
     "settle": {"rewards", "store", "train"},
