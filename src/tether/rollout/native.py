@@ -282,13 +282,17 @@ class NativeEngine(RolloutEngine):
         self.states_for = states_for
         self.fast = FastDecoder() if AVAILABLE else None
         check_cached(loaded.model)
-        self._base = causal_lm_of(loaded.model)  # without adapters around it
         self._embeddings, self._end_ids = embedding_count(loaded.model), loaded.end_ids
         self._distrusted = "rollout.engine asks for it" if general else self._unsupported()
         if self._distrusted is None and self.fast is not None:
             with _eval_mode(loaded.model):
                 self._distrusted = self.fast.disagreement(loaded.model, self._base)
         self._notice(self._distrusted)
+
+    @property
+    def _base(self) -> Any:
+        """The causal language model without adapters around it, also after `loaded` was replaced."""
+        return causal_lm_of(self.loaded.model)
 
     def _unsupported(self) -> str | None:
         """Why the fast decoder cannot be taken for the model as it is now."""
