@@ -12,6 +12,8 @@ from hypothesis import strategies as st
 
 from tether.algorithms.algorithm import GAE, AdvantageSettings, Algorithm, GroupRelative, LeaveOneOut, MinibatchEpochs
 from tether.algorithms.objectives import Clip, PolicyObjective, Reinforce, Unclipped
+from tether.errors import ConfigError
+from tether.ops.losses import Aggregation
 from tether.types import EvaluatedBatch
 
 MASK = torch.tensor([[False, True, True, False], [False, True, True, True]])
@@ -144,3 +146,22 @@ def test_to_weigh_the_advantage_is_to_weigh_the_policy_loss(surrogate, seed):
     weights = (batch.old_logprobs.double() - behavior).exp().clamp(max=3.0)
     expected = surrogate(new, plain) * weights
     torch.testing.assert_close(surrogate(new, weighed)[MASK], expected[MASK])
+
+
+def test_parts_of_an_objective_are_checked_when_it_is_made():
+    with pytest.raises(ConfigError, match="Aggregation over 'seq': use token, sequence or fixed"):
+        Aggregation("seq", 16)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="needs its length"):
+        Aggregation("fixed")
+    with pytest.raises(ConfigError, match=r"surrogate is the class Clip: pass an object of it, Clip\(\.\.\.\)"):
+        PolicyObjective(Clip)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match=r"surrogate function needs .* measure"):
+        PolicyObjective(lambda logprobs, batch: logprobs)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(ConfigError, match="aggregation is 'token'"):
+        PolicyObjective(Clip(0.2, 0.2), "token")  # pyright: ignore[reportArgumentType]
+
+
+def test_an_objective_in_place_of_its_function_is_refused():
+    wrong = dataclasses.replace(algorithm(), objective=PolicyObjective(Clip(0.2, 0.2)))  # pyright: ignore
+    with pytest.raises(ConfigError, match="objective is a PolicyObjective: pass a function that returns it"):
+        wrong.check()

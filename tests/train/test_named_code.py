@@ -13,12 +13,15 @@ from tether.algorithms.algorithm import Passes
 from tether.algorithms.select import build_algorithm
 from tether.cli import main
 from tether.config.load import load_recipe
-from tether.errors import ConfigError
+from tether.errors import ConfigError, DataError
 from tether.plan.machine import Machine
 from tether.plan.plan import make_plan
 from tether.plan.workload import Lengths, shape_of, work_of
+from tether.protocols import RolloutEngine
+from tether.rollout.native import check_rollouts
 from tether.train.objects import Objects, with_named_code
 from tether.train.run import train_recipe
+from tether.types import Prompt
 
 MINE = """
 from dataclasses import replace
@@ -275,3 +278,13 @@ def test_tether_plan_runs_no_named_code_and_says_so(mine, capsys):
     assert (
         "(as ppo: a plan does not run mine.py:anything)" in json.loads(capsys.readouterr().out)["optimizer_steps_why"]
     )
+
+
+def test_an_engine_without_generate_and_answers_that_are_no_rollouts_are_refused():
+    class Nothing(RolloutEngine):
+        pass
+
+    with pytest.raises(ConfigError, match="engine: Nothing has no method generate of its own: write it"):
+        Objects(engine=Nothing)
+    with pytest.raises(DataError, match="engine: rollout 0 of Nothing is a str: return tether.types.Rollout"):
+        check_rollouts(Nothing(), ["a text"], [Prompt("p", [])], 1)  # pyright: ignore[reportArgumentType]

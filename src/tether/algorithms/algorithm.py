@@ -164,6 +164,11 @@ class Algorithm:
             wrong = f"algorithm {self.name}: {field} is"
             if isinstance(part, type) and field != "objective":
                 raise ConfigError(f"{wrong} the class {part.__name__}: pass an object of it, {part.__name__}(...)")
+            if field == "objective" and hasattr(part, "size"):
+                raise ConfigError(
+                    f"{wrong} a {type(part).__name__}: pass a function that returns it, such as "
+                    "lambda coefficients: PolicyObjective(...)"
+                )
             if not callable(part):
                 raise ConfigError(f"{wrong} a {type(part).__name__}: pass a function, or an object that can be called")
         size, rules = cast("tuple[Any, Any]", (self.minibatch_size, self.advantage_settings))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Protocol, cast
 
 import torch
 from torch import Tensor
@@ -119,6 +119,19 @@ class PolicyObjective:
     entropy_coef: float = 0.0
     kl_coef: float = 0.0
     kl_estimator: Estimator = "k3"
+
+    def __post_init__(self) -> None:
+        surrogate, aggregation = cast("tuple[object, object]", (self.surrogate, self.aggregation))
+        if isinstance(surrogate, type):
+            name = surrogate.__name__
+            raise ConfigError(f"PolicyObjective: surrogate is the class {name}: pass an object of it, {name}(...)")
+        if not callable(surrogate) or not callable(getattr(surrogate, "measure", None)):
+            raise ConfigError(
+                f"PolicyObjective: surrogate {type(surrogate).__name__} needs __call__(logprobs, batch) and "
+                "measure(logprobs, batch, metrics): see docs/extending.md"
+            )
+        if not isinstance(aggregation, Aggregation):
+            raise ConfigError(f'PolicyObjective: aggregation is {aggregation!r}: pass Aggregation("token")')
 
     def size(self, batch: Experience) -> float:
         """The divisor: tokens, sequences, or sequences times a fixed length."""

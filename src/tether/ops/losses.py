@@ -16,6 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from tether.errors import ConfigError
 from tether.ops.kl import Estimator, kl_estimate, log_ratio
 from tether.ops.masks import masked_sum
 
@@ -41,6 +42,12 @@ class Aggregation:
 
     over: Literal["token", "sequence", "fixed"] = "token"
     fixed_length: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.over not in ("token", "sequence", "fixed"):
+            raise ConfigError(f"Aggregation over {self.over!r}: use token, sequence or fixed")
+        if self.over == "fixed" and self.fixed_length is None:
+            raise ConfigError('Aggregation over "fixed" needs its length: Aggregation("fixed", 128)')
 
     def size(self, mask: Tensor, *, tokens: float | None = None, rows: float | None = None) -> float:
         """The divisor of the sum over `mask` (B, T).

@@ -20,7 +20,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, cast
 
 import torch
 from torch import Tensor, nn
@@ -98,6 +98,10 @@ def check_rollouts(
     groups: set[int] = set()
     for place, rollout in enumerate(rollouts):
         where = f"engine: rollout {place} of {name}"
+        if not isinstance(cast("object", rollout), Rollout):
+            raise DataError(
+                f"{where} is a {type(rollout).__name__}: return tether.types.Rollout, see docs/extending.md"
+            )
         prompt, sample = prompts[place // samples_per_prompt], place % samples_per_prompt
         if rollout.prompt.id != prompt.id:
             raise DataError(

@@ -110,6 +110,9 @@ class Objects:
         for name, words in MEMBERS.items():
             if not hasattr(engine, name):
                 raise ConfigError(f"{self.label('engine')} has no {words}: {INHERIT}")
+        kind: Any = engine if isclass(engine) else type(engine)
+        if kind.generate is RolloutEngine.generate:
+            raise ConfigError(f"{self.label('engine')} has no method generate of its own: write it")
 
     def engine_for(self, policy: LoadedModel) -> RolloutEngine | None:
         """The engine that was given; where a function or a class was, what it makes for the policy."""
