@@ -286,5 +286,5 @@ def test_an_engine_without_generate_and_answers_that_are_no_rollouts_are_refused
 
     with pytest.raises(ConfigError, match="engine: Nothing has no method generate of its own: write it"):
         Objects(engine=Nothing)
-    with pytest.raises(DataError, match="engine: rollout 0 of Nothing is a str: return tether.types.Rollout"):
+    with pytest.raises(DataError, match=r"engine: rollout 0 of Nothing is a str: return tether\.types\.Rollout"):
         check_rollouts(Nothing(), ["a text"], [Prompt("p", [])], 1)  # pyright: ignore[reportArgumentType]
