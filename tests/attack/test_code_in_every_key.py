@@ -91,7 +91,7 @@ def test_a_strangers_run_is_refused_and_ones_own_is_not(key: str, here: Path, ma
     folder = RunFolder.begin(recipe).path
     agree.agree_to_run(recipe, folder)
     (folder / allowed_code.SEAL).unlink()
-    with pytest.raises(ConfigError, match=rf"^{key}.*did not begin on this account.*--allow-code evil\.py"):
+    with pytest.raises(ConfigError, match=rf"^{key}.*did not start on this account.*--allow-code evil\.py"):
         agree.agree_to_run(recipe, folder)
     assert not mark.exists()
 
