@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from torch import Tensor, nn
 
@@ -79,6 +79,21 @@ class RolloutEngine(Protocol):
         The result depends on `seed`, on each prompt's id and on the sample's index within its prompt, never on which
         other prompts share the batch.
         """
+        ...
+
+
+PendingRollouts = Callable[[], list[Rollout]]
+"""Waits for rollouts that were asked for, and returns them."""
+
+
+@runtime_checkable
+class AsyncRolloutEngine(RolloutEngine, Protocol):
+    """An engine that samples elsewhere while this process trains: with `rollout.lag` the loop asks it ahead."""
+
+    def submit(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, samples_per_prompt: int, seed: int
+    ) -> PendingRollouts:
+        """Start to sample what `generate` would return now, with the weights that the policy has now."""
         ...
 
 
