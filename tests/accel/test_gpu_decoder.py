@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from peft.tuners.lora import LoraLayer
 
 from tether.accel import engine as accel_engine
+from tether.accel.decode_gpu import plain_step
 from tether.accel.decode_gpu.gpu_batch import LOOK, GpuBatch, bucket
 from tether.accel.decode_gpu.gpu_decoder import PREFILL_TOKENS, DecoderCache, GpuDecoder
 from tether.accel.decode_gpu.slots import Lasting, slot_bytes, slots_that_fit
@@ -308,3 +309,11 @@ def test_kernels_that_do_not_run_are_said_aloud(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(accel_engine, "gpu_trial", broken)
     model: Any = SimpleNamespace(parameters=lambda: iter([SimpleNamespace(device=torch.device("cuda"))]))
     assert accel_engine.disagreement(model) == "its kernels do not run here (ValueError: no C compiler)"
+
+
+def test_rotation_keeps_the_type_of_states_where_tables_are_in_float32():
+    """OLMo 2's tables are; its keys go into a cache of the model's own type."""
+    states, angles = torch.randn(3, 2, 8).bfloat16(), torch.randn(3, 1, 4)
+    turned = plain_step.rotate(states, angles.cos(), angles.sin())
+    assert turned.dtype == torch.bfloat16
+    assert torch.equal(turned, plain_step.rotate(states.float(), angles.cos(), angles.sin()).bfloat16())

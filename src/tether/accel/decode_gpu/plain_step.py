@@ -69,9 +69,12 @@ def project(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotary positions on x (..., D): pairs (i, i + D/2) turned by angles whose cos and sin are (..., D / 2)."""
+    """Rotary positions on x (..., D): pairs (i, i + D/2) turned by angles whose cos and sin are (..., D / 2).
+
+    Some families (OLMo 2) keep their tables in float32: the product is rounded to the type of x, as theirs is.
+    """
     first, second = x.chunk(2, dim=-1)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)
 
 
 def attend(
