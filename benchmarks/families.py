@@ -45,7 +45,6 @@ from family_models import FAMILIES, save_family
 
 from tether.config.load import load_recipe
 from tether.errors import TetherError
-from tether.models.backbones import Backbone
 from tether.models.heads import ScalarModel
 from tether.models.load import load_causal_lm
 from tether.train import run as run_module
@@ -200,7 +199,7 @@ def reload_gap(recipe: Any, policy: Any, training: Any, folder: Path, options: A
             again = sharing_of(recipe, fresh).load_scalar(folder, "reward")
         else:
             again = ScalarModel.load(folder, options.dtype, options.device)
-        ours, theirs = (in_float32(model)(probe).scores for model in (training.model, again))
+        ours, theirs = (model.float()(probe).scores for model in (training.model, again))
     else:
         again = load_causal_lm(str(folder), dtype=options.dtype, device=options.device, seed=0).model
         ours, theirs = (
@@ -208,14 +207,6 @@ def reload_gap(recipe: Any, policy: Any, training: Any, folder: Path, options: A
             for model in (training.model, again)
         )
     return float((ours - theirs).norm() / ours.norm().clamp_min(1e-6))
-
-
-def in_float32(model: ScalarModel) -> ScalarModel:
-    """The model in float32, run by its own modules, since the fused pass is built for the original dtype."""
-    for module in model.float().modules():
-        if isinstance(module, Backbone):
-            module.fast.reason = "compared in float32"
-    return model
 
 
 class _Loud(logging.Handler):

@@ -199,3 +199,27 @@ def test_fused_reading_of_prompts_is_no_farther_from_the_exact_than_plain_readin
     assert decoder.kernels is not plain_step
     exact, plain, fast = found
     assert 0.0 < (fast - exact).norm() <= 1.1 * (plain - exact).norm()
+
+
+def test_a_graph_that_becomes_garbage_during_a_capture_does_not_spoil_it(monkeypatch: pytest.MonkeyPatch):
+    sampling, prompts = Sampling(max_new_tokens=4), PROMPTS[:1]
+    old: Any = NativeEngine(build(dtype=torch.bfloat16), max_num_seqs=4)
+    old.generate(prompts, sampling, samples_per_prompt=1, seed=0)
+    old.itself, held, captured = old, [old], []
+    del old
+    plain_step_of, before = GpuDecoder.step, gc.get_threshold()
+
+    def step(self: GpuDecoder, n: int, kind: Sampling) -> None:
+        if torch.cuda.is_current_stream_capturing():
+            held.clear()
+            captured.append([[] for _ in range(100)])  # each a reason for the collector to look
+        plain_step_of(self, n, kind)
+
+    monkeypatch.setattr(GpuDecoder, "step", step)
+    gc.set_threshold(1, 1, 1)
+    try:
+        engine = NativeEngine(build(dtype=torch.bfloat16), max_num_seqs=4)
+        rollouts = engine.generate(prompts, sampling, samples_per_prompt=1, seed=0)
+    finally:
+        gc.set_threshold(*before)
+    assert captured and not held and len(rollouts) == 1

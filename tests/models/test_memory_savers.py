@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,8 @@ from tether.config.sections import RolesSettings
 from tether.errors import ConfigError
 from tether.hub.tiny_model import tiny_model
 from tether.mask_cache import loss_size
-from tether.models.backbones import CpuOffload, recompute_layers
+from tether.models import backbones
+from tether.models.backbones import Backbone, CpuOffload, OutputLayer, probe_batch, recompute_layers
 from tether.models.load import disable_dropout, quantization
 from tether.models.roles import Roles, Separate, build_sharing, onto, prefetch
 from tether.ops.losses import Aggregation
@@ -163,10 +165,34 @@ def test_weights_in_fewer_bits_are_not_trained():
         load_policy(load_recipe("ppo", None, ["--model.quantize=4bit"]))
 
 
+def test_a_model_that_cannot_run_on_fewer_bits_is_refused(monkeypatch: pytest.MonkeyPatch):
+    """Mamba multiplies by the weights of its layers itself, which a quantised layer does not hold as numbers."""
+    model: Any = tiny_model(0)
+
+    def forward(*_: object, **__: object) -> None:
+        raise NotImplementedError("\"baddbmm_cuda\" not implemented for 'Char'")
+
+    monkeypatch.setattr(model.model.layers[0].mlp.down_proj, "forward", forward)
+    with pytest.raises(NotImplementedError):
+        OutputLayer.of(model)
+    model.is_quantized = True
+    with pytest.raises(ConfigError, match=r"model\.quantize: .*cannot run .*set model\.quantize none"):
+        OutputLayer.of(model)
+
+
+def test_a_pass_follows_a_model_to_another_type(monkeypatch: pytest.MonkeyPatch):
+    """The pass is chosen as the backbone is made; a model that is converted later must not run by the old one."""
+    backbone = Backbone(tiny_model(0).model)
+    batch = probe_batch(backbone.model)
+    real = batch.attention_mask
+    expected = backbone(batch)[real]
+    backbone.fast.backend = "fused"  # as if it had been made in half precision, on a device
+    monkeypatch.setattr(backbones, "packed_states", lambda *_, **__: pytest.fail("the pass for another type was taken"))
+    assert torch.allclose(backbone(batch)[real], expected, atol=1e-5)
+
+
 def test_a_backbone_that_runs_layers_again_holds_no_graphs(monkeypatch: pytest.MonkeyPatch):
     """Not in evaluation either: a captured pass keeps its activations between two iterations."""
-    from tether.models import backbones
-
     passed: list[object] = []
     whole = backbones.packed_states
 

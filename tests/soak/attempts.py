@@ -1,10 +1,13 @@
-"""Sittings of a run in processes of their own, forked from this one so that nothing is imported twice, and killed.
+"""Attempts at a run in processes of their own, which are killed.
 
-A killed process leaves no word, so it notes where it is in memory that it shares with its parent.
+On a CPU they are forks of this process, so that nothing is imported twice. CUDA does not work in a fork of a process
+that looked for it, as an import of transformers does, so there an attempt is a new interpreter. A killed process leaves
+no word, so it notes where it is in memory that it shares with its parent.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import mmap
 import os
@@ -14,6 +17,7 @@ import shutil
 import signal
 import struct
 import sys
+import tempfile
 import time
 import traceback
 from collections.abc import Callable
@@ -24,9 +28,10 @@ import alembic.command  # noqa: F401 (imported when a store is made: here it is,
 
 import tether.store.checkpoints as checkpoint_writer
 import tether.store.checkpoints as checkpoints
+from tether.config.load import recipe_from_record
 from tether.config.recipes import Recipe
 from tether.store.database.journal import Journal
-from tether.store.folder import is_run, run_path
+from tether.store.folder import is_run, recipe_record, run_path
 from tether.train.attempt import Attempt as RunAttempt
 from tether.train.run import train_recipe
 
@@ -39,8 +44,14 @@ LAYOUT = struct.Struct(f"=BBBid{PLACES}s")
 class Notes:
     """What a child says of itself: where its main thread is, and whether its other threads are writing."""
 
-    def __init__(self) -> None:
-        self._shared = mmap.mmap(-1, LAYOUT.size)
+    def __init__(self, file: Path | None = None) -> None:
+        """In a file that an interpreter of its own can open, or in memory that forks inherit."""
+        if file is None:
+            self._shared = mmap.mmap(-1, LAYOUT.size)
+        else:
+            with file.open("r+b") as opened:
+                opened.truncate(LAYOUT.size)
+                self._shared = mmap.mmap(opened.fileno(), LAYOUT.size)
         self.phase, self.checkpoint, self.record, self.steps, self.ready, self.place = 0, False, False, 0, 0.0, ""
 
     def save(self) -> None:
@@ -82,15 +93,36 @@ def sit(
     prepare: Callable[[Notes], None] = lambda notes: None,
 ) -> Attempt:
     """Begin or resume the run in a child, and kill it: after some seconds, once it has taken `most_steps` more, or some
-    seconds into the writing of its first checkpoint. `prepare` is called in the child before anything else.
+    seconds into the writing of its first checkpoint. `prepare` is called in a forked child before anything else.
     """
-    notes = Notes()
     sys.stdout.flush()
     sys.stderr.flush()
-    began = time.monotonic()
+    if recipe.model.device != "cpu":
+        with tempfile.TemporaryDirectory(prefix="attempt-") as folder:
+            began, notes = time.monotonic(), Notes(_touched(Path(folder) / "notes"))
+            return _watched(_interpreter(recipe, Path(folder)), notes, began, kill_after, most_steps, into_checkpoint)
+    began, notes = time.monotonic(), Notes()
     child = os.fork()
     if child == 0:
         _live(recipe, notes, prepare)
+    return _watched(child, notes, began, kill_after, most_steps, into_checkpoint)
+
+
+def _touched(file: Path) -> Path:
+    file.touch()
+    return file
+
+
+def _interpreter(recipe: Recipe, folder: Path) -> int:
+    """Start a new interpreter that makes the attempt; its process id."""
+    (folder / "recipe.json").write_text(json.dumps(recipe_record(recipe)))
+    return os.posix_spawn(sys.executable, [sys.executable, __file__, str(folder)], os.environ)
+
+
+def _watched(
+    child: int, notes: Notes, began: float, kill_after: float, most_steps: int | None, into_checkpoint: float | None
+) -> Attempt:
+    """See `sit`."""
     watched = os.pidfd_open(child)
     try:
         while not select.select([watched], [], [], min(LOOK_EVERY, max(0.0, began + kill_after - time.monotonic())))[0]:
@@ -238,3 +270,12 @@ def _mine_naming(moment: Callable[[str], None]) -> None:
     Path.rename = mined_rename  # pyright: ignore
     shutil.rmtree = mined_rmtree  # pyright: ignore
     checkpoint_writer.prune = mined_prune  # pyright: ignore
+
+
+if __name__ == "__main__":
+    given = Path(sys.argv[1])
+    _live(
+        recipe_from_record(json.loads((given / "recipe.json").read_text())),
+        Notes(given / "notes"),
+        lambda notes: None,
+    )

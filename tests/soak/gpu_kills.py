@@ -26,8 +26,6 @@ from typing import Any
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # before torch: a pool of threads does not outlive a fork
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-# Runs are forks of this process. CUDA works in a fork only if the parent never started it, not even to look for it.
-os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 
 import numpy as np
 import torch
@@ -175,8 +173,6 @@ def soak(root: Path, options: argparse.Namespace, flags: list[str]) -> dict[str,
     calm, again, killed = (make(root / name, options, flags) for name in ("calm", "again", "killed"))
     first = undisturbed(calm)
     undisturbed(again)
-    if torch.cuda.is_initialized():
-        raise SystemExit("CUDA was started in this process, so its forks cannot use it")
     verdict = kill_and_resume(killed, Pace(killed, options.kills, random.Random(options.seed), first), options.kills)
     ended = not verdict.wrong
     compared = compare(run_path(calm), run_path(killed)) if ended else {"equal": False}

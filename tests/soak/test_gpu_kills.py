@@ -9,10 +9,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from attempts import sit
 from gpu_kills import as_array, compare, difference, main
 from in_process import whole
 from safetensors.torch import load_file, save_file
 from tiny_recipes import tiny
+
+from tether.store.folder import run_path
 
 
 @pytest.fixture
@@ -31,6 +34,16 @@ def test_a_run_that_is_killed_twice(tmp_path: Path, capsys):
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
     assert main(["--compare", str(kept / "calm" / "run"), str(kept / "killed" / "run")]) == 1
     assert json.loads(capsys.readouterr().out)["weights"]["different"] == 1
+
+
+def test_an_attempt_in_a_new_interpreter(tmp_path: Path):
+    """As on a CUDA device, which a fork could not use."""
+    recipe = tiny("ppo", tmp_path / "runs", "--run.steps", "3", "--checkpoint.every", "1", "--model.device", "auto")
+    assert recipe.model.device == "auto"
+    killed = sit(recipe, most_steps=1)
+    assert killed.killed and killed.steps >= 1
+    assert sit(recipe).exit_code == 0
+    assert compare(run_path(recipe), whole(tiny("ppo", tmp_path / "calm", "--run.steps", "3")))["metrics"]["equal"]
 
 
 def test_one_bit_of_a_weight(runs: list[Path]):

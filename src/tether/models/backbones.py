@@ -107,7 +107,7 @@ class OutputLayer:
         everything = torch.ones_like(tokens, dtype=torch.bool)
         probe = Sequences(tokens=tokens, attention_mask=everything, response_mask=everything)
         with torch.no_grad():
-            hidden = hidden_states(backbone_of(model), probe)
+            hidden = self._hidden_states(model, probe)
             targets = tokens[0].flip(0)
             ours, _ = acceleration.logprobs(hidden[0], self.weight, targets, **self.options(1.0))
             logits = model(input_ids=tokens, use_cache=False).logits[0].float()
@@ -118,6 +118,18 @@ class OutputLayer:
                 f"model.path: the output layer of {type(model).__name__} does more than a product, a scale and a "
                 "softcap, so its log-probabilities cannot be taken in chunks; use another architecture"
             )
+
+    @staticmethod
+    def _hidden_states(model: PreTrainedModel, probe: Sequences) -> Tensor:
+        try:
+            return hidden_states(backbone_of(model), probe)
+        except RuntimeError as error:
+            if not getattr(model, "is_quantized", False):
+                raise
+            raise ConfigError(
+                f"model.quantize: {type(model).__name__} cannot run on quantised weights ({error}): set model.quantize "
+                "none"
+            ) from error
 
     def options(self, temperature: float) -> dict[str, Any]:
         """The arguments of `tether.ops.logprobs` for this layer at a temperature."""
@@ -286,13 +298,15 @@ class PackedBackend:
     def states(self, model: PreTrainedModel, batch: Sequences, lower: Tensor | None, wanted: Tensor | None) -> Tensor:
         """(B, T, H) by the packed pass where it supports this batch, else by the model's own modules.
 
-        Graphs hold what a pass keeps from one to the next, which is what running layers again is to save.
+        The model may have been given another dtype or device since the pass was chosen and tried. Graphs hold what a
+        pass keeps from one to the next, which is what running layers again is to save.
         """
         recompute, captured = self.recompute and torch.is_grad_enabled(), None if self.recompute else self.captured
         found = None
         if (
             self.reason is None
             and self.backend is not None
+            and self.backend == backend_for(model)
             and unsupported_reason(model, batch.tokens.shape[1]) is None
         ):
             found = packed_states(

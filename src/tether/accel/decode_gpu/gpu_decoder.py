@@ -23,7 +23,7 @@ from tether.accel.decode_gpu.slots import (
     slot_bytes,
     slots_that_fit,
 )
-from tether.accel.fused_pass.gradient_accumulation import capture_streams
+from tether.accel.fused_pass.gradient_accumulation import capture_streams, no_garbage_collection
 from tether.accel.spec import DecoderSpec, fingerprint
 from tether.accel.supported import decode_kernels
 from tether.protocols import Sampling
@@ -130,11 +130,12 @@ class GpuDecoder:
             for _ in range(WARM_UP_STEPS):
                 self.step(n, sampling)
             self.side.synchronize()
-            graph.capture_begin(pool=self.pool)
-            try:
-                self.step(n, sampling)
-            finally:
-                graph.capture_end()
+            with no_garbage_collection():
+                graph.capture_begin(pool=self.pool, capture_error_mode="thread_local")
+                try:
+                    self.step(n, sampling)
+                finally:
+                    graph.capture_end()
         torch.cuda.current_stream(self.device).wait_stream(self.side)
         self.state.live.copy_(live)
         return graph

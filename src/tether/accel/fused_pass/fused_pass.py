@@ -33,6 +33,7 @@ from tether.accel.fused_pass.gradient_accumulation import (
     Gradients,
     SideStream,
     capture_streams,
+    no_garbage_collection,
     watched,
 )
 from tether.accel.spec import DecoderSpec, Tables
@@ -251,7 +252,8 @@ class _Held:
         self.buffers = [torch.zeros_like(tensor) for tensor in trained]
         self.states, self.trace, self.grad_states, self.grad_input = None, None, None, None
         self.forward_graph = torch.cuda.CUDAGraph()
-        with torch.no_grad(), torch.cuda.graph(self.forward_graph, pool=self.pool, capture_error_mode="thread_local"):
+        captured = torch.cuda.graph(self.forward_graph, pool=self.pool, capture_error_mode="thread_local")
+        with torch.no_grad(), no_garbage_collection(), captured:
             keep = _keeps(inputs, trained)
             self.states, self.trace = forward(spec, self.inputs, keep=keep, recompute=False)
         self.backward_graph: torch.cuda.CUDAGraph | None = None
@@ -293,7 +295,7 @@ class _Held:
         trace = Trace([], list(self.trace.kept), self.trace.added, self.trace.inverse)
         chain, side = capture_streams(grad.device)
         captured = torch.cuda.graph(graph, pool=self.pool, stream=chain, capture_error_mode="thread_local")
-        with torch.no_grad(), captured:
+        with torch.no_grad(), no_garbage_collection(), captured:
             self.grad_input = backward(
                 self.spec,
                 self.inputs,

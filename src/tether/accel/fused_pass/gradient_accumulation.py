@@ -10,6 +10,7 @@ that: those of a layer are held until the next layer's chain is through, which t
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -62,6 +63,18 @@ def capture_streams(device: torch.device) -> tuple[torch.cuda.Stream, torch.cuda
     Whatever is put on them during a capture is captured, so only what captures may use them, one at a time.
     """
     return torch.cuda.Stream(device, priority=-1), torch.cuda.Stream(device)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """For the length of a capture: to free another graph, as the collector may at any time, makes the capture fail."""
+    enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if enabled:
+            gc.enable()
 
 
 class SideStream:
