@@ -21,10 +21,8 @@ sys.path.insert(0, str(TESTS))
 
 from math_corpus import Pair, pairs  # pyright: ignore[reportMissingImports]  # noqa: E402
 
-from tether.rewards.math_answer import (  # noqa: E402
-    math_correct,
-    math_verified,
-)
+from tether.rewards.math_answer import math_correct  # noqa: E402
+from tether.rewards.math_verified import math_verified  # noqa: E402
 
 
 def marked_wrongly(check: Callable[[str, str], bool]) -> tuple[list[Pair], float]:

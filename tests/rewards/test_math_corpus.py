@@ -58,7 +58,7 @@ def test_every_reason_is_needed():
 
 def test_math_verify_says_what_the_list_says():
     pytest.importorskip("math_verify")
-    from tether.rewards.math_answer import math_verified
+    from tether.rewards.math_verified import math_verified
 
     agreeing = [pair for pair in pairs() if pair not in KEPT]
     for pair in [*Random(1).sample(agreeing, 60), *Random(2).sample(KEPT, 15)]:
@@ -69,7 +69,7 @@ def test_math_verify_says_what_the_list_says():
 def test_nothing_is_evaluated_as_python(text: str, monkeypatch):
     sympy_parser = pytest.importorskip("sympy.parsing.sympy_parser")
     math_verify_parser = pytest.importorskip("math_verify.parser")
-    from tether.rewards.math_answer import as_latex, math_verified
+    from tether.rewards.math_verified import as_latex, math_verified
 
     def refuse(*_: object, **__: object) -> None:
         raise AssertionError("a text was evaluated")

@@ -136,7 +136,7 @@ OBJECT = "object:"  # prefix of the name of a task that a Python program passed
 MAX_SEAL_BYTES = 1_000_000  # of a seal
 PLACE_KEYS = ("host", "hostaddr", "port", "dbname", "service", "servicefile", "passfile")  # in a database URL's query
 
-BUILT_IN = frozenset(("tether.demo.rule:DemoTask", "tether.rewards.math_answer:compare_by_math_verify"))
+BUILT_IN = frozenset(("tether.demo.rule:DemoTask", "tether.rewards.math_verified:compare_by_math_verify"))
 """Names of Tether's own code that recipes may use."""
 
 

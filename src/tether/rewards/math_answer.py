@@ -2,20 +2,13 @@
 
 `math_correct` finds the final answer; `same_answer` compares two answers. `math_terms` defines which answers are
 compared by value and which as text. No text makes these functions raise, and none is evaluated.
-
-`math_verified` compares with the package math-verify, which simplifies: `2+2` equals 4 there, and `x(x+1)` equals
-`x^2+x`. It parses the answer as LaTeX with a grammar, and sympy compares; the model's text is never evaluated as
-Python. Some texts never finish in sympy, so it runs only in worker processes.
 """
 
 from __future__ import annotations
 
 import itertools
-import logging
 import re
 from fractions import Fraction
-
-from math_verify import LatexExtractionConfig, parse, verify
 
 from tether.config.rewards import Extract
 from tether.rewards.math_terms import (
@@ -267,31 +260,3 @@ def _last_number(text: str) -> str | None:
     in_expression = re.search(r"[-+*/^_×÷·{(]$|\\[a-z]+$", before) or re.match(r"[A-Za-z^({\\]|\s*[-+*/×÷·]", after)
     one_of_two = re.search(r"[0-9}]\s*(?:,|,?\s(?:or|and)(?:\s(?:maybe|perhaps|possibly))?)$", before)
     return None if in_expression or one_of_two else matches[-1].group().strip() + unit
-
-
-logging.getLogger("math_verify").setLevel(logging.ERROR)  # it warns that its own time limit is off
-
-
-def compare_by_math_verify(prompt: str, completion: str, answer: str) -> float:  # noqa: ARG001 a reward's parameters
-    """1.0 where the completion's final answer equals the known one, else 0.0."""
-    return float(math_verified(completion, answer))
-
-
-def math_verified(completion: str, reference: str) -> bool:
-    """Whether math-verify finds the completion's final answer equal to the reference."""
-    # Only LaTeX is parsed: math-verify passes other expressions to sympy's parse_expr, which evaluates Python.
-    latex = [LatexExtractionConfig()]
-    known = parse(as_latex(reference), latex, parsing_timeout=0)
-    for answer in final_answers(completion):
-        if answer is not None:
-            found = parse(as_latex(answer), latex, parsing_timeout=0)
-            if verify(known, found, timeout_seconds=0):
-                return True
-    return False
-
-
-def as_latex(text: str) -> str:
-    """The text between dollar signs, which math-verify needs to recognize LaTeX."""
-    text = without_emphasis(text[:MAX_CHARACTERS]).replace("\\$", "").strip(" .,;:*_`\n")
-    inner = text.replace("$", " ").replace("\\(", " ").replace("\\)", " ").replace("\\[", " ").replace("\\]", " ")
-    return f"${inner.strip()}$"

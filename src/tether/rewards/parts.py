@@ -98,7 +98,7 @@ def math_verify_reward(part: MathVerifyPart, *, seed: int) -> RewardFn:
     compare = FunctionReward(
         FunctionPart(
             kind="function",
-            function="tether.rewards.math_answer:compare_by_math_verify",
+            function="tether.rewards.math_verified:compare_by_math_verify",
             takes="text",
             timeout_seconds=part.timeout_seconds,
             workers=part.workers,
