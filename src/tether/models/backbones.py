@@ -30,9 +30,9 @@ from tether.models.acceleration import (
     backend_for,
     cuda_graphs,
     packed_states,
-    unsupported_reason,
+    training_unsupported,
 )
-from tether.ops.logprobs import log_distributions, token_logprobs
+from tether.ops.logprobs import StateLogprobs, chunked_logprobs, log_distributions, token_logprobs
 from tether.ops.masks import position_ids
 from tether.types import Sequences
 
@@ -40,6 +40,11 @@ from tether.types import Sequences
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its output layer; its parameters are the model's own."""
     return model.base_model  # pyright: ignore[reportReturnType]
+
+
+def causal_lm_of(model: Any) -> Any:
+    """The causal language model inside a model with adapters, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def hidden_states(
@@ -109,7 +114,7 @@ class OutputLayer:
         with torch.no_grad():
             hidden = hidden_states(backbone_of(model), probe)
             targets = tokens[0].flip(0)
-            ours, _ = acceleration.logprobs(hidden[0], self.weight, targets, **self.options(1.0))
+            ours, _ = (self.kernels(hidden) or chunked_logprobs)(hidden[0], self.weight, targets, **self.options(1.0))
             logits = model(input_ids=tokens, use_cache=False).logits[0].float()
             theirs = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
         tolerance = 1e-3 if self.weight.dtype == torch.float32 else 0.1
@@ -123,11 +128,15 @@ class OutputLayer:
         """The arguments of `tether.ops.logprobs` for this layer at a temperature."""
         return {"temperature": temperature, "bias": self.bias, "scale": self.scale, "softcap": self.softcap}
 
+    def kernels(self, hidden: Tensor) -> StateLogprobs | None:
+        """The kernels that find log-probabilities, where they are made for such states."""
+        return acceleration.logprobs if acceleration.logprobs_supported(hidden, self.weight) else None
+
     def logprobs(self, hidden: Tensor, batch: Sequences) -> tuple[Tensor, Tensor]:
         """`(logprobs, entropy)` (B, T) at the batch's temperature, on its response mask."""
         given = (hidden, self.weight, batch.tokens, batch.response_mask)
         positions = true_positions(batch.response_mask)
-        return token_logprobs(*given, **self.options(batch.temperature), by=acceleration.logprobs, positions=positions)
+        return token_logprobs(*given, **self.options(batch.temperature), by=self.kernels(hidden), positions=positions)
 
     def distributions(self, hidden: Tensor, batch: Sequences) -> Tensor:
         """(N, V) whole log-distributions at the batch's response tokens."""
@@ -236,9 +245,7 @@ class PackedBackend:
         self.recompute = False
         self.captured: Any = None  # graphs of the pass, where it may hold some
         self.backend: Backend | None = None
-        self.reason = unsupported_reason(
-            model, PROBE_LENGTH
-        )  # why the model's own modules are run; None where they are not
+        self.reason = training_unsupported(model)  # why the model's own modules are run; None where they are not
         if self.reason is not None:
             return
         self.backend = backend_for(model)
@@ -290,11 +297,7 @@ class PackedBackend:
         """
         recompute, captured = self.recompute and torch.is_grad_enabled(), None if self.recompute else self.captured
         found = None
-        if (
-            self.reason is None
-            and self.backend is not None
-            and unsupported_reason(model, batch.tokens.shape[1]) is None
-        ):
+        if self.reason is None and self.backend is not None and training_unsupported(model) is None:
             found = packed_states(
                 model, batch, lower, wanted, backend=self.backend, recompute=recompute, captured=captured
             )

@@ -350,7 +350,7 @@ class ActorCritic(nn.Module):
     def _top_tokens(self, hidden: Tensor, batch: Sequences, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         options = self.output.options(batch.temperature)
         given = (hidden, self.output.weight, batch.tokens, logprobs, batch.response_mask, count)
-        chunk = acceleration.chunk_elements(hidden, self.output.weight, self.output.softcap)
+        chunk = acceleration.FUSED_CHUNK_ELEMENTS if self.output.kernels(hidden) else None
         positions = true_positions(batch.response_mask)
         return top_tokens(*given, **options, chunk_elements=chunk, positions=positions)
 
