@@ -37,7 +37,7 @@ from tether.models.lora import CONFIG
 from tether.models.roles import onto
 from tether.models.tokenizer import load_tokenizer, tokenizer_difference
 from tether.protocols import RewardFn
-from tether.rewards.combine import CombinedReward, failed
+from tether.rewards.scoring import CombinedReward, failed
 from tether.store.find import find_model
 from tether.types import Message, Prompt, Rollout, Score, Sequences
 

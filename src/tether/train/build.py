@@ -48,9 +48,9 @@ from tether.models.own_loader import OwnLoader
 from tether.models.roles import ActorCritic, ReferencePolicy, Roles, Sharing, build_sharing
 from tether.models.tokenizer import TextModel
 from tether.protocols import Sampling
-from tether.rewards.combine import check_reward
 from tether.rewards.model import load_vocabulary
 from tether.rewards.parts import build_reward
+from tether.rewards.scoring import check_reward
 from tether.rollout.chunks import in_chunks
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
