@@ -25,6 +25,8 @@ from tether.config.recipes import (
 )
 from tether.config.sections import DataSettings, OptimizerSettings
 from tether.data.examples import (
+    DataOrder,
+    Example,
     Ranking,
     collate_pairs,
     collate_rankings,
@@ -32,8 +34,8 @@ from tether.data.examples import (
     encode_demonstrations,
     encode_rankings,
     read_texts,
+    split_by_prompt,
 )
-from tether.data.order import DataOrder, Example, split_by_prompt
 from tether.data.rows import RowEncoder
 from tether.errors import ConfigError, TetherError
 from tether.files import check_saved

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
 from tether.algorithms.objectives import Clip, PolicyObjective
-from tether.data.order import DataOrder
+from tether.data.examples import DataOrder
 from tether.data.rows import collate
 from tether.device_transfer import brought
 from tether.learner.batching import evaluate_tokens

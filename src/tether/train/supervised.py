@@ -10,8 +10,7 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tether.data.examples import Ranking, Row, collate_rows
-from tether.data.order import DataOrder
+from tether.data.examples import DataOrder, Ranking, Row, collate_rows
 from tether.evaluation.metrics import wilson
 from tether.learner.learner import Learner
 from tether.models.heads import ScalarModel
