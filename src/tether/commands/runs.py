@@ -1,4 +1,4 @@
-"""The commands of recorded runs: `runs`, `show` and `report` read them, `resume`, `fork` and `replay` start from them."""
+"""Recorded runs: `runs`, `show` and `report` read them; `resume`, `fork` and `replay` start from them."""
 
 from __future__ import annotations
 
