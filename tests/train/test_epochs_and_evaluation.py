@@ -15,8 +15,8 @@ from tiny_recipes import TOP, tiny
 from tether.config.load import change_settings, load_recipe
 from tether.data.examples import collate_rows, prompt_key, read_demonstrations
 from tether.errors import ConfigError, DataError
-from tether.models.heads import ScalarModel
 from tether.models.load import load_causal_lm
+from tether.models.scalar_models import ScalarModel
 from tether.store import checkpoints
 from tether.store.folder import RunFolder, run_path
 from tether.store.read import find_run, open_workspace

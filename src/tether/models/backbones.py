@@ -1,4 +1,4 @@
-"""Backbones, which turn tokens into hidden states, and the output layer that turns those into log-probabilities.
+"""Backbones, which turn tokens into hidden states, and the heads that turn those into log-probabilities or scalars.
 
 A backbone runs whole, or is cut into layers that roles share and layers that each role owns. Roles share memory by
 sharing *tensors*: each role has its own module tree, and the trees hold the same parameters where roles have them in
@@ -32,8 +32,15 @@ from tether.models.acceleration import (
     packed_states,
     training_unsupported,
 )
-from tether.ops.logprobs import StateLogprobs, chunked_logprobs, log_distributions, token_logprobs
-from tether.ops.masks import position_ids
+from tether.ops.logprobs import (
+    StateLogprobs,
+    chunked_logprobs,
+    log_distributions,
+    scatter_to_mask,
+    states_before,
+    token_logprobs,
+)
+from tether.ops.masks import last_index, position_ids
 from tether.types import Sequences
 
 
@@ -143,6 +150,38 @@ class OutputLayer:
         mask = batch.response_mask
         options = self.options(batch.temperature)
         return log_distributions(hidden, self.weight, mask, **options, positions=true_positions(mask))
+
+
+class ScalarHead(nn.Module):
+    """A linear map from a hidden state to one number, computed in fp32 or better."""
+
+    def __init__(self, width: int, *, deviation: float, seed: int, like: Tensor) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(1, width, generator=generator) * deviation
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.weight = nn.Parameter(weight.to(device=like.device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(1, device=like.device, dtype=dtype))
+
+    @classmethod
+    def like_output(cls, model: PreTrainedModel, *, deviation: float, seed: int) -> ScalarHead:
+        """A head for the model's hidden states, its weights drawn with the given deviation."""
+        like = OutputLayer.of(model).weight
+        return cls(like.shape[1], deviation=deviation, seed=seed, like=like)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(..., H) -> (...,)."""
+        return nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias)[..., 0]
+
+    def values(self, hidden: Tensor, batch: Sequences) -> Tensor:
+        """(B, T) V(tokens before t) on the response mask, 0 elsewhere."""
+        mask, positions = batch.response_mask, true_positions(batch.response_mask)
+        return scatter_to_mask(self(states_before(hidden, mask, positions)), mask, positions)
+
+    def at_end(self, hidden: Tensor, batch: Sequences) -> Tensor:
+        """(B,) read at each row's last real token: the value of all tokens, or the score of an answer."""
+        ends = last_index(batch.attention_mask)
+        return self(hidden[torch.arange(len(batch), device=hidden.device), ends])
 
 
 class CpuOffload:

@@ -22,9 +22,18 @@ from tether.device_transfer import sent, tensor_cached
 from tether.errors import ConfigError
 from tether.mask_cache import fill_attention, fill_response, last_tokens, packed_rows, packing_of, true_positions
 from tether.models import acceleration
-from tether.models.backbones import Backbone, CpuOffload, OutputLayer, backbone_of, own_top, shared_tree, top_parameters
-from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.backbones import (
+    Backbone,
+    CpuOffload,
+    OutputLayer,
+    ScalarHead,
+    backbone_of,
+    own_top,
+    shared_tree,
+    top_parameters,
+)
 from tether.models.lora import CONFIG, are_transposed, inject_lora, load_lora, lora_config, saved_config, target_names
+from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import BackboneCache, SharedBackbone, TopBackbone, check_split
 from tether.ops.logprobs import mask_before, top_tokens
 from tether.types import BatchT, Sequences, TokenOutputs

@@ -42,12 +42,12 @@ from tether.files import check_saved
 from tether.learner.batching import micro_batches, within_memory
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.ranks import Codec
-from tether.models.backbones import recompute_layers
-from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.backbones import ScalarHead, recompute_layers
 from tether.models.load import LoadedModel, check_same_vocabulary, load_causal_lm, resolve_device
 from tether.models.lora import CONFIG
 from tether.models.own_loader import OwnLoader
 from tether.models.roles import ActorCritic, ReferencePolicy, Roles, Sharing, build_sharing
+from tether.models.scalar_models import ScalarModel
 from tether.models.tokenizer import TextModel
 from tether.protocols import Sampling
 from tether.rewards.model import load_vocabulary
