@@ -45,8 +45,8 @@ from family_models import FAMILIES, save_family
 
 from tether.config.load import load_recipe
 from tether.errors import TetherError
-from tether.models.heads import ScalarModel
 from tether.models.load import load_causal_lm
+from tether.models.scalar_models import ScalarModel
 from tether.train import run as run_module
 from tether.train.build import sharing_of
 from tether.types import Sequences

@@ -32,7 +32,7 @@ from typing import Any
 from tether.config.load import load_recipe
 from tether.data.examples import RowEncoder
 from tether.evaluation.metrics import bootstrap_mean, wilson
-from tether.models.heads import ScalarModel
+from tether.models.scalar_models import ScalarModel
 from tether.rewards.model import RewardModelReward, load_vocabulary
 from tether.train.run import train_recipe
 from tether.types import Message

@@ -132,3 +132,10 @@ def test_a_reward_by_math_verify_names_the_extra(bare: dict[str, str], tmp_path:
     )
     assert done.returncode == 2, done.stderr
     assert "pip install 'tether-rl[math]'" in done.stderr
+
+
+@pytest.mark.parametrize(("command", "extra"), [("studio", "studio"), ("serve tiny-bytes", "serve")])
+def test_a_server_names_its_extra(bare: dict[str, str], command: str, extra: str):
+    done = run(bare, "-m", "tether", *command.split(), "--port", "0")
+    assert done.returncode == 2, done.stderr
+    assert f"pip install 'tether-rl[{extra}]'" in done.stderr

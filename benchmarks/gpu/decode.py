@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from tether.accel.decode_gpu.gpu_batch import SIZES, GpuBatch
-from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
+from tether.accel.decode_gpu.gpu_decoder import SIZES, GpuBatch, GpuDecoder
 from tether.models.lora import inject_lora, lora_config
 from tether.protocols import Sampling
 

@@ -98,9 +98,9 @@ def _table(*rows: tuple[str, str, str]) -> dict[str, Command]:
 # name, module of tether.commands, summary
 COMMANDS = _table(
     ("train", "train", "train a model: PPO and its neighbours, SFT, a reward model"),
-    ("resume", "resume", "resume a run that was stopped or killed"),
-    ("fork", "resume", "continue from a checkpoint with other settings"),
-    ("replay", "resume", "recompute a step's advantages under other settings"),
+    ("resume", "runs", "resume a run that was stopped or killed"),
+    ("fork", "runs", "continue from a checkpoint with other settings"),
+    ("replay", "runs", "recompute a step's advantages under other settings"),
     ("plan", "plan", "estimate a run's memory, steps and seconds"),
     ("data", "data", "show how your data is read: shape, lengths, examples"),
     ("conformance", "conformance", "check any implementation of PPO against the golden traces"),

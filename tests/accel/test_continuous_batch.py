@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tether.accel.decode_cpu.cached_attention import SlotCache
-from tether.accel.decode_cpu.cpu_batch import PREFILL_TOKENS, ContinuousBatch
+from tether.accel.cached_attention import SlotCache
+from tether.accel.cpu_decoder import PREFILL_TOKENS, ContinuousBatch
 from tether.ops.sampling import Draw
 
 VOCABULARY, STOP = 50, 0

@@ -13,8 +13,8 @@ from peft import LoraConfig, PromptTuningConfig, TaskType, get_peft_model
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from tether.accel.decode_cpu import cpu_decoder
-from tether.accel.decode_cpu.cpu_decoder import CpuDecoder
+from tether.accel import cpu_decoder
+from tether.accel.cpu_decoder import CpuDecoder
 from tether.accel.engine import disagreement, nats_apart
 from tether.accel.supported import decoding_unsupported
 from tether.hub.tiny_model import tiny_tokenizer

@@ -39,11 +39,11 @@ from tether.accel.logprobs import logprobs
 from tether.accel.spec import Embedding, LoraAdapter
 from tether.device_transfer import brought, sent
 from tether.hub.tiny_model import VOCABULARY, tiny_model
-from tether.models.backbones import Backbone, hidden_states
-from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.backbones import Backbone, ScalarHead, hidden_states
 from tether.models.lora import inject_lora, lora_config
 from tether.models.precision import hold_in
 from tether.models.roles import Roles, Separate, onto
+from tether.models.scalar_models import ScalarModel
 from tether.ops.masks import Packing, last_true
 from tether.types import Sequences
 

@@ -15,8 +15,7 @@ from peft.tuners.lora import LoraLayer
 
 from tether.accel import engine as accel_engine
 from tether.accel.decode_gpu import plain_step
-from tether.accel.decode_gpu.gpu_batch import LOOK, GpuBatch, bucket
-from tether.accel.decode_gpu.gpu_decoder import PREFILL_TOKENS, DecoderCache, GpuDecoder
+from tether.accel.decode_gpu.gpu_decoder import LOOK, PREFILL_TOKENS, DecoderCache, GpuBatch, GpuDecoder, bucket
 from tether.accel.decode_gpu.slots import Lasting, slot_bytes, slots_that_fit
 from tether.accel.spec import DecoderSpec
 from tether.hub.tiny_model import tiny_tokenizer

@@ -16,8 +16,7 @@ interpret()
 from peft.tuners.lora import LoraLayer
 
 from tether.accel.decode_gpu import fused_step, plain_step
-from tether.accel.decode_gpu.gpu_batch import GpuBatch
-from tether.accel.decode_gpu.gpu_decoder import GpuDecoder
+from tether.accel.decode_gpu.gpu_decoder import GpuBatch, GpuDecoder
 from tether.accel.spec import Norm
 from tether.models.lora import inject_lora, lora_config
 from tether.ops.sampling import truncate

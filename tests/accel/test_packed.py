@@ -32,7 +32,7 @@ from transformers import (
 from transformers.masking_utils import sdpa_mask
 
 from tether.accel.fused_pass.packed import packed_states
-from tether.models.acceleration import unsupported_reason
+from tether.models.acceleration import training_unsupported
 from tether.models.backbones import Backbone, backbone_notices, hidden_states
 from tether.models.shared_backbone import SharedBackbone, TopBackbone
 from tether.ops.masks import Packing
@@ -229,8 +229,8 @@ def test_layers_that_are_run_again_give_the_same_gradients(kind: str):
 
 def test_capped_scores_need_heads_that_the_kernel_knows():
     model = backbone("gemma2").bfloat16()
-    assert unsupported_reason(model, 9) is not None and "heads are 8 wide" in str(unsupported_reason(model, 9))
-    assert unsupported_reason(backbone("gemma2, no cap").bfloat16(), 9) is None
+    assert training_unsupported(model) is not None and "heads are 8 wide" in str(training_unsupported(model))
+    assert training_unsupported(backbone("gemma2, no cap").bfloat16()) is None
 
 
 @pytest.mark.parametrize("index", range(3))

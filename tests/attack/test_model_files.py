@@ -19,9 +19,9 @@ from tether.errors import ConfigError, DataError
 from tether.hub.catalog import DIGESTS, check_digests, note_digests
 from tether.hub.folder_check import check_folder, check_hub_copy
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
-from tether.models.heads import load_reward_model
 from tether.models.load import load_causal_lm
 from tether.models.lora import load_lora
+from tether.models.scalar_models import load_reward_model
 from tether.models.tokenizer import load_tokenizer, read_tokenizer
 from tether.plan.workload import read_config
 

@@ -13,8 +13,8 @@ from starlette.responses import PlainTextResponse
 
 from tether.rewards.server import RewardServer, build_service
 from tether.server.app import TokenGate
+from tether.server.serve import listen
 from tether.studio.connections import http_options
-from tether.studio.serve import listen
 from tether.studio.settings import StudioSettings
 
 TOKEN = "a-token-of-the-tests-1234"

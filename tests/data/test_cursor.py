@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tether.data.order import DataOrder
+from tether.data.examples import DataOrder
 
 few = settings(max_examples=40, deadline=None)
 sizes, seeds = st.integers(1, 12), st.integers(0, 2**31)

@@ -14,7 +14,7 @@ from tether.config.sections import KLSettings, RewardSettings
 from tether.hub.tiny_model import tiny_model
 from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner, LearnerSettings
-from tether.models.heads import ScalarHead
+from tether.models.backbones import ScalarHead
 from tether.models.roles import Roles, Separate
 from tether.types import Experience, TokenBatch
 

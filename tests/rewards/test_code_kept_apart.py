@@ -13,7 +13,7 @@ import torch
 from rollout_factory import rollout_of
 
 from tether.errors import DataError
-from tether.rewards.function import CodeReward, score_rollouts
+from tether.rewards.scoring import CodeReward, score_rollouts
 from tether.user_code import TimeLimitError, apart, time_limit
 
 ROWS = [rollout_of(text, "gold", tokens=[1, 2]) for text in ("b", "a", "c")]

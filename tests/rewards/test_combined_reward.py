@@ -7,9 +7,8 @@ from rollout_factory import rollout_of
 
 from tether.config.rewards import EndedPart, FunctionPart, LengthPart, TaskPart
 from tether.errors import ConfigError, DataError
-from tether.rewards.combine import CombinedReward, WeightedReward, failed, failure_reasons, part_metrics
-from tether.rewards.function import score_rollouts
 from tether.rewards.parts import build_reward
+from tether.rewards.scoring import CombinedReward, WeightedReward, failed, failure_reasons, part_metrics, score_rollouts
 from tether.types import Score
 
 FOUR = [rollout_of("a b", finish="stop"), rollout_of("a", finish="length"), rollout_of("a b c"), rollout_of("a b c d")]

@@ -10,7 +10,7 @@ from rollout_factory import rollout_of
 
 from tether.config.rewards import MathPart
 from tether.rewards.math_answer import math_correct, normalise, same_answer, value_of
-from tether.rewards.rules import rule_reward
+from tether.rewards.parts import rule_reward
 
 RIGHT = [
     ("so \\boxed{42}", "42"),

@@ -13,9 +13,10 @@ from rollout_factory import rollout_of
 from tether import cli
 from tether.config.rewards import ModelPart
 from tether.errors import ConfigError
-from tether.models.heads import ClassifierModel, ScalarHead, ScalarModel
+from tether.models.backbones import ScalarHead
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.models.roles import Separate
+from tether.models.scalar_models import ClassifierModel, ScalarModel
 from tether.rewards.model import RewardModelReward, reading_text
 from tether.rewards.server import build_service
 from tether.types import Message, Prompt

@@ -13,7 +13,7 @@ from rollout_factory import rollout_of
 
 from tether.config.sections import TaskSettings
 from tether.errors import ConfigError
-from tether.rewards.combine import part_metrics
+from tether.rewards.scoring import part_metrics
 from tether.rewards.tasks import HELD_OUT_SEEDS, REFUSED, ReasoningTask, build_task
 
 try:

@@ -11,8 +11,8 @@ from rollout_factory import rollout_of
 
 from tether.config.rewards import RemotePart
 from tether.errors import ConfigError
-from tether.rewards.combine import part_metrics
 from tether.rewards.remote import RemoteReward, read_scores, token_from
+from tether.rewards.scoring import part_metrics
 
 TIMEOUT, PATIENT = 0.4, 60.0  # seconds, for servers that never end their answer and for those that do
 ROLLOUTS = [rollout_of(f"answer {n}", "a") for n in range(4)]

@@ -10,10 +10,10 @@ from rollout_factory import rollout_of
 from tether import cli
 from tether.config.rewards import FunctionPart
 from tether.errors import ConfigError, DataError
-from tether.rewards.combine import part_metrics, plain_rollout, rollout_from
-from tether.rewards.function import FunctionReward, named_reward, score_rollouts
+from tether.rewards.function import FunctionReward, named_reward, plain_rollout, rollout_from
 from tether.rewards.parts import build_reward
 from tether.rewards.resolve import resolve
+from tether.rewards.scoring import part_metrics, score_rollouts
 from tether.types import Prompt, Rollout, Score
 
 

@@ -12,9 +12,10 @@ from tether import cli
 from tether.config.rewards import ModelPart
 from tether.errors import ConfigError
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
-from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.backbones import ScalarHead
 from tether.models.load import LoadedModel, describe, load_causal_lm
 from tether.models.roles import Separate
+from tether.models.scalar_models import ScalarModel
 from tether.rewards.model import RewardModelReward
 from tether.types import Sequences
 

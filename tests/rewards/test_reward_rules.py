@@ -8,7 +8,7 @@ from rollout_factory import rollout_of
 from tether.config.rewards import EndedPart, ExactPart, JSONPart, LengthPart, MathPart, NumericPart, RegexPart
 from tether.rewards.math_answer import extract
 from tether.rewards.math_terms import last_number, number, numerals
-from tether.rewards.rules import json_is_valid, rule_reward
+from tether.rewards.parts import json_is_valid, rule_reward
 
 
 def value(part, completion: str, answer: str | None = None, **about) -> float | str:

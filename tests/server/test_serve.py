@@ -22,7 +22,7 @@ from tether.rollout.native import NativeEngine
 from tether.rollout.token_stream import StopText
 from tether.server.app import create_app
 from tether.server.generate import STREAM_NAME, ServedModel, Turnstile
-from tether.studio.serve import listen
+from tether.server.serve import listen
 from tether.studio.settings import StudioSettings
 from tether.types import Message, Prompt
 

@@ -144,8 +144,8 @@ class Served:
 @contextmanager
 def serving(workspace: Workspace) -> Iterator[Served]:
     """The real server, in a thread of its own, on a free port."""
+    from tether.server.serve import listen
     from tether.studio.app import create_app
-    from tether.studio.serve import listen
     from tether.studio.settings import Rate, StudioSettings
 
     listening = listen("127.0.0.1", 0)

@@ -8,10 +8,10 @@ from studio_clients import ADDRESS, TOKEN, Clients, settings
 
 from tether.errors import ConfigError
 from tether.rate_limit import RateLimit
+from tether.server.serve import settings_for
 from tether.store.database.open import workspace_at
 from tether.studio.app import StaticFiles, create_app
 from tether.studio.auth import POLICY
-from tether.studio.serve import settings_for
 from tether.studio.settings import Rate
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "FROB")

@@ -16,13 +16,13 @@ import uvicorn
 from studio_clients import TOKEN, Clients, settings
 
 from tether.rate_limit import Rate
+from tether.server.serve import listen
 from tether.store.database.open import workspace_at
 from tether.studio import replies
 from tether.studio.app import create_app
 from tether.studio.connections import SparingFilter, connection_limit, http_options, limited_protocol
 from tether.studio.people import Streams
 from tether.studio.replies import MAX_ELEMENTS, loads_in_steps
-from tether.studio.serve import listen
 
 HEAD = b"POST / HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Length: 10\r\n\r\n"
 

@@ -57,14 +57,14 @@ def test_the_server_settles_and_shares_time_finely_before_it_says_where_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     pytest.importorskip("uvicorn")
-    from tether.studio import serve
+    from tether.server import serve
 
     seen: list[int] = []
-    monkeypatch.setattr(serve, "announce", lambda *_, **__: seen.append(gc.get_freeze_count()))
+    monkeypatch.setattr(serve, "announce_studio", lambda *_, **__: seen.append(gc.get_freeze_count()))
     monkeypatch.setattr(serve, "serve_until_stopped", lambda _, listening: listening.close())
     gc.unfreeze()
     words = {"host": "127.0.0.1", "port": 0, "workspace": str(tmp_path / "runs"), "json": True}
     words |= {"token": None, "token_file": None, "public_url": None, "trusted_proxies": None}
-    assert serve.serve(argparse.Namespace(**words)) == 0
+    assert serve.serve_studio(argparse.Namespace(**words)) == 0
     assert seen[0] > 10_000
     assert sys.getswitchinterval() == pytest.approx(serve.SWITCH_SECONDS)

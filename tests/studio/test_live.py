@@ -13,10 +13,10 @@ from recording import Recording
 from sqlalchemy import select
 from studio_clients import pairs
 
+from tether.server.serve import listen
 from tether.store.database.open import open_engine, workspace_at
 from tether.store.database.schema import votes
 from tether.studio.run_routes import Cursor, message, read_cursor
-from tether.studio.serve import listen
 
 
 def test_steps_events_and_the_end_of_a_run_arrive(tmp_path: Path, store_url):

@@ -13,11 +13,10 @@ from same_runs import _files, metrics_table
 from tiny_recipes import TOP, tiny
 
 from tether.config.load import change_settings, load_recipe
-from tether.data.examples import collate_rows, read_demonstrations
-from tether.data.order import prompt_key
+from tether.data.examples import collate_rows, prompt_key, read_demonstrations
 from tether.errors import ConfigError, DataError
-from tether.models.heads import ScalarModel
 from tether.models.load import load_causal_lm
+from tether.models.scalar_models import ScalarModel
 from tether.store import checkpoints
 from tether.store.folder import RunFolder, run_path
 from tether.store.read import find_run, open_workspace

@@ -17,7 +17,7 @@ from tether.models.load import load_causal_lm
 from tether.models.shared_backbone import common_depth
 from tether.ops.kl import exact_kl
 from tether.protocols import Sampling
-from tether.rewards.combine import failed
+from tether.rewards.scoring import failed
 from tether.rewards.tasks import MatchCase
 from tether.rollout.scripted import ScriptedEngine
 from tether.types import Prompt, Score

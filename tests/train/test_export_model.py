@@ -15,9 +15,9 @@ from tether.hub.gguf import open_gguf
 from tether.hub.gguf_convert import read_weights
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.gguf_export import heads_of
-from tether.models.heads import ScalarModel
 from tether.models.load import load_causal_lm
 from tether.models.save import load_merged
+from tether.models.scalar_models import ScalarModel
 
 TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"

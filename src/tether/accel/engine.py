@@ -12,10 +12,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from tether.accel.decode_cpu.cpu_batch import ContinuousBatch
-from tether.accel.decode_cpu.cpu_decoder import CpuDecoder
-from tether.accel.decode_gpu.gpu_batch import GpuBatch
-from tether.accel.decode_gpu.gpu_decoder import MAX_SLOTS, DecoderCache, GpuDecoder
+from tether.accel.cpu_decoder import ContinuousBatch, CpuDecoder
+from tether.accel.decode_gpu.gpu_decoder import MAX_SLOTS, DecoderCache, GpuBatch, GpuDecoder
 from tether.accel.supported import HALF, decoding_unsupported
 from tether.device_transfer import at
 from tether.ops.sampling import Draw, by_sequence, draw_columns
@@ -60,7 +58,17 @@ class FastDecoder:
     """Draws answers on a CPU or a CUDA device. Captured steps of a GPU are kept from one call to the next."""
 
     def __init__(self) -> None:
-        self.gpu = DecoderCache()
+        self.gpu: DecoderCache | None = None  # made for the first draw on a CUDA device
+
+    @property
+    def cache_bytes(self) -> int:
+        """The most device memory that the cache has taken, which torch's counters do not see."""
+        return 0 if self.gpu is None else self.gpu.cache_bytes
+
+    def release(self) -> None:
+        """Hand back the device memory of the cache; the next draw takes it again."""
+        if self.gpu is not None:
+            self.gpu.release()
 
     def unsupported_reason(self, model: Any, base: Any) -> str | None:
         """Why the model, or `base` inside its adapters, cannot be decoded here as it is now; None where it can be."""
@@ -91,13 +99,14 @@ class FastDecoder:
     def draw_on_gpu(self, base: Any, request: DecodeRequest, slots: int, check: CheckToken) -> list[Draw]:
         """As `draw`, by the GPU's decoder; its cache's memory is handed back at the end."""
         sampling, parts = request.sampling, (request.prompts, request.groups, request.uniforms)
+        cache = self.gpu = self.gpu or DecoderCache()
         try:
             with at(base.device):
-                decoder = self.gpu.ready(base, slots, request.length, sampling.max_new_tokens)
+                decoder = cache.ready(base, slots, request.length, sampling.max_new_tokens)
                 slots = min(slots, decoder.slots)
                 answers = GpuBatch(decoder, slots, *parts, sampling, request.stops).run()
         finally:
-            self.gpu.release()
+            cache.release()
         for row, answer in enumerate(answers):
             check(int(answer.tokens[-1]), row, len(answer.tokens) - 1)
         return answers

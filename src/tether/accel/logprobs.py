@@ -7,7 +7,6 @@ The products stay with the library and keep the states' type; each kernel reads 
 # pyright: reportIndexIssue=false, reportUnknownVariableType=false
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -15,18 +14,10 @@ import torch
 from torch import Tensor
 
 from tether.accel.fused_pass.gradient_accumulation import Gradients
-from tether.accel.supported import HALF
 from tether.device_transfer import at
-from tether.ops.logprobs import chunked_logprobs, rows_at_a_time
+from tether.ops.logprobs import rows_at_a_time
 
 CHUNK_ELEMENTS = 2**27  # logits held at a time: 256 MiB in half precision
-
-
-def applies(states: Tensor, weight: Tensor) -> bool:
-    """Whether these kernels are made for such inputs."""
-    if states.device.type != "cuda" or states.dtype not in HALF:
-        return False
-    return weight.dtype == states.dtype and importlib.util.find_spec("triton") is not None
 
 
 def logprobs(
@@ -40,21 +31,13 @@ def logprobs(
     softcap: float | None = None,
     chunk_elements: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `chunked_logprobs`: by kernels where they are made for such inputs, else by that function."""
-    if not applies(states, weight):
-        options: dict[str, Any] = {"temperature": temperature, "bias": bias, "scale": scale, "softcap": softcap}
-        return chunked_logprobs(states, weight, targets, **options, chunk_elements=chunk_elements)
+    """As `chunked_logprobs`, for states that `logprobs_supported` in `supported.py` names."""
     rows = rows_at_a_time(weight, chunk_elements or CHUNK_ELEMENTS)
     apply = cast("Callable[..., tuple[Tensor, Tensor]]", FusedLogprobs.apply)
     with at(states.device):
         return apply(
             states, weight, bias, targets, scale / temperature, rows, 0.0 if softcap is None else softcap / scale
         )
-
-
-def chunk_elements(states: Tensor, weight: Tensor, softcap: float | None) -> int | None:  # noqa: ARG001
-    """How many logits to hold at a time; None where `chunked_logprobs` decides."""
-    return CHUNK_ELEMENTS if applies(states, weight) else None
 
 
 class FusedLogprobs(torch.autograd.Function):

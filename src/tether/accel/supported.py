@@ -6,6 +6,7 @@
 | decoding on a GPU | every family of `families.py` | one CUDA device, any float type; kernels in half precision |
 | training pass, plain | every family of `families.py` | float32 and float64, any device |
 | training pass, fused | every family of `families.py` | half precision on CUDA, compute capability 8 and later |
+| log-probabilities | every output layer | half precision on CUDA |
 
 Inside a supported model, a module that does more than `spec.py` can say (an adapter of an unusual kind, a quantised
 layer) is called by the decoders; the fused pass leaves such a model to its own modules.
@@ -20,7 +21,7 @@ from functools import cache
 from typing import Any, Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tether.accel.families import BACKBONES, CAUSAL_LMS
 from tether.accel.spec import DecoderSpec, rotary_kinds
@@ -70,6 +71,13 @@ def training_unsupported(backbone: Any, around: nn.Module | None = None) -> str 
     Looks at the model as it is now and computes nothing. `around` is the whole model where that is run too.
     """
     return _unsupported(backbone, around) or _capped_heads(backbone)
+
+
+def logprobs_supported(states: Tensor, weight: Tensor) -> bool:
+    """Whether the kernels of log-probabilities are made for such states and such an output layer."""
+    if states.device.type != "cuda" or states.dtype not in HALF:
+        return False
+    return weight.dtype == states.dtype and importlib.util.find_spec("triton") is not None
 
 
 def decoding_unsupported(model: Any, base: Any = None) -> str | None:

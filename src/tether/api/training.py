@@ -18,7 +18,7 @@ from tether.config.recipes import RECIPES, Recipe, RLRecipe
 from tether.errors import ConfigError, Stopped
 from tether.evaluation.judges import ScoreJudge
 from tether.evaluation.measure import EvaluationReport, NamedJudge, Question, fitting, for_all, measure
-from tether.evaluation.own_metrics import own_metrics
+from tether.evaluation.metrics import own_metrics
 from tether.models.load import load_causal_lm
 from tether.ops.sampling import check_sampling
 from tether.progress import working

@@ -112,7 +112,7 @@ def eval_parser() -> CommandParser:
 def evaluate_models(options: argparse.Namespace, console: Console) -> EvaluationReport:
     """Load, sample, score, compare."""
     from tether.evaluation.measure import Question, fitting, for_all, measure
-    from tether.evaluation.own_metrics import own_metrics
+    from tether.evaluation.metrics import own_metrics
     from tether.protocols import Sampling
     from tether.seeds import derive_seed
     from tether.store.find import find_run_or_model, run_config

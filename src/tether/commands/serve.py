@@ -33,10 +33,10 @@ def studio_command(words: list[str]) -> int:
     options = parser.parse_args(words)
 
     from tether.rewards.consent import consenting
-    from tether.studio.serve import serve
+    from tether.server.serve import serve_studio
 
     with consenting(ask=None):  # the sender of a request is not at this terminal
-        return serve(options)
+        return serve_studio(options)
 
 
 def serve_command(words: list[str]) -> int:
@@ -62,9 +62,9 @@ def serve_command(words: list[str]) -> int:
     parser.add_argument("--json", action="store_true", help="print the address, the token and the name as JSON")
     options = parser.parse_args(words)
 
-    from tether.server.serve import serve
+    from tether.server.serve import serve_model
 
-    return serve(options)
+    return serve_model(options)
 
 
 def serve_reward_command(words: list[str]) -> int:

@@ -23,7 +23,7 @@ from tether.config.allowed_code import SEAL, CodeName, code_names, seal_record
 from tether.config.recipes import DemoRecipe, PPORecipe, Recipe, RewardRecipe, SFTRecipe
 from tether.config.rewards import ModelPart, TaskPart
 from tether.config.sections import DataSettings, RolesSettings, TaskSettings
-from tether.data.order import DataOrder
+from tether.data.examples import DataOrder
 from tether.demo.rule import DemoTask, PersonRater, Rater, StandInRater, data_file, rule_reward, rule_score
 from tether.errors import ConfigError, DataError, Stopped
 from tether.evaluation.evaluate import Evaluation, WinRate, compare, evaluate_model, with_kl

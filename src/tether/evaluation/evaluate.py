@@ -40,8 +40,7 @@ from tether.models.roles import ReferencePolicy
 from tether.models.shared_backbone import side_by_side
 from tether.ops.kl import Estimator, kl_estimate
 from tether.protocols import RewardFn, Sampling
-from tether.rewards.combine import FAILED, failure_errors
-from tether.rewards.function import score_rollouts
+from tether.rewards.scoring import FAILED, failure_errors, score_rollouts
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
 from tether.types import Prompt, Rollout, Score, Sequences

@@ -11,9 +11,9 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from tether.config.rewards import RemotePart
 from tether.protocols import RewardFn
-from tether.rewards.function import score_rollouts
 from tether.rewards.pool import in_order
 from tether.rewards.remote import PostError, RemoteReward, post_json
+from tether.rewards.scoring import score_rollouts
 from tether.types import Rollout
 
 Choice = Literal["first", "second", "tie"]

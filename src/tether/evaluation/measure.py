@@ -18,8 +18,7 @@ from tether.data.prompts import PromptRule
 from tether.errors import ConfigError
 from tether.evaluation.evaluate import Evaluation, WinRate, compare, differences, evaluate_model, with_kl
 from tether.evaluation.judges import Judge
-from tether.evaluation.metrics import LEVEL, Estimate
-from tether.evaluation.own_metrics import OwnMetric
+from tether.evaluation.metrics import LEVEL, Estimate, OwnMetric
 from tether.models.load import LoadedModel
 from tether.models.precision import dtype_name
 from tether.models.tokenizer import tokenizer_difference

@@ -18,7 +18,7 @@ from tether.data.chat import prompt_token_ids
 from tether.errors import DataError
 from tether.models.load import LoadedModel
 from tether.protocols import RewardFn, Sampling
-from tether.rewards.function import score_rollouts
+from tether.rewards.scoring import score_rollouts
 from tether.rollout.native import NativeEngine
 from tether.types import Prompt, Rollout
 

@@ -20,24 +20,21 @@ if TYPE_CHECKING or AVAILABLE:
     from tether.accel.engine import DecodeRequest, FastDecoder, StateCollector
     from tether.accel.fused_pass.packed import cuda_graphs, packed_states, release_cuda_graphs
     from tether.accel.logprobs import CHUNK_ELEMENTS as FUSED_CHUNK_ELEMENTS
-    from tether.accel.logprobs import chunk_elements, logprobs
-    from tether.accel.supported import MAX_WORK, Backend, backend_for, training_unsupported
-
-    def unsupported_reason(backbone: Any, length: int) -> str | None:  # noqa: ARG001
-        """Why the fast pass does not compute a backbone, or sequences of `length` tokens in it; None where it does."""
-        return training_unsupported(backbone)
+    from tether.accel.logprobs import logprobs
+    from tether.accel.supported import MAX_WORK, Backend, backend_for, logprobs_supported, training_unsupported
 else:
     Backend = Literal["plain", "fused"]
     FUSED_CHUNK_ELEMENTS, MAX_WORK = CHUNK_ELEMENTS, 0
     DecodeRequest, FastDecoder, StateCollector = None, None, Any
     logprobs = plain_logprobs
 
-    def unsupported_reason(*_: Any) -> str:
+    def training_unsupported(*_: Any) -> str:
         """Why the fast pass is not taken."""
         return MISSING
 
-    def chunk_elements(states: Any, weight: Any, softcap: Any) -> None:
-        """How many logits to hold at a time: `plain_logprobs` decides."""
+    def logprobs_supported(*_: Any) -> bool:
+        """There are no kernels."""
+        return False
 
     def release_cuda_graphs() -> None:
         """There are no CUDA graphs."""
@@ -63,10 +60,10 @@ __all__ = [
     "FastDecoder",
     "StateCollector",
     "backend_for",
-    "chunk_elements",
     "cuda_graphs",
     "logprobs",
+    "logprobs_supported",
     "packed_states",
     "release_cuda_graphs",
-    "unsupported_reason",
+    "training_unsupported",
 ]

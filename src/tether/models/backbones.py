@@ -1,4 +1,4 @@
-"""Backbones, which turn tokens into hidden states, and the output layer that turns those into log-probabilities.
+"""Backbones, which turn tokens into hidden states, and the heads that turn those into log-probabilities or scalars.
 
 A backbone runs whole, or is cut into layers that roles share and layers that each role owns. Roles share memory by
 sharing *tensors*: each role has its own module tree, and the trees hold the same parameters where roles have them in
@@ -30,16 +30,28 @@ from tether.models.acceleration import (
     backend_for,
     cuda_graphs,
     packed_states,
-    unsupported_reason,
+    training_unsupported,
 )
-from tether.ops.logprobs import log_distributions, token_logprobs
-from tether.ops.masks import position_ids
+from tether.ops.logprobs import (
+    StateLogprobs,
+    chunked_logprobs,
+    log_distributions,
+    scatter_to_mask,
+    states_before,
+    token_logprobs,
+)
+from tether.ops.masks import last_index, position_ids
 from tether.types import Sequences
 
 
 def backbone_of(model: PreTrainedModel) -> PreTrainedModel:
     """The model without its output layer; its parameters are the model's own."""
     return model.base_model  # pyright: ignore[reportReturnType]
+
+
+def causal_lm_of(model: Any) -> Any:
+    """The causal language model inside a model with adapters, or the model itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def hidden_states(
@@ -109,7 +121,7 @@ class OutputLayer:
         with torch.no_grad():
             hidden = self._hidden_states(model, probe)
             targets = tokens[0].flip(0)
-            ours, _ = acceleration.logprobs(hidden[0], self.weight, targets, **self.options(1.0))
+            ours, _ = (self.kernels(hidden) or chunked_logprobs)(hidden[0], self.weight, targets, **self.options(1.0))
             logits = model(input_ids=tokens, use_cache=False).logits[0].float()
             theirs = torch.log_softmax(logits, dim=-1).gather(1, targets[:, None])[:, 0]
         tolerance = 1e-3 if self.weight.dtype == torch.float32 else 0.1
@@ -135,17 +147,53 @@ class OutputLayer:
         """The arguments of `tether.ops.logprobs` for this layer at a temperature."""
         return {"temperature": temperature, "bias": self.bias, "scale": self.scale, "softcap": self.softcap}
 
+    def kernels(self, hidden: Tensor) -> StateLogprobs | None:
+        """The kernels that find log-probabilities, where they are made for such states."""
+        return acceleration.logprobs if acceleration.logprobs_supported(hidden, self.weight) else None
+
     def logprobs(self, hidden: Tensor, batch: Sequences) -> tuple[Tensor, Tensor]:
         """`(logprobs, entropy)` (B, T) at the batch's temperature, on its response mask."""
         given = (hidden, self.weight, batch.tokens, batch.response_mask)
         positions = true_positions(batch.response_mask)
-        return token_logprobs(*given, **self.options(batch.temperature), by=acceleration.logprobs, positions=positions)
+        return token_logprobs(*given, **self.options(batch.temperature), by=self.kernels(hidden), positions=positions)
 
     def distributions(self, hidden: Tensor, batch: Sequences) -> Tensor:
         """(N, V) whole log-distributions at the batch's response tokens."""
         mask = batch.response_mask
         options = self.options(batch.temperature)
         return log_distributions(hidden, self.weight, mask, **options, positions=true_positions(mask))
+
+
+class ScalarHead(nn.Module):
+    """A linear map from a hidden state to one number, computed in fp32 or better."""
+
+    def __init__(self, width: int, *, deviation: float, seed: int, like: Tensor) -> None:
+        super().__init__()
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(1, width, generator=generator) * deviation
+        dtype = torch.promote_types(like.dtype, torch.float32)
+        self.weight = nn.Parameter(weight.to(device=like.device, dtype=dtype))
+        self.bias = nn.Parameter(torch.zeros(1, device=like.device, dtype=dtype))
+
+    @classmethod
+    def like_output(cls, model: PreTrainedModel, *, deviation: float, seed: int) -> ScalarHead:
+        """A head for the model's hidden states, its weights drawn with the given deviation."""
+        like = OutputLayer.of(model).weight
+        return cls(like.shape[1], deviation=deviation, seed=seed, like=like)
+
+    def forward(self, states: Tensor) -> Tensor:
+        """(..., H) -> (...,)."""
+        return nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias)[..., 0]
+
+    def values(self, hidden: Tensor, batch: Sequences) -> Tensor:
+        """(B, T) V(tokens before t) on the response mask, 0 elsewhere."""
+        mask, positions = batch.response_mask, true_positions(batch.response_mask)
+        return scatter_to_mask(self(states_before(hidden, mask, positions)), mask, positions)
+
+    def at_end(self, hidden: Tensor, batch: Sequences) -> Tensor:
+        """(B,) read at each row's last real token: the value of all tokens, or the score of an answer."""
+        ends = last_index(batch.attention_mask)
+        return self(hidden[torch.arange(len(batch), device=hidden.device), ends])
 
 
 class CpuOffload:
@@ -248,9 +296,7 @@ class PackedBackend:
         self.recompute = False
         self.captured: Any = None  # graphs of the pass, where it may hold some
         self.backend: Backend | None = None
-        self.reason = unsupported_reason(
-            model, PROBE_LENGTH
-        )  # why the model's own modules are run; None where they are not
+        self.reason = training_unsupported(model)  # why the model's own modules are run; None where they are not
         if self.reason is not None:
             return
         self.backend = backend_for(model)
@@ -307,7 +353,7 @@ class PackedBackend:
             self.reason is None
             and self.backend is not None
             and self.backend == backend_for(model)
-            and unsupported_reason(model, batch.tokens.shape[1]) is None
+            and training_unsupported(model) is None
         ):
             found = packed_states(
                 model, batch, lower, wanted, backend=self.backend, recompute=recompute, captured=captured

@@ -162,8 +162,3 @@ def merge_lora(tree: nn.Module) -> None:
             layer = cast(Any, module)
             layer.merge()
             tree.set_submodule(name, layer.get_base_layer())
-
-
-def causal_lm_of(model: Any) -> Any:
-    """The causal language model inside a model with adapters, or the model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -22,9 +22,18 @@ from tether.device_transfer import sent, tensor_cached
 from tether.errors import ConfigError
 from tether.mask_cache import fill_attention, fill_response, last_tokens, packed_rows, packing_of, true_positions
 from tether.models import acceleration
-from tether.models.backbones import Backbone, CpuOffload, OutputLayer, backbone_of, own_top, shared_tree, top_parameters
-from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.backbones import (
+    Backbone,
+    CpuOffload,
+    OutputLayer,
+    ScalarHead,
+    backbone_of,
+    own_top,
+    shared_tree,
+    top_parameters,
+)
 from tether.models.lora import CONFIG, are_transposed, inject_lora, load_lora, lora_config, saved_config, target_names
+from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import BackboneCache, SharedBackbone, TopBackbone, check_split
 from tether.ops.logprobs import mask_before, top_tokens
 from tether.types import BatchT, Sequences, TokenOutputs
@@ -350,7 +359,7 @@ class ActorCritic(nn.Module):
     def _top_tokens(self, hidden: Tensor, batch: Sequences, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         options = self.output.options(batch.temperature)
         given = (hidden, self.output.weight, batch.tokens, logprobs, batch.response_mask, count)
-        chunk = acceleration.chunk_elements(hidden, self.output.weight, self.output.softcap)
+        chunk = acceleration.FUSED_CHUNK_ELEMENTS if self.output.kernels(hidden) else None
         positions = true_positions(batch.response_mask)
         return top_tokens(*given, **options, chunk_elements=chunk, positions=positions)
 

@@ -25,8 +25,7 @@ from transformers import (
 from tether.errors import ConfigError, DataError
 from tether.files import list_files, swap
 from tether.hub.folder_check import check_folder
-from tether.models.backbones import Backbone, backbone_of
-from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.backbones import Backbone, ScalarHead, backbone_of
 from tether.models.load import (
     LoadedModel,
     choose_pad_id,
@@ -39,6 +38,7 @@ from tether.models.load import (
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
 from tether.models.lora import has_lora, inject_lora, load_config, load_lora, merge_lora, save_lora
 from tether.models.precision import DTYPES
+from tether.models.scalar_models import ScalarModel
 from tether.types import Sequences
 
 

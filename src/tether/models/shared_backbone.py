@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from tether.errors import ConfigError, StorageError
-from tether.models.acceleration import unsupported_reason
+from tether.models.acceleration import training_unsupported
 from tether.models.backbones import Backbone, PackedBackend, hidden_states, layer_list, layers_between, probe_batch
 from tether.models.save import weights_digest
 from tether.types import Sequences
@@ -314,8 +314,8 @@ def common_depth(first: PreTrainedModel, second: PreTrainedModel) -> int:
     if (
         type(first) is not type(second)
         or first.device != second.device
-        or unsupported_reason(first, 1)
-        or unsupported_reason(second, 1)
+        or training_unsupported(first)
+        or training_unsupported(second)
     ):
         return 0
     if _shape(first) != _shape(second) or not _same(first.get_input_embeddings(), second.get_input_embeddings()):

@@ -24,8 +24,8 @@ from tether.errors import ConfigError
 from tether.hub.catalog import EMBEDDED, cached_model, check_digests, looks_like_path
 from tether.hub.folder_check import check_folder, check_model_path
 from tether.hub.tiny_model import tiny_model
-from tether.models.acceleration import unsupported_reason
-from tether.models.backbones import PROBE_LENGTH, layer_list
+from tether.models.acceleration import training_unsupported
+from tether.models.backbones import layer_list
 from tether.models.load import ask_hub
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
 from tether.models.lora import saved_config
@@ -115,7 +115,7 @@ class Shape:
             head_norms=any(
                 name.endswith(("q_norm.weight", "k_norm.weight")) for name, _ in layers[0].named_parameters()
             ),
-            packed=unsupported_reason(backbone, PROBE_LENGTH) is None,
+            packed=training_unsupported(backbone) is None,
         )
 
 

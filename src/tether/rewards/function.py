@@ -1,40 +1,28 @@
 """Use a Python function as a reward, in this process or in worker processes.
 
-Whatever a reward cannot score is marked invalid and counted, never treated as zero.
+A function of texts and columns, and every function in a worker process, gets rollouts as plain data; a worker turns
+them back for functions of whole rollouts.
 """
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, redirect_stdout
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, cast
+
+import torch
 
 from tether.config.rewards import FunctionPart
-from tether.errors import ConfigError, DataError, TetherError
+from tether.errors import ConfigError, DataError
 from tether.protocols import RewardFn
-from tether.rewards.calling import (
-    AWAITED_AT_ONCE,
-    LIMIT,
-    Caller,
-    CallError,
-    Outcome,
-    Signature,
-    explain,
-    outcome_of,
-    read_signature,
-    read_values,
-    timed_out,
-)
-from tether.rewards.combine import failed, failure_errors, failure_reasons, plain_rollout, private_copies, sample_of
+from tether.rewards.calling import AWAITED_AT_ONCE, Caller, CallError, Outcome, Signature, read_signature
 from tether.rewards.pool import LostError, WorkerPool
 from tether.rewards.resolve import check_code, resolve
+from tether.rewards.scoring import CALL_SECONDS, TENSORS, CodeReward, private_copies, score_of
 from tether.seeds import derive_seed
-from tether.types import Prompt, Rollout, Score
-from tether.user_code import TimeLimitError, apart, is_its_own, time_limit
+from tether.types import Message, Prompt, Rollout, Score
+from tether.user_code import apart
 
-CALL_SECONDS = 300.0  # default time limit for one call in this process
 ASYNC_GRACE = 5.0  # extra seconds for an async function that does not react to cancellation
 
 
@@ -165,56 +153,9 @@ class FunctionReward:
         return [Outcome(**outcome) for outcome in reply["outcomes"]]
 
 
-class CodeReward:
-    """A task's reward, or a rule: called with its own copies, under a time limit; its results are checked."""
-
-    def __init__(self, reward: RewardFn, name: str, limit: float = CALL_SECONDS, *, own: bool = False) -> None:
-        """`own`: Tether's own code, which gets no copies because it changes nothing."""
-        self.reward, self.name, self.limit, self.own = reward, name, limit, own
-
-    def limit_to(self, seconds: float) -> None:
-        """Set the time limit for a call; 0 means no limit."""
-        self.limit = seconds
-
-    @property
-    def notices(self) -> tuple[str, ...]:
-        """Its messages for the user."""
-        return tuple(getattr(self.reward, "notices", ()))
-
-    def check(self, prompts: Sequence[Prompt]) -> None:
-        """Raise where it knows in advance that it cannot score answers to these prompts."""
-        check = getattr(self.reward, "check", None)
-        if callable(check):
-            check(prompts)
-
-    def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
-        """One score per rollout, in order."""
-        try:
-            with nullcontext() if self.own else apart(), redirect_stdout(sys.stderr):
-                copies = rollouts if self.own else private_copies(rollouts)
-                with time_limit(self.limit, self.name):
-                    given = read_values(self.reward(copies), len(rollouts))
-        except CallError as error:
-            raise DataError(f"{self.name} {error}") from error
-        except TetherError:
-            raise
-        except BaseException as error:
-            if not is_its_own(error):
-                raise
-            if isinstance(error, TimeLimitError):
-                late = timed_out(self.limit, LIMIT)
-                return [score_of(late)] * len(rollouts)
-            raise DataError(f"{self.name} raised {explain(error)}") from error
-        return [as_score(value) for value in given]
-
-
-def as_score(value: Any) -> Score:
-    """A reward's result for one rollout as a Score: a valid Score is kept, anything else is converted."""
-    if isinstance(value, Score):
-        numbers = (value.value, *value.parts.values())
-        if all(isinstance(number, int | float) for number in numbers):
-            return value
-    return score_of(outcome_of(value))
+def named_reward(reference: str, field: str, seed: int = 0) -> FunctionReward:
+    """The reward function that a recipe's `field` names, called by its signature."""
+    return FunctionReward(FunctionPart(kind="function", function=reference), field=field, seed=seed)
 
 
 def in_limits(reward: RewardFn | None, name: str, seconds: float) -> RewardFn | None:
@@ -225,43 +166,53 @@ def in_limits(reward: RewardFn | None, name: str, seconds: float) -> RewardFn | 
     return None if reward is None else CodeReward(reward, name, seconds)
 
 
-def score_of(outcome: Outcome) -> Score:
-    """An outcome as a score."""
-    if outcome.value is not None:
-        return Score(outcome.value, outcome.parts)
-    lost = failed(outcome.reason, outcome.error)
-    return Score(lost.value, {**outcome.parts, **lost.parts}, valid=False, error=lost.error)
+# -- rollouts as plain data ------------------------------------------------------------------------------------------
 
 
-def named_reward(reference: str, field: str, seed: int = 0) -> FunctionReward:
-    """The reward function that a recipe's `field` names, called by its signature."""
-    return FunctionReward(FunctionPart(kind="function", function=reference), field=field, seed=seed)
+def sample_of(rollout: Rollout, signature: Signature) -> dict[str, Any]:
+    """The sample that a function of this signature gets (`tether.rewards.calling` lists the keys)."""
+    prompt = rollout.prompt
+    with_ids = signature.takes == "trl" and any(map(signature.wants, ("completion_ids", "completions_ids")))
+    return {
+        "prompt": prompt.messages[-1]["content"],
+        "messages": [dict(message) for message in prompt.messages],
+        "completion": rollout.completion,
+        "answer": prompt.answer,
+        "id": prompt.id,
+        "finish": rollout.finish,
+        "as_messages": holds_messages(prompt),
+        "completion_ids": rollout.token_ids[rollout.response_mask].tolist() if with_ids else [],
+        "step": rollout.policy_version,
+        "columns": {str(name): value for name, value in prompt.meta.items() if signature.wants(str(name))},
+    }
 
 
-def score_rollouts(reward: RewardFn, rollouts: Sequence[Rollout], *, max_failure_rate: float) -> list[Score]:
-    """One score per rollout; a failure rate above `max_failure_rate` ends the run.
+def holds_messages(prompt: Prompt) -> bool:
+    """Whether a prompt was given as messages, or could only have been given as messages."""
+    return prompt.as_messages or [message["role"] for message in prompt.messages] != ["user"]
 
-    A score that is not finite fails alone; a reward that raises ends the run. The reward gets copies, so it cannot
-    change the run.
-    """
-    try:
-        with apart():
-            given = read_values(reward(private_copies(rollouts)), len(rollouts))
-    except CallError as error:
-        raise DataError(f"the reward {error}") from error
-    except TetherError:
-        raise
-    except BaseException as error:
-        if not is_its_own(error):
-            raise
-        raise DataError(f"the reward raised {explain(error)}") from error
-    scores = [as_score(value) for value in given]
-    failed = sum(not score.usable for score in scores)
-    if failed > max_failure_rate * len(rollouts):
-        reasons, errors = failure_reasons(scores), failure_errors(scores)
-        raise DataError(
-            f"{failed} of {len(rollouts)} scores are missing or not finite{f' ({reasons})' if reasons else ''}, above "
-            f"reward.max_failure_rate = {max_failure_rate}: fix the reward, or raise the limit"
-            + (f". Errors: {'; '.join(errors)}" if errors else "")
-        )
-    return scores
+
+def plain_rollout(rollout: Rollout, signature: Signature) -> dict[str, Any]:
+    """A whole rollout as JSON values. A float32 is restored exactly from its decimal text."""
+    rest = {"group_id": rollout.group_id, "sample_id": rollout.sample_id}
+    return sample_of(rollout, signature) | rest | {name: getattr(rollout, name).tolist() for name in TENSORS}
+
+
+def rollout_from(plain: dict[str, Any]) -> Rollout:
+    """The rollout that `plain_rollout` wrote."""
+    prompt = Prompt(
+        plain["id"],
+        tuple(cast(list[Message], plain["messages"])),
+        plain["answer"],
+        plain["columns"],
+        plain["as_messages"],
+    )
+    return Rollout(
+        prompt=prompt,
+        group_id=plain["group_id"],
+        sample_id=plain["sample_id"],
+        completion=plain["completion"],
+        finish=plain["finish"],
+        policy_version=plain["step"],
+        **{name: torch.tensor(plain[name], dtype=dtype) for name, dtype in TENSORS.items()},
+    )

@@ -24,7 +24,10 @@ from tether.errors import ConfigError, DataError
 from tether.files import check_saved
 from tether.learner.batching import micro_batches
 from tether.models.ends import Ends, find_ends
-from tether.models.heads import (
+from tether.models.load import NO_LIMIT, LoadedModel, choose_pad_id, embedding_count
+from tether.models.lora import CONFIG
+from tether.models.roles import onto
+from tether.models.scalar_models import (
     BIAS_FILE,
     ClassifierModel,
     RewardModel,
@@ -32,12 +35,9 @@ from tether.models.heads import (
     load_reward_model,
     reward_model_folder,
 )
-from tether.models.load import NO_LIMIT, LoadedModel, choose_pad_id, embedding_count
-from tether.models.lora import CONFIG
-from tether.models.roles import onto
 from tether.models.tokenizer import load_tokenizer, tokenizer_difference
 from tether.protocols import RewardFn
-from tether.rewards.combine import CombinedReward, failed
+from tether.rewards.scoring import CombinedReward, failed
 from tether.store.find import find_model
 from tether.types import Message, Prompt, Rollout, Score, Sequences
 

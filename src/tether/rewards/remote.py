@@ -29,8 +29,8 @@ from tether import __version__
 from tether.config.rewards import RemotePart
 from tether.errors import ConfigError
 from tether.redact import remember_secret
-from tether.rewards.combine import failed
 from tether.rewards.pool import in_order
+from tether.rewards.scoring import failed
 from tether.seeds import derive_seed
 from tether.types import Rollout, Score
 

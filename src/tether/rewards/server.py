@@ -32,10 +32,10 @@ from tether.config.recipes import RLRecipe
 from tether.errors import ConfigError, DataError, UsageError
 from tether.protocols import RewardFn
 from tether.rate_limit import Rate, RateLimit, network_of
-from tether.rewards.combine import CombinedReward, failure_reasons
 from tether.rewards.model import RewardModelReward
 from tether.rewards.parts import build_reward
 from tether.rewards.remote import VERSION
+from tether.rewards.scoring import CombinedReward, failure_reasons
 from tether.store.find import find_model
 from tether.types import Finish, Message, Prompt, Rollout, Score
 

@@ -37,10 +37,10 @@ from tether.errors import ConfigError, DataError, TetherError
 from tether.models.tokenizer import TextModel
 from tether.protocols import RewardFn, Task
 from tether.rewards.calling import explain, read_signature
-from tether.rewards.combine import failed
-from tether.rewards.function import CodeReward, FunctionReward, named_reward
+from tether.rewards.function import FunctionReward, named_reward
 from tether.rewards.math_answer import extract
 from tether.rewards.resolve import resolve
+from tether.rewards.scoring import CodeReward, failed
 from tether.types import Prompt, Rollout, Score
 from tether.user_code import apart, is_its_own
 

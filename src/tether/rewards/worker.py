@@ -57,7 +57,7 @@ def answer(caller: Caller, request: dict[str, Any], seconds: float | None) -> di
     samples = request["samples"]
     rollouts = []
     if caller.signature.takes == "rollouts":
-        from tether.rewards.combine import rollout_from  # torch is imported only for functions of rollouts
+        from tether.rewards.function import rollout_from  # torch is imported only for functions of rollouts
 
         rollouts = [rollout_from(sample) for sample in samples]
     set_timer(None if seconds is None else seconds + GRACE)

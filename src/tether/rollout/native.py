@@ -1,6 +1,6 @@
 """Sampling from any Hugging Face causal language model in process: no weights are copied, no server is needed.
 
-Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 have their own decoders (`accel/decode_cpu`, `accel/decode_gpu`),
+Llama, Mistral, Qwen2, Qwen3, Gemma 2 and Gemma 3 have their own decoders (`accel/cpu_decoder.py`, `accel/decode_gpu`),
 which read the model's parameters and keep up to `max_num_seqs` slots busy: a sequence that ends makes room for the next
 one. The decoder is compared with the model's forward pass when the engine is built. Every other model is decoded by its
 own modules with a KV cache: a call is cut into chunks of at most `max_num_seqs` sequences, longest prompts first, each
@@ -28,8 +28,8 @@ from torch import Tensor, nn
 from tether.data.chat import Encoder, prompt_token_ids
 from tether.errors import ConfigError, DataError, Diverged
 from tether.models.acceleration import AVAILABLE, MISSING, SLOWER, DecodeRequest, FastDecoder, StateCollector
+from tether.models.backbones import causal_lm_of
 from tether.models.load import LoadedModel, embedding_count
-from tether.models.lora import causal_lm_of
 from tether.ops.sampling import Draw, by_sequence, check_sampling, draw, sample_uniforms
 from tether.protocols import RolloutEngine, Sampling
 from tether.types import Finish, Prompt, Rollout
@@ -305,12 +305,12 @@ class NativeEngine(RolloutEngine):
     @property
     def cache_bytes(self) -> int:
         """The most device memory that its cache has taken; torch's counters do not see it."""
-        return 0 if self.fast is None else self.fast.gpu.cache_bytes
+        return 0 if self.fast is None else self.fast.cache_bytes
 
     def release(self) -> None:
         """Hand back the device memory of the cache, as every call does at its end; the next one takes it again."""
         if self.fast is not None:
-            self.fast.gpu.release()
+            self.fast.release()
 
     def _at_once(self, accelerated: bool) -> int:
         """The maximum number of answers decoded at once: as set, or what suits the device."""

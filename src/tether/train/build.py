@@ -25,6 +25,8 @@ from tether.config.recipes import (
 )
 from tether.config.sections import DataSettings, OptimizerSettings
 from tether.data.examples import (
+    DataOrder,
+    Example,
     Ranking,
     collate_pairs,
     collate_rankings,
@@ -32,25 +34,25 @@ from tether.data.examples import (
     encode_demonstrations,
     encode_rankings,
     read_texts,
+    split_by_prompt,
 )
-from tether.data.order import DataOrder, Example, split_by_prompt
 from tether.data.rows import RowEncoder
 from tether.errors import ConfigError, TetherError
 from tether.files import check_saved
 from tether.learner.batching import micro_batches, within_memory
 from tether.learner.learner import Learner, LearnerSettings
 from tether.learner.ranks import Codec
-from tether.models.backbones import recompute_layers
-from tether.models.heads import ScalarHead, ScalarModel
+from tether.models.backbones import ScalarHead, recompute_layers
 from tether.models.load import LoadedModel, check_same_vocabulary, load_causal_lm, resolve_device
 from tether.models.lora import CONFIG
 from tether.models.own_loader import OwnLoader
 from tether.models.roles import ActorCritic, ReferencePolicy, Roles, Sharing, build_sharing
+from tether.models.scalar_models import ScalarModel
 from tether.models.tokenizer import TextModel
 from tether.protocols import Sampling
-from tether.rewards.combine import check_reward
 from tether.rewards.model import load_vocabulary
 from tether.rewards.parts import build_reward
+from tether.rewards.scoring import check_reward
 from tether.rollout.chunks import in_chunks
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed

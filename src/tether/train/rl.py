@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
 from tether.algorithms.objectives import Clip, PolicyObjective
-from tether.data.order import DataOrder
+from tether.data.examples import DataOrder
 from tether.data.rows import collate
 from tether.device_transfer import brought
 from tether.learner.batching import evaluate_tokens
@@ -24,8 +24,7 @@ from tether.models.shared_backbone import SharedBackbone
 from tether.ops.kl import log_ratio
 from tether.ops.losses import clip_cases
 from tether.protocols import RewardFn, RolloutEngine, Sampling, StepOutcome
-from tether.rewards.combine import failure_errors, part_metrics
-from tether.rewards.function import score_rollouts
+from tether.rewards.scoring import failure_errors, part_metrics, score_rollouts
 from tether.rollout.native import check_rollouts
 from tether.seeds import derive_seed
 from tether.types import Experience, Loss, Metrics, Prompt, Rollout, Score, TokenOutputs, extend

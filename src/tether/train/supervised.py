@@ -10,11 +10,10 @@ from typing import Any, Generic, TypeVar
 
 import torch
 
-from tether.data.examples import Ranking, Row, collate_rows
-from tether.data.order import DataOrder
+from tether.data.examples import DataOrder, Ranking, Row, collate_rows
 from tether.evaluation.metrics import wilson
 from tether.learner.learner import Learner
-from tether.models.heads import ScalarModel
+from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import Objective
 from tether.train.rl import Timers

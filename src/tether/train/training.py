@@ -23,9 +23,9 @@ from tether.errors import StorageError
 from tether.learner.learner import Learner
 from tether.learner.learner_state import LearnerState
 from tether.models.backbones import backbone_notices
-from tether.models.heads import ScalarModel
 from tether.models.load import LoadedModel
 from tether.models.roles import ActorCritic
+from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import SharedBackbone
 from tether.ops.kl import AdaptiveKL, FixedKL, KLController, ProportionalKL
 from tether.protocols import StepOutcome

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from tether.accel.decode_cpu.cached_attention import capped, out_of_window
+from tether.accel.cached_attention import capped, out_of_window
 from tether.accel.decode_gpu.slots import Cache, SlotState, StepWorkspace
 from tether.accel.spec import DecoderSpec, Layer, Linear, Norm, Tables
 from tether.ops.sampling import Draw, draw_columns

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from tether.accel.decode_cpu.cached_attention import out_of_window
+from tether.accel.cached_attention import out_of_window
 from tether.accel.spec import DecoderSpec, Layer, Linear, Norm
 from tether.accel.supported import Backend
 from tether.device_transfer import at

@@ -1,9 +1,9 @@
-"""Combine several rewards into a weighted sum that keeps each part's value and failures.
+"""Score rollouts: call a task's reward or a rule with copies, add parts up, count and report what could not be scored.
 
 In `Score.parts`, a part that scored has its raw value under its name. A part that failed has no value but
 `NAME/failed/REASON: 1`, and a part that does not apply to a rollout has `NAME/not_applicable: 1`. The logged metrics
-are therefore a function of the scores alone. Rollouts are also converted to plain data and back here, for functions
-that take texts and columns and for worker processes.
+are therefore a function of the scores alone. Whatever a reward cannot score is marked invalid and counted, never
+treated as zero.
 """
 
 from __future__ import annotations
@@ -11,70 +11,59 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+import sys
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import torch
 
 from tether.errors import DataError, TetherError
 from tether.protocols import RewardFn
-from tether.rewards.calling import NOT_APPLICABLE, Signature, explain
-from tether.types import Message, Prompt, Rollout, Score
-from tether.user_code import is_its_own
+from tether.rewards.calling import (
+    LIMIT,
+    NOT_APPLICABLE,
+    CallError,
+    Outcome,
+    explain,
+    outcome_of,
+    read_values,
+    timed_out,
+)
+from tether.types import Prompt, Rollout, Score
+from tether.user_code import TimeLimitError, apart, is_its_own, time_limit
 
 TENSORS = {"token_ids": torch.int64, "response_mask": torch.bool}
 TENSORS |= {"behavior_logprobs": torch.float32, "untruncated_logprobs": torch.float32}
+FAILED = "failed"
+CALL_SECONDS = 300.0  # default time limit for one call in this process
 
 
-def sample_of(rollout: Rollout, signature: Signature) -> dict[str, Any]:
-    """The sample that a function of this signature gets (`tether.rewards.calling` lists the keys)."""
-    prompt = rollout.prompt
-    with_ids = signature.takes == "trl" and any(map(signature.wants, ("completion_ids", "completions_ids")))
-    return {
-        "prompt": prompt.messages[-1]["content"],
-        "messages": [dict(message) for message in prompt.messages],
-        "completion": rollout.completion,
-        "answer": prompt.answer,
-        "id": prompt.id,
-        "finish": rollout.finish,
-        "as_messages": holds_messages(prompt),
-        "completion_ids": rollout.token_ids[rollout.response_mask].tolist() if with_ids else [],
-        "step": rollout.policy_version,
-        "columns": {str(name): value for name, value in prompt.meta.items() if signature.wants(str(name))},
-    }
+def failed(reason: str, error: str = "") -> Score:
+    """The score of a rollout that could not be scored: masked out and counted by reason, never treated as zero.
+
+    `error` is a one-line explanation for the user.
+    """
+    return Score(math.nan, {f"{FAILED}/{reason}": 1.0}, valid=False, error=error)
 
 
-def holds_messages(prompt: Prompt) -> bool:
-    """Whether a prompt was given as messages, or could only have been given as messages."""
-    return prompt.as_messages or [message["role"] for message in prompt.messages] != ["user"]
+def score_of(outcome: Outcome) -> Score:
+    """An outcome as a score."""
+    if outcome.value is not None:
+        return Score(outcome.value, outcome.parts)
+    lost = failed(outcome.reason, outcome.error)
+    return Score(lost.value, {**outcome.parts, **lost.parts}, valid=False, error=lost.error)
 
 
-def plain_rollout(rollout: Rollout, signature: Signature) -> dict[str, Any]:
-    """A whole rollout as JSON values. A float32 is restored exactly from its decimal text."""
-    rest = {"group_id": rollout.group_id, "sample_id": rollout.sample_id}
-    return sample_of(rollout, signature) | rest | {name: getattr(rollout, name).tolist() for name in TENSORS}
-
-
-def rollout_from(plain: dict[str, Any]) -> Rollout:
-    """The rollout that `plain_rollout` wrote."""
-    prompt = Prompt(
-        plain["id"],
-        tuple(cast(list[Message], plain["messages"])),
-        plain["answer"],
-        plain["columns"],
-        plain["as_messages"],
-    )
-    return Rollout(
-        prompt=prompt,
-        group_id=plain["group_id"],
-        sample_id=plain["sample_id"],
-        completion=plain["completion"],
-        finish=plain["finish"],
-        policy_version=plain["step"],
-        **{name: torch.tensor(plain[name], dtype=dtype) for name, dtype in TENSORS.items()},
-    )
+def as_score(value: Any) -> Score:
+    """A reward's result for one rollout as a Score: a valid Score is kept, anything else is converted."""
+    if isinstance(value, Score):
+        numbers = (value.value, *value.parts.values())
+        if all(isinstance(number, int | float) for number in numbers):
+            return value
+    return score_of(outcome_of(value))
 
 
 def private_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
@@ -93,15 +82,50 @@ def private_copies(rollouts: Sequence[Rollout]) -> list[Rollout]:
     return copies
 
 
-FAILED = "failed"
+# -- one reward, and several ----------------------------------------------------------------------------------------
 
 
-def failed(reason: str, error: str = "") -> Score:
-    """The score of a rollout that could not be scored: masked out and counted by reason, never treated as zero.
+class CodeReward:
+    """A task's reward, or a rule: called with its own copies, under a time limit; its results are checked."""
 
-    `error` is a one-line explanation for the user.
-    """
-    return Score(math.nan, {f"{FAILED}/{reason}": 1.0}, valid=False, error=error)
+    def __init__(self, reward: RewardFn, name: str, limit: float = CALL_SECONDS, *, own: bool = False) -> None:
+        """`own`: Tether's own code, which gets no copies because it changes nothing."""
+        self.reward, self.name, self.limit, self.own = reward, name, limit, own
+
+    def limit_to(self, seconds: float) -> None:
+        """Set the time limit for a call; 0 means no limit."""
+        self.limit = seconds
+
+    @property
+    def notices(self) -> tuple[str, ...]:
+        """Its messages for the user."""
+        return tuple(getattr(self.reward, "notices", ()))
+
+    def check(self, prompts: Sequence[Prompt]) -> None:
+        """Raise where it knows in advance that it cannot score answers to these prompts."""
+        check = getattr(self.reward, "check", None)
+        if callable(check):
+            check(prompts)
+
+    def __call__(self, rollouts: Sequence[Rollout]) -> list[Score]:
+        """One score per rollout, in order."""
+        try:
+            with nullcontext() if self.own else apart(), redirect_stdout(sys.stderr):
+                copies = rollouts if self.own else private_copies(rollouts)
+                with time_limit(self.limit, self.name):
+                    given = read_values(self.reward(copies), len(rollouts))
+        except CallError as error:
+            raise DataError(f"{self.name} {error}") from error
+        except TetherError:
+            raise
+        except BaseException as error:
+            if not is_its_own(error):
+                raise
+            if isinstance(error, TimeLimitError):
+                late = timed_out(self.limit, LIMIT)
+                return [score_of(late)] * len(rollouts)
+            raise DataError(f"{self.name} raised {explain(error)}") from error
+        return [as_score(value) for value in given]
 
 
 class WeightedReward(NamedTuple):
@@ -178,6 +202,38 @@ def check_reward(reward: RewardFn, prompts: Sequence[Prompt]) -> None:
     check = getattr(reward, "check", None)
     if callable(check):
         check(prompts)
+
+
+# -- the scores of a step ------------------------------------------------------------------------------------------
+
+
+def score_rollouts(reward: RewardFn, rollouts: Sequence[Rollout], *, max_failure_rate: float) -> list[Score]:
+    """One score per rollout; a failure rate above `max_failure_rate` ends the run.
+
+    A score that is not finite fails alone; a reward that raises ends the run. The reward gets copies, so it cannot
+    change the run.
+    """
+    try:
+        with apart():
+            given = read_values(reward(private_copies(rollouts)), len(rollouts))
+    except CallError as error:
+        raise DataError(f"the reward {error}") from error
+    except TetherError:
+        raise
+    except BaseException as error:
+        if not is_its_own(error):
+            raise
+        raise DataError(f"the reward raised {explain(error)}") from error
+    scores = [as_score(value) for value in given]
+    failed = sum(not score.usable for score in scores)
+    if failed > max_failure_rate * len(rollouts):
+        reasons, errors = failure_reasons(scores), failure_errors(scores)
+        raise DataError(
+            f"{failed} of {len(rollouts)} scores are missing or not finite{f' ({reasons})' if reasons else ''}, above "
+            f"reward.max_failure_rate = {max_failure_rate}: fix the reward, or raise the limit"
+            + (f". Errors: {'; '.join(errors)}" if errors else "")
+        )
+    return scores
 
 
 def part_metrics(scores: Sequence[Score]) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""A scalar head on a backbone: the critic's value of a state, or the reward model's score of an answer.
+"""A backbone with a scalar head: the critic's value of a state, or the reward model's score of an answer.
 
 Reward models from elsewhere are classifiers with one label, given as a folder or a Hugging Face id. Only safetensors
 are read, and no code of the checkpoint is run.
@@ -27,50 +27,16 @@ from transformers import (
 from tether.errors import ConfigError
 from tether.hub.catalog import looks_like_path
 from tether.hub.folder_check import check_folder
-from tether.mask_cache import last_tokens, true_positions
-from tether.models.backbones import Backbone, OutputLayer, backbone_of
+from tether.mask_cache import last_tokens
+from tether.models.backbones import Backbone, ScalarHead, backbone_of
 from tether.models.load import ask_hub, attention_options, disable_dropout, resolve_device
 from tether.models.lora import has_lora, save_lora
 from tether.models.precision import hold_in, resolve_dtype
-from tether.ops.logprobs import scatter_to_mask, states_before
-from tether.ops.masks import last_index
 from tether.types import ScoreOutputs, Sequences
 
 BIAS_FILE = "scalar_head.json"
 WEIGHT_FILE = "scalar_head.safetensors"  # for architectures of which transformers has no sequence classifier
 SCORE = "score.weight"
-
-
-class ScalarHead(nn.Module):
-    """A linear map from a hidden state to one number, computed in fp32 or better."""
-
-    def __init__(self, width: int, *, deviation: float, seed: int, like: Tensor) -> None:
-        super().__init__()
-        generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(1, width, generator=generator) * deviation
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        self.weight = nn.Parameter(weight.to(device=like.device, dtype=dtype))
-        self.bias = nn.Parameter(torch.zeros(1, device=like.device, dtype=dtype))
-
-    @classmethod
-    def like_output(cls, model: PreTrainedModel, *, deviation: float, seed: int) -> ScalarHead:
-        """A head for the model's hidden states, its weights drawn with the given deviation."""
-        like = OutputLayer.of(model).weight
-        return cls(like.shape[1], deviation=deviation, seed=seed, like=like)
-
-    def forward(self, states: Tensor) -> Tensor:
-        """(..., H) -> (...,)."""
-        return nn.functional.linear(states.to(self.weight.dtype), self.weight, self.bias)[..., 0]
-
-    def values(self, hidden: Tensor, batch: Sequences) -> Tensor:
-        """(B, T) V(tokens before t) on the response mask, 0 elsewhere."""
-        mask, positions = batch.response_mask, true_positions(batch.response_mask)
-        return scatter_to_mask(self(states_before(hidden, mask, positions)), mask, positions)
-
-    def at_end(self, hidden: Tensor, batch: Sequences) -> Tensor:
-        """(B,) read at each row's last real token: the value of all tokens, or the score of an answer."""
-        ends = last_index(batch.attention_mask)
-        return self(hidden[torch.arange(len(batch), device=hidden.device), ends])
 
 
 class ScalarModel(nn.Module):
