@@ -11,13 +11,13 @@ import heapq
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import Literal
 
 from tether.errors import UsageError
 from tether.plan.machine import Machine
-from tether.plan.timing import Decoder, Pace, Passes, Rows, reading_seconds
+from tether.plan.timing import Decoder, Pace, PassCosts, RowSums, reading_seconds
 
 REFILL = 16  # freed slots are refilled once a sixteenth of them is free
 
@@ -59,13 +59,13 @@ class Trouble:
 
 
 @dataclass(frozen=True)
-class Job:
+class ClusterJob:
     """All that the simulator reads: one iteration's work, and the devices that do it."""
 
     machine: Machine
     pace: Pace
     decoder: Decoder
-    passes: Passes
+    passes: PassCosts
     rows: int
     samples: int  # answers to one prompt, which share the reading of it
     prompt_tokens: float
@@ -79,7 +79,8 @@ class Job:
     slots: int = 1024  # answers that one sampler decodes at once
     lag: int = 0
     partial: bool = False  # answers go on across weight updates, so that no sampler waits for its last ones
-    gather: float = 0.0  # seconds of communication in one micro-batch's passes, hidden behind them where it is shorter
+    gather: float = 0.0  # seconds to gather the weights for one micro-batch; hidden behind its pass where it is shorter
+    exposed: float = 0.0  # seconds of communication in one forward pass that nothing hides: of layers that are split
     sync: float = 0.0  # seconds of communication and of the optimizer in one step
     handover: float = 0.0  # seconds until the samplers have new weights
     trouble: Trouble = field(default_factory=Trouble)
@@ -140,7 +141,7 @@ class Iteration:
 class Simulated:
     """The iterations of one simulation and when each ended."""
 
-    job: Job
+    job: ClusterJob
     iterations: tuple[Iteration, ...]
     ends: tuple[float, ...]
 
@@ -162,15 +163,15 @@ class Simulated:
         return fmean(getattr(each, phase) for each in self.iterations)
 
 
-def simulate(job: Job, steps: int = 8, seed: int = 0) -> Simulated:
+def simulate(job: ClusterJob, steps: int = 8, seed: int = 0) -> Simulated:
     """Simulate `steps` iterations."""
     if steps < 1:
         raise UsageError(f"--steps {steps}: simulate at least 1 iteration")
-    iterations = [one_iteration(job, random.Random(f"{seed}/{step}")) for step in range(steps)]
+    iterations = [one_iteration(job, random.Random(f"{seed}/{step}")) for step in range(steps)]  # noqa: S311
     return Simulated(job, tuple(iterations), tuple(timeline(job, iterations)))
 
 
-def timeline(job: Job, iterations: Sequence[Iteration]) -> list[float]:
+def timeline(job: ClusterJob, iterations: Sequence[Iteration]) -> list[float]:
     """When the training of each iteration ends.
 
     The rollouts of step s come from version s - lag. Training waits for its rollouts; sampling waits for its version.
@@ -189,7 +190,7 @@ def timeline(job: Job, iterations: Sequence[Iteration]) -> list[float]:
     return ends
 
 
-def one_iteration(job: Job, rng: random.Random) -> Iteration:
+def one_iteration(job: ClusterJob, rng: random.Random) -> Iteration:
     """Sample, score, evaluate and train once."""
     lengths = job.lengths.draw(job.rows, rng)
     rollout, decoded, lost = _rollout(job, lengths, rng)
@@ -210,38 +211,44 @@ def one_iteration(job: Job, rng: random.Random) -> Iteration:
 # -- trainers ---------------------------------------------------------------------------------------------------------
 
 
-def _rows(job: Job, rows: Sequence[tuple[float, int]]) -> Rows:
+def _rows(job: ClusterJob, rows: Sequence[tuple[float, int]]) -> RowSums:
     tokens = sum(length for length, _ in rows)
     passes = math.ceil(tokens / job.micro_tokens)
-    return Rows(tokens, sum(length**2 for length, _ in rows), sum(answer for _, answer in rows), passes)
+    return RowSums(tokens, sum(length**2 for length, _ in rows), sum(answer for _, answer in rows), passes)
 
 
-def _scores(job: Job, rows: Rows) -> float:
-    own = job.passes.scores(rows, job.machine, job.pace) / job.trainer_tensor
-    return max(own, job.passes.rewards * rows.passes * job.gather)
+def _scores(job: ClusterJob, rows: RowSums) -> float:
+    own = job.passes.scores(rows, job.machine, job.pace)
+    return _with_communication(job, own, job.passes.rewards * rows.passes)
 
 
-def _evaluation(job: Job, rows: Rows) -> float:
-    own = job.passes.evaluation(rows, job.machine, job.pace) / job.trainer_tensor
+def _evaluation(job: ClusterJob, rows: RowSums) -> float:
+    own = job.passes.evaluation(rows, job.machine, job.pace)
     models = int(job.passes.policy) + bool(job.passes.critic) + int(job.passes.reference)
-    return max(own, models * rows.passes * job.gather)
+    return _with_communication(job, own, models * rows.passes)
 
 
-def _slowest(job: Job, rows: Sequence[tuple[float, int]], slow: Sequence[float]) -> float:
+def _slowest(job: ClusterJob, rows: Sequence[tuple[float, int]], slow: Sequence[float]) -> float:
     """Seconds of one optimizer step's passes, over all epochs: every trainer waits for the slowest."""
     longest = 0.0
     models = int(job.passes.policy) + bool(job.passes.critic)
     for group, factor in enumerate(slow):
         own = _rows(job, rows[group :: job.groups])
-        seconds = job.passes.update(own, job.machine, job.pace) / job.trainer_tensor
-        longest = max(longest, factor * max(seconds, job.passes.epochs * models * 3 * own.passes * job.gather))
+        update = job.passes.update(own, job.machine, job.pace)
+        gathers = job.passes.epochs * models * 3 * own.passes  # forward, backward, and the sum of gradients
+        longest = max(longest, factor * _with_communication(job, update, gathers))
     return longest
+
+
+def _with_communication(job: ClusterJob, seconds: float, passes: float) -> float:
+    """Seconds of passes on the GPUs of a group, with their communication."""
+    return max(seconds / job.trainer_tensor, passes * job.gather) + passes * job.exposed
 
 
 # -- samplers ---------------------------------------------------------------------------------------------------------
 
 
-def _rollout(job: Job, lengths: Sequence[int], rng: random.Random) -> tuple[float, int, int]:
+def _rollout(job: ClusterJob, lengths: Sequence[int], rng: random.Random) -> tuple[float, int, int]:
     """`(seconds, tokens sampled, tokens lost)` of all samplers; answers to one prompt stay together."""
     shares: list[list[int]] = [[] for _ in range(job.replicas)]
     for place, start in enumerate(range(0, len(lengths), job.samples)):
@@ -264,7 +271,7 @@ def _rollout(job: Job, lengths: Sequence[int], rng: random.Random) -> tuple[floa
     return max(seconds) + job.pace.call, tokens + max(0, lost), max(0, lost)
 
 
-def _failure(job: Job, seconds: float, rng: random.Random) -> float | None:
+def _failure(job: ClusterJob, seconds: float, rng: random.Random) -> float | None:
     """When a sampler fails during that time, if it does."""
     rate = job.trouble.failures_per_hour * job.sampler_tensor / 3600.0
     if not rate or not seconds:
@@ -273,12 +280,17 @@ def _failure(job: Job, seconds: float, rng: random.Random) -> float | None:
     return at if at < seconds else None
 
 
-def _reading(job: Job, rows: int) -> float:
+def _reading(job: ClusterJob, rows: int) -> float:
     tokens = rows * job.prompt_tokens / job.samples
     return reading_seconds(job.passes.shape, tokens, job.prompt_tokens, job.machine, job.pace, job.sampler_tensor)
 
 
-def decode(job: Job, lengths: Sequence[int]) -> Decoded:
+def reading_of(job: ClusterJob) -> float:
+    """Seconds in which each sampler reads its prompts."""
+    return _reading(job, -(-job.rows // job.replicas))
+
+
+def decode(job: ClusterJob, lengths: Sequence[int]) -> Decoded:
     """Decode answers of these lengths on one sampler, with continuous batching."""
     queue = list(reversed(lengths))
     slots = min(job.slots, len(queue))
@@ -308,8 +320,8 @@ def decode(job: Job, lengths: Sequence[int]) -> Decoded:
     return Decoded(seconds, sum(lengths), tuple(ends))
 
 
-def streamed(job: Job, lengths: Sequence[int]) -> Decoded:
-    """Decode answers on one sampler whose slots are always full, because other answers take the places of ended ones."""
+def streamed(job: ClusterJob, lengths: Sequence[int]) -> Decoded:
+    """Decode answers on one sampler whose slots stay full: other answers take the places of ended ones."""
     if not lengths:
         return Decoded(0.0, 0)
     tokens = sum(lengths)
@@ -318,8 +330,3 @@ def streamed(job: Job, lengths: Sequence[int]) -> Decoded:
     step = job.decoder.step(job.machine, job.pace, slots, context, job.sampler_tensor)
     seconds = tokens / slots * step + _reading(job, len(lengths))
     return Decoded(seconds, tokens, tuple((seconds * (n + 1) / len(lengths), each) for n, each in enumerate(lengths)))
-
-
-def with_lag(job: Job, samplers: int, lag: int) -> Job:
-    """The same GPUs, of which `samplers` only sample."""
-    return replace(job, trainers=job.gpus - samplers, samplers=samplers, lag=lag)

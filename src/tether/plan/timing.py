@@ -78,8 +78,8 @@ PACES = {
 
 
 @dataclass(frozen=True)
-class Rows:
-    """Rows that a device passes through a model, in sums over them."""
+class RowSums:
+    """RowSums that a device passes through a model, in sums over them."""
 
     tokens: float
     squares: float  # of the lengths, for attention
@@ -87,13 +87,13 @@ class Rows:
     passes: float  # micro-batches
 
     @classmethod
-    def alike(cls, count: float, length: float, answer: float, passes: float) -> Rows:
-        """Rows of one length."""
+    def alike(cls, count: float, length: float, answer: float, passes: float) -> RowSums:
+        """RowSums of one length."""
         return cls(count * length, count * length**2, count * answer, passes)
 
 
 @dataclass(frozen=True)
-class Passes:
+class PassCosts:
     """What the trainer computes for its rows in one iteration."""
 
     shape: Shape
@@ -110,7 +110,7 @@ class Passes:
     width: int = 2
 
     @classmethod
-    def of(cls, recipe: Recipe, shape: Shape, work: Work, held: Held, critic: Shape | None = None) -> Passes:
+    def of(cls, recipe: Recipe, shape: Shape, work: Work, held: Held, critic: Shape | None = None) -> PassCosts:
         """From the recipe; `critic` is the critic's shape if it is not the policy's."""
         mode = recipe.roles.mode
         like_policy = 1.0 if critic is None else _pass_of(critic, work) / _pass_of(shape, work)
@@ -130,7 +130,7 @@ class Passes:
             held.width,
         )
 
-    def forward(self, rows: Rows, machine: Machine, pace: Pace, *, plain: bool = False) -> float:
+    def forward(self, rows: RowSums, machine: Machine, pace: Pace, *, plain: bool = False) -> float:
         """Seconds of one backbone's forward pass; `plain` without adapters."""
         layers = self.part * self.shape.layers
         operations = rows.tokens * 2.0 * self.part * self.shape.products
@@ -139,11 +139,11 @@ class Passes:
         seconds = operations / (pace.share * machine.rate) + moved / (pace.cache_share * machine.bandwidth)
         return seconds + rows.passes * layers * pace.layer
 
-    def scores(self, rows: Rows, machine: Machine, pace: Pace) -> float:
+    def scores(self, rows: RowSums, machine: Machine, pace: Pace) -> float:
         """Seconds of the reward models."""
         return self.rewards * self.forward(rows, machine, pace)
 
-    def evaluation(self, rows: Rows, machine: Machine, pace: Pace) -> float:
+    def evaluation(self, rows: RowSums, machine: Machine, pace: Pace) -> float:
         """Seconds of the old log-probs, the values and the reference."""
         fast = pace.share * machine.rate
         seconds = (int(self.policy) + self.critic) * self.forward(rows, machine, pace)
@@ -151,13 +151,13 @@ class Passes:
         seconds += (int(self.policy) + int(self.reference)) * self._head(rows) / fast
         return seconds + (1.0 - self.part) * 2.0 * self.shape.products * rows.tokens / fast  # the shared layers, once
 
-    def update(self, rows: Rows, machine: Machine, pace: Pace) -> float:
+    def update(self, rows: RowSums, machine: Machine, pace: Pace) -> float:
         """Seconds of all forward and backward passes of the update."""
         one = self.times * self.forward(rows, machine, pace)
         seconds = self.epochs * (int(self.policy) + self.critic) * one + self.critic_alone * self.critic * one
         return seconds + self.epochs * int(self.policy) * self.heads * self._head(rows) / (pace.share * machine.rate)
 
-    def _head(self, rows: Rows) -> float:
+    def _head(self, rows: RowSums) -> float:
         return 2.0 * self.shape.vocabulary * self.shape.hidden * rows.answers
 
 
@@ -172,8 +172,8 @@ def seconds_of(
 ) -> dict[str, float]:
     """Predicted seconds of each phase of an iteration; `critic` is the critic's shape if it is not the policy's."""
     pace, held = pace or PACES[machine.kind], Held.of(recipe, shape, machine.kind)
-    passes = Passes.of(recipe, shape, work, held, critic)
-    rows = Rows.alike(work.rows, work.row_tokens, work.answer_tokens, work.rows / max(1, memory.micro_rows))
+    passes = PassCosts.of(recipe, shape, work, held, critic)
+    rows = RowSums.alike(work.rows, work.row_tokens, work.answer_tokens, work.rows / max(1, memory.micro_rows))
     found: dict[str, float] = {}
     if isinstance(recipe, RLRecipe):
         found["rollout"] = _rollout(recipe, shape, work, machine, held, pace)
