@@ -146,8 +146,6 @@ def place(
     closest: Placement | None = None
     for kind, shards, tensor in _candidates(cluster, trainers, shape, shard):
         found = _placed(recipe, shape, work, cluster, (trainers, samplers), (kind, shards, tensor), critic)
-        if found is None:
-            continue
         if max(found.trainer_peak, found.sampler_peak) <= cluster.gpu.machine.usable:
             return found
         if closest is None or found.trainer_peak < closest.trainer_peak:
@@ -178,8 +176,7 @@ def _placed(
     gpus: tuple[int, int],
     split: tuple[Shard, int, int],
     critic: Shape | None,
-) -> Placement | None:
-    """One placement; None where no number of GPUs of a node can hold the sampler's weights."""
+) -> Placement:
     (trainers, samplers), (kind, shards, tensor) = gpus, split
     own = share_of(work, trainers // tensor)
     part, other = sliced(shape, tensor), sliced(critic, tensor) if critic else None
@@ -187,8 +184,6 @@ def _placed(
     cache = sum(role.cache for role in memory.roles)
     always = memory.phases["rollout"] - cache  # beside the sampler's weights and cache
     engine = _engine(recipe, shape, work, cluster, trainers, samplers, 0 if samplers else always, kind)
-    if engine is None:
-        return None
     sampler_tensor, slots, weights, sampling = engine
     learning = max(size for phase, size in memory.phases.items() if phase != "rollout")
     sampler_peak = weights + sampling + (0 if samplers else always)
@@ -216,13 +211,14 @@ def _engine(
     samplers: int,
     beside: int,
     kind: Shard,
-) -> tuple[int, int, int, int] | None:
+) -> tuple[int, int, int, int]:
     """(GPUs of a sampler, slots, bytes of weights, bytes of cache); `beside` is what else its GPU holds.
 
     The weights of a colocated sampler are the trainer's own where every rank has them whole.
     """
     held = Held.of(recipe, shape, "cuda")
     gpus, free = samplers or trainers, cluster.gpu.machine.usable - beside
+    found = (1, 1, 0, 0)
     for tensor in (1, 2, 4, 8):
         if gpus % tensor or tensor > min(cluster.per_node, shape.heads):
             continue
@@ -230,10 +226,11 @@ def _engine(
         weights = 0 if whole else math.ceil(shape.parameters * held.width / tensor)
         each = _slot_bytes(shape, work, held, tensor)
         wanted = min(_slots(recipe), -(-work.rows // (gpus // tensor)))
-        slots = min(wanted, int(SAMPLER_SHARE * (free - weights) / each))
+        slots = max(1, min(wanted, int(SAMPLER_SHARE * (free - weights) / each)))
+        found = tensor, slots, weights, slots * each
         if slots >= min(wanted, 8):
-            return tensor, slots, weights, slots * each
-    return None
+            break
+    return found
 
 
 def _slots(recipe: RLRecipe) -> int:
@@ -252,11 +249,11 @@ def _too_large(recipe: RLRecipe, cluster: Cluster, closest: Placement | None, sh
     size = cluster.gpu.machine.usable / 2**30
     where = f"{cluster.gpus} x {cluster.gpu.name} with {size:.0f} GiB each"
     if closest is None:
-        return f"the sampler's weights do not fit on {where}: use more GPUs in a node or a smaller model"
+        return f"--shard {shard} needs nodes that are equally full on {where}: use --shard full"
+    needed, who = max((closest.trainer_peak, "trainer"), (closest.sampler_peak, "sampler"))
     repair = "use more GPUs (--gpus), --roles.mode lora, or a smaller --optimizer.micro_batch_tokens"
-    if shard not in ("auto", "full"):
+    if shard in ("none", "hybrid"):
         repair = "use --shard full"
-    if not recipe.model.gradient_checkpointing:
+    elif not recipe.model.gradient_checkpointing:
         repair += ", or --model.gradient_checkpointing true"
-    needed = max(closest.trainer_peak, closest.sampler_peak) / 2**30
-    return f"the run does not fit on {where}: a rank needs {needed:.0f} GiB with --shard {closest.shard}; {repair}"
+    return f"the run does not fit on {where}: a {who} needs {needed / 2**30:.0f} GiB at least; {repair}"
