@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
@@ -11,7 +12,7 @@ from typing import Any
 
 from tether.errors import UsageError
 from tether.plan.machine import Machine
-from tether.plan.timing import Pace
+from tether.plan.timing import READ_TOKENS, Pace
 
 GIB = 2**30
 
@@ -54,7 +55,11 @@ def gpu_named(name: str) -> Gpu:
 def calibrated_pace() -> Pace:
     """The fractions of its rates that a GPU achieves, as one H200 does."""
     figures = {name: value for name, value in table()["pace"].items() if name not in ("what", "gpu")}
-    return Pace(**figures, reading_share=_reading_share(figures["share"]))
+    reading = table()["prompt_reading"]
+    if not reading["rows"]:
+        return Pace(**figures, reading_share=figures["share"], reading_layer=figures["layer"])
+    rate, layer = reading_figures(reading["rows"])
+    return Pace(**figures, reading_share=rate / gpu_named(reading["gpu"]).machine.rate, reading_layer=layer)
 
 
 def prompt_reading_is_measured() -> bool:
@@ -62,12 +67,21 @@ def prompt_reading_is_measured() -> bool:
     return bool(table()["prompt_reading"]["rows"])
 
 
-def _reading_share(share: float) -> float:
-    rows = table()["prompt_reading"]["rows"]
-    if not rows:
-        return share
-    rate = gpu_named(table()["prompt_reading"]["gpu"]).machine.rate
-    return median(row["operations_per_second"] for row in rows) / rate
+def reading_figures(rows: list[dict[str, Any]]) -> tuple[float, float]:
+    """`(operations a second, seconds of a layer of a short pass)`, from rows of benchmarks/gpu/prompt_reading.py.
+
+    The shortest pass of the smallest shape is nearly all overhead, which is taken off every other row.
+    """
+    least = {each["shape"]: min(row["seconds"] for row in rows if row["shape"] == each["shape"]) for each in rows}
+    short = [row for row in rows if row["seconds"] == least[row["shape"]]]
+    layer = min(row["seconds"] / row["layers"] for row in short)
+    rates: list[float] = []
+    for row in rows:
+        passes = math.ceil(row["prompts"] * row["prompt"] / READ_TOKENS)
+        computing = row["seconds"] - passes * row["layers"] * layer
+        if row not in short and computing > row["seconds"] / 2:
+            rates.append(row["operations"] / computing)
+    return (median(rates) if rates else max(row["operations"] / row["seconds"] for row in rows)), layer
 
 
 def network() -> Network:

@@ -226,9 +226,10 @@ def _engine(
         weights = 0 if whole else math.ceil(shape.parameters * held.width / tensor)
         each = _slot_bytes(shape, work, held, tensor)
         wanted = min(_slots(recipe), -(-work.rows // (gpus // tensor)))
-        slots = max(1, min(wanted, int(SAMPLER_SHARE * (free - weights) / each)))
+        fitting = int(SAMPLER_SHARE * (free - weights) / each)
+        slots = max(1, min(wanted, fitting))
         found = tensor, slots, weights, slots * each
-        if slots >= min(wanted, 8):
+        if fitting >= min(wanted, 8):
             break
     return found
 

@@ -32,6 +32,7 @@ class Pace:
     general_layer: float  # minimum seconds of one layer's decode step in the transformers engine
     call: float  # seconds of one call of the sampler beside its steps
     reading_share: float  # fraction of the product rate while prompts are read
+    reading_layer: float  # minimum seconds of one layer in a pass over prompts
 
 
 @dataclass(frozen=True)
@@ -66,14 +67,14 @@ READ_TOKENS = 16_384  # tokens of prompts that the sampler reads in one pass
 def reading_seconds(shape: Shape, tokens: float, prompt: float, machine: Machine, pace: Pace, tensor: int = 1) -> float:
     """Seconds to read `tokens` tokens of prompts that have `prompt` tokens each."""
     operations = tokens * (2.0 * shape.products + 2.0 * shape.layers * shape.queries * prompt)
-    floor = math.ceil(tokens / READ_TOKENS) * shape.layers * pace.layer
+    floor = math.ceil(tokens / READ_TOKENS) * shape.layers * pace.reading_layer
     return operations / (pace.reading_share * machine.rate) / tensor + floor
 
 
 PACES = {
-    "cuda": Pace(0.5, 0.2e-3, 0.6, 0.6, 0.5, 20e-6, 5e-6, 0.5e-3, 0.0, 0.5),
-    "mps": Pace(0.4, 0.3e-3, 0.5, 0.5, 0.4, 0.5e-3, 0.0, 0.5e-3, 0.0, 0.4),
-    "cpu": Pace(0.6, 0.15e-3, 0.5, 0.5, 0.6, 0.15e-3, 0.0, 0.4e-3, 0.0, 0.6),
+    "cuda": Pace(0.5, 0.2e-3, 0.6, 0.6, 0.5, 20e-6, 5e-6, 0.5e-3, 0.0, 0.5, 0.2e-3),
+    "mps": Pace(0.4, 0.3e-3, 0.5, 0.5, 0.4, 0.5e-3, 0.0, 0.5e-3, 0.0, 0.4, 0.3e-3),
+    "cpu": Pace(0.6, 0.15e-3, 0.5, 0.5, 0.6, 0.15e-3, 0.0, 0.4e-3, 0.0, 0.6, 0.15e-3),
 }
 
 
