@@ -22,7 +22,8 @@ def own_table(rows: list[OwnRow]) -> str:
     """Our own rows."""
     lines = ["| one H200 | measured | predicted | ratio |", "|---|---|---|---|"]
     for row in rows:
-        lines.append(f"| {row.name} | {row.measured:,.4g} {row.unit} | {row.predicted:,.4g} | {_ratio(row.ratio, 0.1)} |")
+        measured, ratio = f"{row.measured:,.4g} {row.unit}", _ratio(row.ratio, 0.1)
+        lines.append(f"| {row.name} | {measured} | {row.predicted:,.4g} | {ratio} |")
     return "\n".join(lines)
 
 

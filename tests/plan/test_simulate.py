@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -41,7 +42,7 @@ PASSES = PassCosts(SHAPE, policy=True, critic=0.0, reference=False, rewards=0, e
 def job_of(**settings) -> ClusterJob:
     plain = {
         "machine": UNIT, "pace": PACE, "decoder": STEPPER, "passes": PASSES, "rows": 6, "samples": 1,
-        "prompt_tokens": 4, "lengths": LengthModel("fixed", 3, 3), "minibatch": 6, "micro_tokens": 100,
+        "prompt_tokens": 4, "lengths": LengthModel("fixed", 3, 3), "minibatch": 6, "micro_batch_tokens": 100,
         "trainers": 1, "samplers": 0, "slots": 2,
     }  # fmt: skip
     return ClusterJob(**(plain | settings))
@@ -133,7 +134,7 @@ def test_tokens_are_conserved_and_no_phase_outlasts_the_whole(fields, seed):
 def test_more_lag_is_never_slower(fields, seed):
     fields["samplers"] += 1
     ends = [simulate(job_of(**fields | {"lag": lag}), steps=4, seed=seed).makespan for lag in range(4)]
-    assert all(later <= earlier * (1 + 1e-9) for earlier, later in zip(ends, ends[1:], strict=False))
+    assert all(later <= earlier * (1 + 1e-9) for earlier, later in pairwise(ends))
 
 
 @settings(max_examples=30, deadline=None)

@@ -70,7 +70,7 @@ class ClusterPlan:
     def communication(self) -> dict[str, float]:
         """Seconds of communication in a step."""
         job = self.job
-        passes = -(-job.rows // job.groups) * self.work.row_tokens / job.micro_tokens
+        passes = -(-job.rows // job.groups) * self.work.row_tokens / job.micro_batch_tokens
         models = int(job.passes.policy) + bool(job.passes.critic)
         steps = -(-job.rows // job.minibatch) * job.passes.epochs
         gathers = passes * (models * (1 + 3 * job.passes.epochs) + int(job.passes.reference) + job.passes.rewards)
@@ -245,7 +245,7 @@ def job_of(
         prompt_tokens=work.prompt_tokens,
         lengths=wanted.lengths or LengthModel("fixed", work.answer_tokens, work.answer_tokens),
         minibatch=work.minibatch,
-        micro_tokens=tokens,
+        micro_batch_tokens=tokens,
         trainers=placement.trainers,
         samplers=placement.samplers,
         trainer_tensor=placement.tensor,

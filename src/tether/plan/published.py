@@ -109,7 +109,7 @@ def published_job(row: dict[str, Any]) -> ClusterJob:
         prompt_tokens=at["prompt"],
         lengths=LengthModel(at.get("lengths", "lognormal"), at["mean"], at["longest"]),
         minibatch=at["minibatch"],
-        micro_tokens=at["micro"],
+        micro_batch_tokens=at["micro"],
         trainers=trainers,
         samplers=samplers,
         trainer_tensor=at["trainer_tensor"],

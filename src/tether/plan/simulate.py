@@ -71,7 +71,7 @@ class ClusterJob:
     prompt_tokens: float
     lengths: LengthModel
     minibatch: int  # rows of an optimizer step
-    micro_tokens: int  # tokens of one forward and backward pass
+    micro_batch_tokens: int  # tokens of one forward and backward pass
     trainers: int
     samplers: int  # 0: the trainers sample, in turns
     trainer_tensor: int = 1  # GPUs that pass a row together
@@ -86,7 +86,7 @@ class ClusterJob:
     trouble: Trouble = field(default_factory=Trouble)
 
     def __post_init__(self) -> None:
-        for name in ("rows", "samples", "minibatch", "micro_tokens", "trainers", "slots"):
+        for name in ("rows", "samples", "minibatch", "micro_batch_tokens", "trainers", "slots"):
             if getattr(self, name) < 1:
                 raise UsageError(f"a simulation needs {name} of at least 1, not {getattr(self, name)}")
         if self.lag < 0 or self.samplers < 0:
@@ -213,7 +213,7 @@ def one_iteration(job: ClusterJob, rng: random.Random) -> Iteration:
 
 def _rows(job: ClusterJob, rows: Sequence[tuple[float, int]]) -> RowSums:
     tokens = sum(length for length, _ in rows)
-    passes = math.ceil(tokens / job.micro_tokens)
+    passes = math.ceil(tokens / job.micro_batch_tokens)
     return RowSums(tokens, sum(length**2 for length, _ in rows), sum(answer for _, answer in rows), passes)
 
 
