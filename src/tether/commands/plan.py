@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tether.commands.options import CommandParser
+from tether.commands.plan_cluster import add_cluster_options, print_cluster_plan, wants_cluster
 from tether.errors import ConfigError, TetherError, UsageError
 
 if TYPE_CHECKING:
@@ -22,6 +23,8 @@ EPILOG = """A flag sets one key of the recipe, as for tether train: tether plan 
 examples:
   tether plan recipes/tiny-ppo.yaml
   tether plan recipes/ppo-verifiable.yaml --memory 24GiB --device cuda
+  tether plan recipes/ppo-verifiable.yaml --gpus 64 --nodes 8 --link 400Gb --price 2.5
+  tether plan recipes/ppo-verifiable.yaml --gpus 64 --samplers 24 --lag 1 --simulate --svg scaling.svg
 """
 
 
@@ -37,6 +40,7 @@ def plan_command(words: list[str]) -> int:
         "--prompt-tokens", type=int, metavar="N", help="assume prompts of N tokens (default: measure the recipe's own)"
     )
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
+    add_cluster_options(parser)
     options, flags = parser.parse_known_args(words)
     if options.prompt_tokens is not None and options.prompt_tokens < 1:
         raise UsageError(f"--prompt-tokens {options.prompt_tokens}: a prompt has at least 1 token")
@@ -45,6 +49,8 @@ def plan_command(words: list[str]) -> int:
 
 def print_plan(options: argparse.Namespace, flags: list[str]) -> int:
     """Plan the recipe that the options name, and print it."""
+    import torch
+
     from tether.models.precision import resolve_dtype, with_precision
     from tether.plan.machine import machine_for, planned_device
     from tether.plan.plan import advice, make_plan
@@ -56,6 +62,9 @@ def print_plan(options: argparse.Namespace, flags: list[str]) -> int:
     recipe = recipe_named(options.recipe, flags)
     path = find_model(recipe.model.path)
     shape = shape_of(path)
+    if wants_cluster(options):
+        recipe = with_precision(recipe, torch.device("cuda"))
+        return print_cluster_plan(options, recipe, shape, lengths_of(recipe, path, options.prompt_tokens))
     device = planned_device(options.device or recipe.model.device)
     resolve_dtype(recipe.model.dtype, device)  # raises where training would raise
     recipe = with_precision(recipe, device)

@@ -157,6 +157,11 @@ class RoleCost:
         """Bytes held for the whole run."""
         return self.weights + self.optimizer
 
+    def sharded(self, shards: int) -> RoleCost:
+        """What one of `shards` devices holds."""
+        parts = {name: -(-getattr(self, name) // shards) for name in ("weights", "gradients", "optimizer")}
+        return replace(self, **parts)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -234,8 +239,13 @@ class Held:
         return 4 * (bucket * (copies + 2) + min(count, PART) * CLOSING)
 
 
-def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None) -> Memory:
-    """The memory of the recipe, by role and phase; `critic` is the critic's shape if it differs from the policy's."""
+def memory_of(
+    recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None, shards: int | None = None
+) -> Memory:
+    """The memory of the recipe, by role and phase; `critic` is the critic's shape if it differs from the policy's.
+
+    With `shards`, every role is sharded over so many devices, and two layers and the embeddings are whole at a time.
+    """
     held = Held.of(recipe, shape, device)
     micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_batch_tokens // max(1, work.longest_row)))
     micro_batches = math.ceil(work.minibatch / micro_rows)
@@ -245,8 +255,12 @@ def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str, critic: Sha
     roles = _roles(recipe, shape, work, held, one)
     if critic is not None:
         roles = tuple(_critic_of(critic, held, other) if role.role == "critic" else role for role in roles)
+    gathered = 0
+    if shards is not None:
+        roles = tuple(role.sharded(shards) for role in roles)
+        gathered = max(2 * each.layer + each.embedding + each.output for each in (shape, own)) * held.width
     kept = {role.role: other.kept(own) if role.role == "critic" else one.kept(shape) for role in roles}
-    always = sum(role.held for role in roles) + (CUDA_LIBRARIES if device == "cuda" else 0)
+    always = sum(role.held for role in roles) + gathered + (CUDA_LIBRARIES if device == "cuda" else 0)
     graphs = sum(role.gradients + kept[role.role] for role in roles if role.activations) if one.captured else 0
     always += GRAPHS_OWN if one.captured else 0
     phases: dict[str, int] = {}

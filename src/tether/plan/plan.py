@@ -19,8 +19,9 @@ import torch
 from tether.algorithms.algorithm import Algorithm
 from tether.config.load import change_settings
 from tether.config.recipes import Recipe, RLRecipe
-from tether.plan.machine import CUDA_OWN, Machine, device_memory, seconds_of
+from tether.plan.machine import CUDA_OWN, Machine, device_memory
 from tether.plan.memory import Memory, memory_of, slots_of
+from tether.plan.timing import seconds_of
 from tether.plan.workload import Lengths, Shape, Work, critic_shape_of, work_of
 
 GIB = 2**30
