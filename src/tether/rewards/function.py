@@ -154,7 +154,7 @@ class FunctionReward:
     def _request(self, batch: Sequence[Rollout]) -> Mapping[str, Any]:
         plain = plain_rollout if self.signature.takes == "rollouts" else sample_of
         first = batch[0]
-        seed = derive_seed(self.seed, first.prompt.id, first.sample_id, first.policy_version)
+        seed = derive_seed(self.seed, first.prompt.id, first.sample_id, first.trained_in)
         return {"seed": seed, "samples": [plain(rollout, self.signature) for rollout in batch]}
 
     def _read(self, reply: Mapping[str, Any] | LostError, number: int) -> list[Outcome]:
