@@ -1,7 +1,8 @@
 """Rollouts that are asked for some steps ahead (`rollout.lag`).
 
-The rollouts of step s are sampled with the weights that step max(0, s - lag) began with. The lag is fixed, so a run can
-be repeated. A step asks for the rollouts of the step `lag` later, and then takes its own. With lag 0 these are the same.
+The rollouts of step s are sampled with the weights that step max(0, s - lag) began with. The lag is fixed, so a run
+can be repeated. A step asks for the rollouts of the step `lag` later, and then takes its own. With lag 0 these are the
+same.
 
 An engine with `submit` samples elsewhere while this process trains. Any other engine samples when it is asked: the
 result is the same, and no time is gained.
