@@ -51,16 +51,16 @@ class AskedRollouts:
     """
 
     def __init__(
-        self, request: RolloutRequest, version: int, pending: PendingRollouts, *, everywhere: bool = True
+        self, request: RolloutRequest, version: int, result: PendingRollouts, *, everywhere: bool = True
     ) -> None:
         self.request, self.version, self.everywhere = request, version, everywhere
-        self._pending = pending
+        self._result = result
         self._rollouts: list[Rollout] | None = None
 
     def wait(self) -> list[Rollout]:
         """The rollouts, once they are there."""
         if self._rollouts is None:
-            self._rollouts = self._pending()
+            self._rollouts = self._result()
         return self._rollouts
 
 
@@ -99,11 +99,11 @@ class RolloutQueue:
             return AskedRollouts(request, version, lambda: rollouts)
         if ranks.index:
             return AskedRollouts(request, version, _only_on_rank_0, everywhere=False)
-        pending = engine.submit(request.prompts, request.sampling, **words)
+        result = engine.submit(request.prompts, request.sampling, **words)
         return AskedRollouts(
             request,
             version,
-            lambda: self._checked(engine, request, version, pending()),
+            lambda: self._checked(engine, request, version, result()),
             everywhere=ranks.count == 1,
         )
 
@@ -170,15 +170,15 @@ def lag_notices(lag: int, engine: RolloutEngine, cap: float | None) -> tuple[str
     """What a user of `rollout.lag` should know before the first step."""
     if not lag:
         return ()
-    told: tuple[str, ...] = ()
+    notices: tuple[str, ...] = ()
     if not isinstance(engine, AsyncRolloutEngine):
-        told += (
+        notices += (
             f"rollout.lag is {lag}, and the engine samples in this process: the results are those of asynchronous "
             "training, and no time is gained.",
         )
     if cap is None:
-        told += (
+        notices += (
             f"rollout.lag is {lag} without rollout.importance_sampling_cap: answers of older policies are trained on "
             "without a correction.",
         )
-    return told
+    return notices

@@ -89,13 +89,13 @@ class AsyncChunkedEngine(ChunkedEngine):
         asked: list[tuple[list[int], list[Prompt], PendingRollouts]] = []
         for places in chunks_of(prompts, self.size):
             chunk = [prompts[place] for place in places]
-            pending = engine.submit(chunk, sampling, samples_per_prompt=samples_per_prompt, seed=seed)
-            asked.append((places, chunk, pending))
+            result = engine.submit(chunk, sampling, samples_per_prompt=samples_per_prompt, seed=seed)
+            asked.append((places, chunk, result))
 
         def wait() -> list[Rollout]:
             found: list[list[Rollout]] = []
-            for places, chunk, pending in asked:
-                rollouts = pending()
+            for places, chunk, result in asked:
+                rollouts = result()
                 check_rollouts(engine, rollouts, chunk, samples_per_prompt)
                 found.append(numbered(rollouts, places, samples_per_prompt))
             return _in_order(found)

@@ -127,8 +127,8 @@ class FromRollouts:
         saved = checkpoint.values.get("rollouts")
         if saved is None:
             return ()
-        told = self.parts.queue.restore(saved, checkpoint.tensors["rollouts"], partial(rollout_request, self.parts))
-        return () if told is None else (told,)
+        unusable = self.parts.queue.restore(saved, checkpoint.tensors["rollouts"], partial(rollout_request, self.parts))
+        return () if unusable is None else (unusable,)
 
     def finish(self) -> dict[str, Any]:
         """Return an empty report."""
