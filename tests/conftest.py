@@ -23,7 +23,8 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 # A user's folder of the tests' own, which allows the modules that tests name from folders which they do not run in.
 _USER = Path(tempfile.mkdtemp(prefix="tether-user-"))
-(_USER / "config.yaml").write_text("allow: [user_functions, case_reward, drawing_reward, sick_tasks, draw]\n")
+_ALLOWED = "user_functions, case_reward, drawing_reward, sick_tasks, draw, threaded_engine"
+(_USER / "config.yaml").write_text(f"allow: [{_ALLOWED}]\n")
 os.environ["TETHER_CONFIG"] = str(_USER)
 atexit.register(shutil.rmtree, _USER, ignore_errors=True)
 

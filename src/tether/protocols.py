@@ -88,7 +88,10 @@ PendingRollouts = Callable[[], list[Rollout]]
 
 @runtime_checkable
 class AsyncRolloutEngine(RolloutEngine, Protocol):
-    """An engine that samples elsewhere while this process trains: with `rollout.lag` the loop asks it ahead."""
+    """An engine that samples elsewhere while this process trains: with `rollout.lag` the loop asks it ahead.
+
+    `generate` and `release` may be called while rollouts are under way, and a request may never be waited for.
+    """
 
     def submit(
         self, prompts: Sequence[Prompt], sampling: Sampling, *, samples_per_prompt: int, seed: int

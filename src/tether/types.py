@@ -77,7 +77,13 @@ class Rollout:
     untruncated_logprobs: Tensor  # (T,) float32
     completion: str
     finish: Finish
-    policy_version: int = 0
+    policy_version: int = 0  # the number of steps after which the weights that sampled it were taken
+    step: int | None = None  # the step that trains on it, which the loop writes; None: it is not trained on
+
+    @property
+    def trained_in(self) -> int:
+        """The step that trains on it; for an answer that is only evaluated, the version of its policy."""
+        return self.policy_version if self.step is None else self.step
 
     @property
     def response_length(self) -> int:

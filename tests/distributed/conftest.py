@@ -3,4 +3,4 @@
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "soak"))
+sys.path[:0] = [str(Path(__file__).parent.parent / folder) for folder in ("soak", "train")]

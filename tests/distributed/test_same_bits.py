@@ -8,13 +8,16 @@ import pytest
 import torch
 from ranks_runner import trained
 from same_runs import differences, metrics_table
+from threaded_engine import ThreadedEngine
 from tiny_recipes import TOP, tiny
 
 from tether.store import checkpoints
 from tether.store.folder import RunFolder
+from tether.train import build
 
 LORA = ("--roles.mode", "lora", "--roles.lora_rank", "2")
 CHUNKED = ("--distributed.rollout_chunk", "1")
+LAG = ("--rollout.lag", "1", "--rollout.importance_sampling_cap", "2")
 FAST = ("--distributed.reduction", "fast")
 # A row at a time, so that a step has several micro-batches and the last round fewer of them than there are ranks.
 FEW = ("--optimizer.micro_batch_tokens", "16", "--run.steps", "3")
@@ -26,6 +29,8 @@ CASES = {
     "ppo with a value head": ("ppo", ("--roles.critic", "head", *CHUNKED)),
     "grpo": ("grpo", CHUNKED),
     "trpo": ("trpo", ()),
+    "ppo with a lag": ("ppo", (*LAG, *CHUNKED)),
+    "ppo with a lag and a shared backbone": ("ppo", (*LAG, *TOP)),
     "sft": ("sft", RECORDS["sft"]),
     "sft with a shared backbone": ("sft", (*RECORDS["sft"], *TOP)),
     "reward": ("reward", RECORDS["reward"]),
@@ -56,13 +61,23 @@ def test_fast_is_within_rounding_and_not_the_same_bits(tmp_path, method):
     assert any(not torch.equal(first[name], second[name]) for name in weights)
 
 
-@pytest.mark.parametrize(("method", "flags"), [("ppo", ()), ("sft", TOP)])
+@pytest.mark.parametrize(("method", "flags"), [("ppo", ()), ("ppo", LAG), ("sft", TOP)])
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path, method, flags):
     calm = trained(tiny(method, tmp_path / "calm", *FEW, *flags, "--run.steps", "4"), 1)
     recipe = tiny(method, tmp_path / "moved", *FEW, *flags, "--run.steps", "4")
     for count in (1, 3, 2):
         trained(recipe, count, steps=1)
     assert differences(calm, trained(recipe, 1)) == []
+
+
+def test_rank_0_asks_an_engine_that_samples_elsewhere_for_all_ranks(tmp_path, monkeypatch):
+    """The run stops and goes on while rollouts are under way, with another number of ranks."""
+    one = trained(tiny("ppo", tmp_path / "one", *FEW, *LAG), 1)
+    monkeypatch.setattr(build, "NativeEngine", lambda policy, **settings: ThreadedEngine(policy))
+    recipe = tiny("ppo", tmp_path / "several", *FEW, *LAG)
+    for count in (2, 3):
+        trained(recipe, count, steps=1)
+    assert differences(one, trained(recipe, 2)) == []
 
 
 @pytest.mark.parametrize(

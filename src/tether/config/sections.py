@@ -130,6 +130,11 @@ class RolloutSettings(Settings):
         ge=1,
         description="Weight each token's policy loss by min(old / behavior probability, cap); null: no weights.",
     )
+    lag: Count = Field(
+        default=0,
+        description="Asynchronous training: the answers of a step are sampled by the policy of this many steps before; "
+        "see docs/asynchronous.md.",
+    )
 
 
 class RewardSettings(Settings):

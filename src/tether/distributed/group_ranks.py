@@ -20,7 +20,7 @@ from tether.distributed.sums import exact_sums, fast_sums
 from tether.errors import ConfigError
 from tether.learner.learner import Learner
 from tether.learner.ranks import Codec, Ranks
-from tether.rollout.chunks import ChunkedEngine
+from tether.rollout.chunks import ChunkedEngine, chunked
 from tether.store.checkpoints import Checkpoint
 from tether.store.folder import recipe_record
 from tether.train.training import FromRollouts, Training
@@ -72,7 +72,7 @@ class GroupRanks(Ranks):
             if self.reduction == "fast" and not chunk:
                 chunk = -(-recipe.rollout.prompts_per_step // self.count) if isinstance(recipe, RLRecipe) else 0
             inner = parts.engine.engine if isinstance(parts.engine, ChunkedEngine) else parts.engine
-            engine = ChunkedEngine(inner, chunk, self, everywhere=parts.shared is not None)
+            engine = chunked(inner, chunk, self, everywhere=parts.shared is not None)
             training.parts = dataclasses.replace(parts, engine=engine)
 
     # -- rank 0 -------------------------------------------------------------------------------------------------------

@@ -25,12 +25,14 @@ from tether.doctor.learning import (
 from tether.doctor.own_rules import OwnRule
 from tether.doctor.sampling import negative_kl, rollout_mismatch
 from tether.doctor.scores import few_prompts, flat_scores, held_out, over_optimisation, reward_failures, score_collapse
+from tether.doctor.staleness import stale_answers
 from tether.store.recorded import RecordedRun, StoredRollout
 
 AUDITS: tuple[Audit, ...] = (
     Audit("not-training", "Do the weights move at all?", not_training),
     Audit("not-finite", "Was every loss and gradient finite?", not_finite),
     Audit("rollout-mismatch", "Is the ratio 1 before the first update?", rollout_mismatch),
+    Audit("staleness", "Is the policy that sampled close to the one that is trained?", stale_answers),
     Audit("negative-kl", "Is the KL to the reference valid?", negative_kl),
     Audit("kl-runaway", "Does the policy stay near the reference?", kl_runaway),
     Audit("entropy-collapse", "Does the policy still explore?", entropy_collapse),

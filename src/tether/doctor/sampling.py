@@ -49,7 +49,7 @@ WHY_NEGATIVE = (
 
 def rollout_mismatch(run: RecordedRun) -> Verdict:
     """Is the ratio 1 before the first update?"""
-    gap = curve(run, "logprob_diff")
+    gap = _fresh(run, curve(run, "logprob_diff"))
     first = curve(run, "first_approx_kl")
     if not len(gap) and not len(first):
         return TooLittle("logprob_diff: the run records no log-probs of the sampler")
@@ -62,9 +62,9 @@ def rollout_mismatch(run: RecordedRun) -> Verdict:
     if mean <= warning:
         return Healthy(f"sampler and trainer differ by {short(mean)} nats per token (it counts from {warning})")
     off = percent(math.expm1(min(mean, 10.0)))
-    peak = curve(run, "logprob_diff_max")
+    peak = _fresh(run, curve(run, "logprob_diff_max"))
     largest = f", and by up to {short(float(peak.values.max()))} at one token" if len(peak) else ""
-    rollouts = _last_rollouts(run)
+    rollouts = [rollout for rollout in _last_rollouts(run) if not rollout.staleness]
     return Finding(
         "rollout-mismatch",
         "alarm" if mean > alarm else "warning",
@@ -84,6 +84,13 @@ def rollout_mismatch(run: RecordedRun) -> Verdict:
         gap.last_step,
         _worst_tokens(rollouts),
     )
+
+
+def _fresh(run: RecordedRun, found: Curve) -> Curve:
+    """The steps whose answers the current policy sampled; on those of an older one the audit staleness reports."""
+    age = curve(run, "staleness")
+    fresh = ~np.isin(found.steps, age.steps[age.values > 0.0])
+    return Curve(found.name, found.steps[fresh], found.values[fresh])
 
 
 def _gaps_that_count(run: RecordedRun) -> tuple[float, float]:
@@ -199,7 +206,11 @@ def _with_cause(run: RecordedRun, found: _Negative, half: Curve) -> Finding:
             f"Cause: sampler and trainer disagree by {short(float(np.median(gap.values)))} nats per token, so the "
             "tokens do not come from the policy whose log-probs are compared."
         )
-        change = ("see rollout-mismatch: model.dtype, and the engine's weights and temperature",)
+        change = (
+            ("see staleness: rollout.lag, and kl.estimator: k3, which is never negative",)
+            if setting(run, "rollout.lag", 0)
+            else ("see rollout-mismatch: model.dtype, and the engine's weights and temperature",)
+        )
     elif not found.certain:
         severity = "note"
         cause = (

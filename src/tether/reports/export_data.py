@@ -409,6 +409,7 @@ def _parquet_schema(pa: Any, run: RecordedRun, steps: list[int]) -> Any:
     """The column types; token columns keep their stored precision."""
     first = run.rollouts(steps[0])[0] if steps else None
     kinds = {"step": pa.int64(), "sample": pa.int64(), "group_id": pa.int64(), "sample_id": pa.int64()}
+    kinds["policy_version"] = pa.int64()
     kinds |= {"score": pa.float64(), "temperature": pa.float64(), "final_value": pa.float64()}
     token_kinds = {"int32": pa.int32(), "float32": pa.float32(), "bool": pa.bool_()}
     fields = []

@@ -430,6 +430,7 @@ def rollout_head(rollout: StoredRollout) -> dict[str, Any]:
         "prompt_id": rollout.prompt_id,
         "group_id": rollout.group_id,
         "sample_id": rollout.sample_id,
+        "policy_version": rollout.step - rollout.staleness,
         "prompt": rollout.prompt_text,
         "completion": rollout.completion,
         "finish": rollout.finish,

@@ -142,7 +142,7 @@ class FunctionReward:
     def _request(self, batch: Sequence[Rollout]) -> Mapping[str, Any]:
         plain = plain_rollout if self.signature.takes == "rollouts" else sample_of
         first = batch[0]
-        seed = derive_seed(self.seed, first.prompt.id, first.sample_id, first.policy_version)
+        seed = derive_seed(self.seed, first.prompt.id, first.sample_id, first.trained_in)
         return {"seed": seed, "samples": [plain(rollout, self.signature) for rollout in batch]}
 
     def _read(self, reply: Mapping[str, Any] | LostError, number: int) -> list[Outcome]:
@@ -182,7 +182,7 @@ def sample_of(rollout: Rollout, signature: Signature) -> dict[str, Any]:
         "finish": rollout.finish,
         "as_messages": holds_messages(prompt),
         "completion_ids": rollout.token_ids[rollout.response_mask].tolist() if with_ids else [],
-        "step": rollout.policy_version,
+        "step": rollout.trained_in,
         "columns": {str(name): value for name, value in prompt.meta.items() if signature.wants(str(name))},
     }
 
@@ -194,7 +194,7 @@ def holds_messages(prompt: Prompt) -> bool:
 
 def plain_rollout(rollout: Rollout, signature: Signature) -> dict[str, Any]:
     """A whole rollout as JSON values. A float32 is restored exactly from its decimal text."""
-    rest = {"group_id": rollout.group_id, "sample_id": rollout.sample_id}
+    rest = {"group_id": rollout.group_id, "sample_id": rollout.sample_id, "policy_version": rollout.policy_version}
     return sample_of(rollout, signature) | rest | {name: getattr(rollout, name).tolist() for name in TENSORS}
 
 
@@ -213,6 +213,7 @@ def rollout_from(plain: dict[str, Any]) -> Rollout:
         sample_id=plain["sample_id"],
         completion=plain["completion"],
         finish=plain["finish"],
-        policy_version=plain["step"],
+        policy_version=plain["policy_version"],
+        step=plain["step"],
         **{name: torch.tensor(plain[name], dtype=dtype) for name, dtype in TENSORS.items()},
     )

@@ -14,7 +14,7 @@ from typing import Any
 from torch import Tensor
 
 from tether.learner.ranks import ONE, Codec, Packed, Ranks
-from tether.protocols import RolloutEngine, Sampling
+from tether.protocols import AsyncRolloutEngine, PendingRollouts, RolloutEngine, Sampling
 from tether.rollout.native import check_rollouts
 from tether.types import Prompt, Rollout
 
@@ -24,7 +24,13 @@ TEXTS = ("group_id", "sample_id", "completion", "finish", "policy_version")
 
 def in_chunks(engine: RolloutEngine, size: int) -> RolloutEngine:
     """The engine, sampling `size` prompts at a time; itself where `size` is 0."""
-    return ChunkedEngine(engine, size) if size else engine
+    return chunked(engine, size) if size else engine
+
+
+def chunked(engine: RolloutEngine, size: int, ranks: Ranks = ONE, *, everywhere: bool = False) -> ChunkedEngine:
+    """A `ChunkedEngine`, which can be asked ahead where the engine can."""
+    kind = AsyncChunkedEngine if isinstance(engine, AsyncRolloutEngine) else ChunkedEngine
+    return kind(engine, size, ranks, everywhere=everywhere)
 
 
 class ChunkedEngine(RolloutEngine):
@@ -68,9 +74,38 @@ class ChunkedEngine(RolloutEngine):
             return found
 
         ranks = ONE if self.everywhere else self.ranks
-        sampled = ranks.merged(sample_own, rollouts_codec(prompts))
-        flat = [rollout for chunk in sampled for rollout in chunk]
-        return sorted(flat, key=lambda rollout: rollout.group_id)  # stable: samples of a prompt stay in order
+        return _in_order(ranks.merged(sample_own, rollouts_codec(prompts)))
+
+
+class AsyncChunkedEngine(ChunkedEngine):
+    """The same over an engine that samples elsewhere. The rank that asks gets all chunks."""
+
+    def submit(
+        self, prompts: Sequence[Prompt], sampling: Sampling, *, samples_per_prompt: int, seed: int
+    ) -> PendingRollouts:
+        """Ask for every chunk."""
+        engine: Any = self.engine
+        engine.policy_version = self.policy_version
+        asked: list[tuple[list[int], list[Prompt], PendingRollouts]] = []
+        for places in chunks_of(prompts, self.size):
+            chunk = [prompts[place] for place in places]
+            result = engine.submit(chunk, sampling, samples_per_prompt=samples_per_prompt, seed=seed)
+            asked.append((places, chunk, result))
+
+        def wait() -> list[Rollout]:
+            found: list[list[Rollout]] = []
+            for places, chunk, result in asked:
+                rollouts = result()
+                check_rollouts(engine, rollouts, chunk, samples_per_prompt)
+                found.append(numbered(rollouts, places, samples_per_prompt))
+            return _in_order(found)
+
+        return wait
+
+
+def _in_order(chunks: Sequence[Sequence[Rollout]]) -> list[Rollout]:
+    """All rollouts in the order of the step's prompts; the sort is stable, so samples of a prompt stay in order."""
+    return sorted((rollout for chunk in chunks for rollout in chunk), key=lambda rollout: rollout.group_id)
 
 
 def chunks_of(prompts: Sequence[Prompt], size: int) -> list[list[int]]:

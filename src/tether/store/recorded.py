@@ -86,6 +86,12 @@ class StoredRollout:
     top_logprobs: TopLogprobs | None = None
     messages: Sequence[Mapping[str, Any]] = ()  # the messages of the prompt; empty in rollouts of older versions
     tools: Sequence[Mapping[str, Any]] = ()  # the tools of the prompt
+    policy_version: int | None = None  # of the policy that sampled it; None: the policy of its step
+
+    @property
+    def staleness(self) -> int:
+        """The number of steps by which the policy that sampled it is older than that of its step."""
+        return 0 if self.policy_version is None else self.step - self.policy_version
 
     @property
     def kl(self) -> Column | None:
@@ -170,6 +176,7 @@ def encode_rollout(rollout: StoredRollout) -> bytes:
             "prompt": rollout.prompt_text,
             "messages": [dict(message) for message in rollout.messages],
             **({"tools": [dict(tool) for tool in rollout.tools]} if rollout.tools else {}),
+            **({"policy_version": rollout.policy_version} if rollout.staleness else {}),
             "completion": rollout.completion,
             "pieces": list(rollout.pieces),
             "temperature": rollout.temperature,
@@ -210,6 +217,7 @@ def decode_rollout(
             top_logprobs=top_logprobs,
             messages=tuple(header.get("messages", ())),
             tools=tuple(header.get("tools", ())),
+            policy_version=header.get("policy_version"),
         )
     except _DAMAGED as error:
         raise StorageError(f"the tokens of step {step}, sample {row} are damaged in the run store ({error})") from None

@@ -152,6 +152,7 @@ def _stored_row(
         pieces=texts,
         messages=tuple(dict(message) for message in rollout.prompt.messages),
         tools=tuple(rollout.prompt.tools),
+        policy_version=rollout.policy_version if rollout.policy_version != step else None,
         **numbers,  # pyright: ignore[reportArgumentType]
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -91,23 +92,24 @@ class Attempt:
     def resume(self) -> int:
         """Restore the newest whole checkpoint, or start over where there is none; returns the steps taken."""
         run = self.run
+        unusable: Sequence[str] = ()
         checkpoint = self.checkpointer.newest()
         if checkpoint is not None:
             self.provenance.check(checkpoint)
-            run.training.restore(checkpoint)
+            unusable = run.training.restore(checkpoint)
             run.ended_early = str(checkpoint.values.get("ended_early", ""))
             self._restore_hooks(checkpoint)
         if self.recorder.rewind() and self.diagnosis is not None:
             self.diagnosis.read_history()
         if checkpoint is not None:  # after the rewind, which deletes events of this step
-            self._warn_of_missing_hooks(checkpoint)
+            self._warn_of_unused(checkpoint, unusable)
         run.event("resumed", f"resumed after {run.done} steps")
         return run.done
 
-    def fork(self, checkpoint: Checkpoint) -> int:
+    def fork(self, checkpoint: Checkpoint, unusable: Sequence[str] = ()) -> int:
         """Continue from another run's checkpoint, which training has restored; it becomes this run's first."""
         self._restore_hooks(checkpoint)
-        self._warn_of_missing_hooks(checkpoint)
+        self._warn_of_unused(checkpoint, unusable)
         self.checkpointer.save()
         self.run.event("forked", f"forked after {self.run.done} steps of another run")
         return self.run.done
@@ -117,7 +119,10 @@ class Attempt:
         for hook in self.run.hooks:
             hook.restore(checkpoint.values)
 
-    def _warn_of_missing_hooks(self, checkpoint: Checkpoint) -> None:
+    def _warn_of_unused(self, checkpoint: Checkpoint, unusable: Sequence[str]) -> None:
+        """Warn of what a checkpoint holds that this run cannot use."""
+        for text in unusable:
+            self.run.warn(text)
         passed = {hook.key for hook in self.run.hooks if isinstance(hook, UserHook)}
         for key in (key for key in checkpoint.values if key.startswith(HOOK_KEY) and key not in passed):
             self.run.warn(f"{key} has state in the checkpoint and is not passed now: the run continues without it.")

@@ -53,6 +53,7 @@ from tether.protocols import Sampling
 from tether.rewards.model import load_vocabulary
 from tether.rewards.parts import build_reward
 from tether.rewards.scoring import check_reward
+from tether.rollout.ahead import RolloutQueue
 from tether.rollout.chunks import in_chunks
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
@@ -164,7 +165,8 @@ def build_rl(
             or NativeEngine(
                 policy,
                 max_num_seqs=rollout.max_num_seqs,
-                states_for=sharing.shared,
+                # What is sampled ahead trains in a later step, and the shared backbone forgets between steps.
+                states_for=None if rollout.lag else sharing.shared,
                 general=rollout.engine == "transformers",
             ),
             recipe.distributed.rollout_chunk,
@@ -191,6 +193,7 @@ def build_rl(
         shared=sharing.shared,
         top_logprobs=recipe.store.top_logprobs,
         top_logprobs_every=recipe.store.rollouts_every,  # the store keeps no answers of other steps
+        queue=RolloutQueue(rollout.lag),
     )
 
 

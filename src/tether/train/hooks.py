@@ -253,6 +253,8 @@ def worst_tokens(experience: Experience, count: int = MAX_MISMATCHED_TOKENS) -> 
 class LogprobMismatch(StepHook):
     """Records the tokens that sampler and trainer disagree about most, when they exceed the worst of the run so far.
 
+    Answers of an older policy (`rollout.lag`) are left out: there the difference is what training has changed since.
+
     The mean, the maximum and the KL of every step are metrics (`logprob_diff`, `logprob_diff_max`, `sampler_kl`).
     """
 
@@ -273,7 +275,9 @@ class LogprobMismatch(StepHook):
 
     def after_step(self, outcome: StepOutcome) -> None:
         """Record an event where the largest difference is a new maximum above float32 rounding."""
-        found = worst_tokens(outcome.experience) if outcome.experience is not None else []
+        if outcome.experience is None or outcome.metrics.get("staleness"):
+            return
+        found = worst_tokens(outcome.experience)
         if not found or not found[0].gap > max(self.worst, MIN_MISMATCH):
             return
         first, self.worst = found[0], found[0].gap

@@ -38,6 +38,7 @@ class Replayed:
     now: Experience
     stored_numbers: dict[str, float]
     numbers: dict[str, float]
+    staleness: int = 0  # in steps: how much older the policy that sampled is than that of the step
 
     @property
     def same_advantages(self) -> bool:
@@ -101,6 +102,7 @@ def replay_step(run: RecordedRun, before: RLRecipe, after: RLRecipe, step: int) 
         now,
         _credit_numbers(stored) | _losses(before, stored, outputs, step, _coefficients(before, before, metrics)),
         _credit_numbers(now) | _losses(after, now, outputs, step, coefficients),
+        rollouts[0].staleness,
     )
 
 
@@ -164,6 +166,8 @@ def _step(run: RecordedRun, step: int | None) -> int:
 def _as_json(result: Replayed) -> dict[str, Any]:
     return {
         "step": result.step,
+        "policy_version": result.step - result.staleness,
+        "staleness": result.staleness,
         "same_advantages": result.same_advantages,
         "largest_difference": result.largest_difference,
         "stored": result.stored_numbers,
@@ -173,6 +177,10 @@ def _as_json(result: Replayed) -> dict[str, Any]:
 
 def _table(result: Replayed) -> Table:
     title = f"step {result.step}; losses of the update's last pass over each token"
+    if result.staleness:
+        plural = "s" if result.staleness > 1 else ""
+        version = result.step - result.staleness
+        title += f"\nsampled by policy version {version}, {result.staleness} step{plural} before"
     table = Table("", "as it was", "replayed", box=None, title=title, title_justify="left")
     for name in dict.fromkeys((*result.stored_numbers, *result.numbers)):
         values = (result.stored_numbers.get(name), result.numbers.get(name))

@@ -5,15 +5,16 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
+from tether.algorithms.algorithm import Algorithm, Coefficients, Controllers, ExtraGradient, TokenObjective
 from tether.algorithms.objectives import Clip, PolicyObjective
 from tether.data.examples import DataOrder
-from tether.data.rows import collate
+from tether.data.rows import Collated, collate
 from tether.device_transfer import brought
 from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner
@@ -25,9 +26,21 @@ from tether.ops.kl import log_ratio
 from tether.ops.losses import clip_cases
 from tether.protocols import RewardFn, RolloutEngine, Sampling, StepOutcome
 from tether.rewards.scoring import failure_errors, part_metrics, score_rollouts
+from tether.rollout.ahead import RolloutQueue, RolloutRequest, staleness
 from tether.rollout.native import check_rollouts
 from tether.seeds import derive_seed
-from tether.types import Experience, Loss, Metrics, Prompt, Rollout, Score, TokenOutputs, extend
+from tether.types import (
+    EvaluatedBatch,
+    Experience,
+    Loss,
+    Metrics,
+    Prompt,
+    Rollout,
+    Score,
+    TokenBatch,
+    TokenOutputs,
+    extend,
+)
 
 Heartbeat = Callable[[str], None]
 """Called as a phase starts, with its name, such as `rollout, step 12`."""
@@ -57,6 +70,7 @@ class RLParts:
     shared: SharedBackbone | None = None  # layers that remember what they were run on
     top_logprobs: int = 0  # most probable tokens to keep beside each sampled one
     top_logprobs_every: int = 1  # in steps; 0: never
+    queue: RolloutQueue = field(default_factory=RolloutQueue)  # what was asked for, ahead of the step that takes it
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -141,22 +155,14 @@ def score(parts: RLParts, rollouts: Sequence[Rollout]) -> list[Score]:
 def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Heartbeat = _nothing) -> StepResult:
     """One iteration: rollout, scores, evaluation, update."""
     algorithm, learner, phases = parts.algorithm, parts.learner, Timers(parts.learner.device)
-    coefficients, every = controllers.coefficients(), parts.top_logprobs_every
+    coefficients = controllers.coefficients()
 
     def begin(phase: str) -> None:
         heartbeat(f"{phase}, step {step}")
         phases.begin(phase)
 
     begin("rollout")
-    parts.engine.policy_version = step
-    prompts = parts.prompts.take(step * parts.prompts_per_step, parts.prompts_per_step)
-    rollouts = parts.engine.generate(
-        prompts,
-        parts.sampling,
-        samples_per_prompt=parts.samples_per_prompt,
-        seed=derive_seed(parts.seed, "rollout", step),
-    )
-    check_rollouts(parts.engine, rollouts, prompts, parts.samples_per_prompt)
+    rollouts = parts.queue.take(step, parts.steps, partial(rollout_request, parts), parts.engine, learner.ranks)
     phases.hold_beside(parts.engine.cache_bytes)
     parts.engine.release()
     begin("scores")
@@ -171,28 +177,14 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
     warming = algorithm.warmup_at(step) is not None
     with learner.training_only("critic") if warming else nullcontext():
         begin("evaluation")
-        evaluated = evaluate_tokens(
-            made.batch,
-            parts.roles,
-            minibatch_size=algorithm.minibatch_size,
-            micro_batch_tokens=learner.micro_batch_tokens,
-            device=learner.device,
-            shrink_micro_batch=learner.shrink_micro_batch,
-            top_tokens=parts.top_logprobs if every and step % every == 0 else 0,
-            ranks=learner.ranks,
-            elsewhere=learner.elsewhere,
-        )
+        evaluated = evaluate_batch(parts, step, made.batch)
         begin("update")
         experience, sums = algorithm.advantages(evaluated, coefficients.reference)
         stats = TokenStats(experience, learner.ranks)
         objective = algorithm.objective_at(step, coefficients)
         sums.merge(update(parts, step, stats, objective))
 
-    metrics = sums.values() | made.dropped | part_metrics(scores)
-    metrics |= {"kl_coef": coefficients.reference} if algorithm.needs_reference else {}
-    metrics |= {"penalty_coef": coefficients.old} if coefficients.old else {}
-    counted = {"learned": made.batch.attention_mask, "sampled": made.batch.response_mask}
-    metrics |= {f"tokens/{name}": float(mask.sum()) for name, mask in counted.items()}
+    metrics = sums.values() | made.dropped | part_metrics(scores) | step_metrics(parts, step, made, coefficients)
     metrics |= phases.metrics()
     if warming:  # the policy has not moved, so the controllers have nothing to react to
         metrics["critic_warmup"] = 1.0
@@ -211,6 +203,38 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
         reward_errors=tuple(failure_errors(scores)),
         controllers=controllers,
     )
+
+
+def rollout_request(parts: RLParts, step: int) -> RolloutRequest:
+    """What step `step` asks the engine for."""
+    prompts = parts.prompts.take(step * parts.prompts_per_step, parts.prompts_per_step)
+    seed = derive_seed(parts.seed, "rollout", step)
+    return RolloutRequest(step, prompts, parts.sampling, parts.samples_per_prompt, seed)
+
+
+def evaluate_batch(parts: RLParts, step: int, batch: TokenBatch) -> EvaluatedBatch:
+    """The log-probs, values and entropy of the roles, before the update of `step`."""
+    learner, every = parts.learner, parts.top_logprobs_every
+    return evaluate_tokens(
+        batch,
+        parts.roles,
+        minibatch_size=parts.algorithm.minibatch_size,
+        micro_batch_tokens=learner.micro_batch_tokens,
+        device=learner.device,
+        shrink_micro_batch=learner.shrink_micro_batch,
+        top_tokens=parts.top_logprobs if every and step % every == 0 else 0,
+        ranks=learner.ranks,
+        elsewhere=learner.elsewhere,
+    )
+
+
+def step_metrics(parts: RLParts, step: int, made: Collated, coefficients: Coefficients) -> dict[str, float]:
+    """The coefficients of a step, its numbers of tokens and, with a lag, how old its answers are."""
+    metrics = {"kl_coef": coefficients.reference} if parts.algorithm.needs_reference else {}
+    metrics |= {"penalty_coef": coefficients.old} if coefficients.old else {}
+    counted = {"learned": made.batch.attention_mask, "sampled": made.batch.response_mask}
+    metrics |= {f"tokens/{name}": float(mask.sum()) for name, mask in counted.items()}
+    return metrics | ({"staleness": staleness(made.rollouts, step)} if parts.queue.lag else {})
 
 
 def update(parts: RLParts, step: int, stats: TokenStats, objective: TokenObjective) -> Metrics:

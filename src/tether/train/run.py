@@ -219,8 +219,7 @@ def _train(
         if notice is not None:
             notify(notice)
     workspace_at(recipe.run.directory, recipe.store.url).name_of(run_path(recipe))
-    if forked is not None:
-        training.restore(forked.checkpoint)
+    unusable = training.restore(forked.checkpoint) if forked is not None else ()
     planned = RunPlan.of(recipe, shape, training, policy)
     check_room(recipe, planned.plan, training, free_memory(policy.model.device), notify)
     # The folder appears only after everything in the recipe has been checked.
@@ -228,7 +227,7 @@ def _train(
     folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin, consent.current().root)
     run = RunContext(recipe, folder, training, policy, notify, resumes=resume)
     with Attempt(run, planned, loaded, objects) as attempt:
-        start = attempt.resume() if resume else attempt.fork(forked.checkpoint) if forked is not None else 0
+        start = attempt.resume() if resume else attempt.fork(forked.checkpoint, unusable) if forked is not None else 0
         ranks.begin(training, start)
         begin(training.total, start)
 

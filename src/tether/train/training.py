@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -22,6 +23,7 @@ from tether.config.recipes import Recipe, RLRecipe
 from tether.errors import StorageError
 from tether.learner.learner import Learner
 from tether.learner.learner_state import LearnerState
+from tether.learner.ranks import Packed
 from tether.models.backbones import backbone_notices
 from tether.models.load import LoadedModel
 from tether.models.roles import ActorCritic
@@ -29,12 +31,13 @@ from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import SharedBackbone
 from tether.ops.kl import AdaptiveKL, FixedKL, KLController, ProportionalKL
 from tether.protocols import StepOutcome
+from tether.rollout.ahead import lag_notices
 from tether.seeds import derive_seed
 from tether.store.checkpoints import Checkpoint
 from tether.train.build import build_rl, build_supervised
 from tether.train.inputs import Inputs
 from tether.train.objects import Objects
-from tether.train.rl import train_rl
+from tether.train.rl import rollout_request, train_rl
 from tether.train.supervised import train_supervised
 
 Stop = Callable[[], bool]
@@ -76,8 +79,8 @@ class Training(Protocol):
         """A checkpoint after `step` steps."""
         ...
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Restore the state of a checkpoint."""
+    def restore(self, checkpoint: Checkpoint) -> Sequence[str]:
+        """Restore the state of a checkpoint. Sentences say what of it a fork cannot use."""
         ...
 
     def finish(self) -> dict[str, Any]:
@@ -97,6 +100,8 @@ class FromRollouts:
         self.notices: tuple[str, ...] = self.parts.engine.notices
         self.notices += backbone_notices(self.parts.roles.actor)
         self.notices += getattr(self.parts.reward, "notices", ())
+        cap = self.parts.algorithm.advantage_settings.importance_sampling_cap
+        self.notices += lag_notices(self.parts.queue.lag, self.parts.engine, cap)
         self.controllers = self.parts.algorithm.controllers
 
     def as_saved(self) -> AbstractContextManager[None]:
@@ -110,14 +115,20 @@ class FromRollouts:
             yield result
 
     def capture(self, step: int, values: dict[str, Any]) -> Checkpoint:
-        """Capture learner, controllers and random generators."""
-        return capture(step, self.learner, values, controllers=(self.parts.algorithm.controllers, self.controllers))
+        """Capture learner, controllers, random generators and the rollouts that were asked for."""
+        controllers, asked = (self.parts.algorithm.controllers, self.controllers), self.parts.queue.state
+        return capture(step, self.learner, values, controllers=controllers, asked=asked)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint) -> Sequence[str]:
         """Restore them."""
         restored = restore(checkpoint, self.learner, fresh=self.parts.algorithm.controllers)
         assert restored is not None
         self.controllers = restored
+        saved = checkpoint.values.get("rollouts")
+        if saved is None:
+            return ()
+        unusable = self.parts.queue.restore(saved, checkpoint.tensors["rollouts"], partial(rollout_request, self.parts))
+        return () if unusable is None else (unusable,)
 
     def finish(self) -> dict[str, Any]:
         """Return an empty report."""
@@ -148,9 +159,10 @@ class FromRecords:
         """Capture learner, random generators, and which rows the cache of the shared backbone was computed with."""
         return capture(step, self.learner, values, shared=self.parts.shared)
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint) -> Sequence[str]:
         """Restore them."""
         restore(checkpoint, self.learner, shared=self.parts.shared)
+        return ()
 
     def finish(self) -> dict[str, Any]:
         """Centre a reward model and report on held-out records; write the backbone cache that is kept."""
@@ -179,15 +191,21 @@ def capture(
     *,
     shared: SharedBackbone | None = None,
     controllers: tuple[Controllers, Controllers] | None = None,
+    asked: Callable[[], Packed] | None = None,
 ) -> Checkpoint:
     """A checkpoint after `step` steps; `controllers` are the first ones and the current ones.
 
-    Its tensors are copies: training may go on while it is written.
+    Its tensors are copies: training may go on while it is written. `asked` is called last: it waits for rollouts that
+    are sampled meanwhile.
     """
     state = learner.state(copy=True)
     tensors: dict[str, Mapping[str, Tensor]] = {"learner": state.tensors, "random": random_tensors()}
     if shared is not None:
         tensors["backbone"] = shared.memory()
+    rollouts, columns = asked() if asked is not None else ({"asked": {}}, {})
+    if rollouts["asked"]:
+        values = values | {"rollouts": rollouts}
+        tensors["rollouts"] = columns
     return Checkpoint(
         step,
         tensors,
