@@ -76,10 +76,19 @@ def _recomputing(backbone: PreTrainedModel) -> Iterator[None]:
 class OutputLayer:
     """How hidden states become logits: softcap * tanh(scale * (h W^T + b) / softcap), no tanh where no softcap."""
 
-    weight: Tensor  # (V, H)
-    bias: Tensor | None
+    linear: nn.Linear  # whose tensors are read when they are used: gathering them makes new ones
     scale: float
     softcap: float | None
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, H)."""
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(V,), where there is one."""
+        return self.linear.bias
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OutputLayer:
@@ -96,7 +105,7 @@ class OutputLayer:
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
-        layer = cls(linear.weight, linear.bias, scale, getattr(config, "final_logit_softcapping", None))
+        layer = cls(linear, scale, getattr(config, "final_logit_softcapping", None))
         layer.check(model)
         return layer
 

@@ -68,7 +68,8 @@ class ChunkedEngine(RolloutEngine):
             return found
 
         ranks = ONE if self.everywhere else self.ranks
-        sampled = ranks.merged(sample_own, rollouts_codec(prompts))
+        with self.ranks.gathered():
+            sampled = ranks.merged(sample_own, rollouts_codec(prompts))
         flat = [rollout for chunk in sampled for rollout in chunk]
         return sorted(flat, key=lambda rollout: rollout.group_id)  # stable: samples of a prompt stay in order
 

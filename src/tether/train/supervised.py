@@ -15,6 +15,7 @@ from tether.data.order import DataOrder
 from tether.evaluation.metrics import wilson
 from tether.learner.learner import Learner
 from tether.models.heads import ScalarModel
+from tether.models.roles import ReferencePolicy
 from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import Objective
 from tether.train.rl import Timers
@@ -40,6 +41,7 @@ class SupervisedParts(Generic[Example]):
     report: Callable[[SupervisedParts[Any]], dict[str, Any]] = lambda parts: {}  # noqa: ARG005
     as_saved: Callable[[SupervisedParts[Any]], AbstractContextManager[None]] = lambda parts: nullcontext()  # noqa: ARG005
     shared: SharedBackbone | None = None  # layers that remember what they were run on
+    reference: ReferencePolicy | None = None
 
 
 def train_supervised(
