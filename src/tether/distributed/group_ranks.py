@@ -24,6 +24,7 @@ from tether.errors import ConfigError
 from tether.learner.learner import Learner
 from tether.learner.learner_state import LearnerState
 from tether.learner.ranks import Codec, Ranks
+from tether.models.backbones import Backbone, backbone_notices
 from tether.models.heads import ScalarHead, ScalarModel
 from tether.models.roles import ActorCritic, ReferencePolicy
 from tether.rollout.chunks import ChunkedEngine
@@ -107,6 +108,10 @@ class GroupRanks(Ranks):
         learner.hold({name: share.held for name, share in self.shares.by_name.items()})
         self.sharded, self.group.interleaved = True, True
         self.trained = training.model
+        for module in model.modules():
+            if isinstance(module, Backbone):
+                module.fast.look_again(module.model)
+        training.notices = tuple(dict.fromkeys((*training.notices, *backbone_notices(model))))
 
     def fills(self, pieces: int) -> bool:
         """Whether this rank has no piece in the last round."""

@@ -254,6 +254,11 @@ class PackedBackend:
         self.reason = self._disagreement(model)
         self.captured = cuda_graphs() if self.backend == "fused" else None
 
+    def look_again(self, model: PreTrainedModel) -> None:
+        """After the model's modules were changed: whether the pass still knows them."""
+        if self.reason is None:
+            self.reason = unsupported_reason(model, PROBE_LENGTH)
+
     @torch.no_grad()
     def _disagreement(self, model: PreTrainedModel) -> str | None:
         """Why the pass is not to be taken: each layer is tried by itself, so that rounding does not add up."""
