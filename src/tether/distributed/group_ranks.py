@@ -92,7 +92,7 @@ class GroupRanks(Ranks):
             inner = parts.engine.engine if isinstance(parts.engine, ChunkedEngine) else parts.engine
             engine = ChunkedEngine(inner, chunk, self, everywhere=parts.shared is not None)
             training.parts = dataclasses.replace(parts, engine=engine)
-        if recipe.distributed.shard == "full":
+        if recipe.distributed.shard == "full" and self.count > 1:
             self._shard(training)
 
     # -- weights that ranks share -------------------------------------------------------------------------------------

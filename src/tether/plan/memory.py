@@ -32,6 +32,7 @@ from tether.learner.adamw import BLOCK, BUCKET, PART
 from tether.models.acceleration import FUSED_CHUNK_ELEMENTS as FUSED_CHUNK
 from tether.models.acceleration import MAX_WORK
 from tether.ops.logprobs import CHUNK_ELEMENTS
+from tether.plan.gathered import gathered
 from tether.plan.workload import Shape, Work
 
 Backend = Literal["plain", "fused", "modules"]
@@ -157,6 +158,11 @@ class RoleCost:
         """Bytes held for the whole run."""
         return self.weights + self.optimizer
 
+    def shared_by(self, ranks: int) -> RoleCost:
+        """What one of so many ranks holds where they share weights."""
+        own = {name: -(-getattr(self, name) // ranks) for name in ("weights", "gradients", "optimizer")}
+        return replace(self, **own)
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -234,8 +240,13 @@ class Held:
         return 4 * (bucket * (copies + 2) + min(count, PART) * CLOSING)
 
 
-def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None) -> Memory:
-    """The memory of the recipe, by role and phase; `critic` is the critic's shape if it differs from the policy's."""
+def memory_of(
+    recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None, ranks: int = 1
+) -> Memory:
+    """The memory of the recipe, by role and phase, on each of `ranks` ranks.
+
+    `critic` is the critic's shape if it differs from the policy's.
+    """
     held = Held.of(recipe, shape, device)
     micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_batch_tokens // max(1, work.longest_row)))
     micro_batches = math.ceil(work.minibatch / micro_rows)
@@ -245,6 +256,9 @@ def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str, critic: Sha
     roles = _roles(recipe, shape, work, held, one)
     if critic is not None:
         roles = tuple(_critic_of(critic, held, other) if role.role == "critic" else role for role in roles)
+    shared_by = ranks if recipe.distributed.shard == "full" else 1
+    if shared_by > 1:
+        roles = tuple(role.shared_by(shared_by) for role in roles)
     kept = {role.role: other.kept(own) if role.role == "critic" else one.kept(shape) for role in roles}
     always = sum(role.held for role in roles) + (CUDA_LIBRARIES if device == "cuda" else 0)
     graphs = sum(role.gradients + kept[role.role] for role in roles if role.activations) if one.captured else 0
@@ -262,6 +276,9 @@ def memory_of(recipe: Recipe, shape: Shape, work: Work, device: str, critic: Sha
     largest = max(shape.embedding, own.embedding)
     several = micro_batches > 1 or one.captured
     phases["update"] = always + _update(shape, work, held, one, roles, (passing, stays, largest), several=several)
+    if shared_by > 1:
+        for phase, size in gathered(recipe, shape, own, work, held.width).items():
+            phases |= {phase: phases[phase] + size} if phase in phases else {}
     return Memory(roles, phases, micro_rows, micro_batches)
 
 
