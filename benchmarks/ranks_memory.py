@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python benchmarks/ranks_memory.py [--ranks 1 2 4] [--mode separate] [--steps 2] [--json]
 
 PPO with four roles in float32 on CPUs over gloo; a model of random weights (98M). A rank's peak is the largest resident
-memory in a phase less what the process had before it loaded the model. Peaks while the roles are built are listed apart.
-Seconds are those of a whole step, of the second and later ones; `alone` is one rank that runs as many of the
-micro-batches as each of several does, so the ratio to it is what exchanging costs, cores permitting.
+memory in a phase less what the process had before it loaded the model. `build` is before the first step.
+Seconds are those of the fastest update after the first step, and `exchanging` is the part of it in which rank 0 sent,
+received or waited for another rank: more where ranks have to share a core.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the rows as JSON on the last line")
     options = parser.parse_args()
     if any(name not in os.environ for name in MALLOC):
-        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)  # noqa: S606
+        os.execve(sys.executable, [sys.executable, *sys.argv], os.environ | MALLOC)
     torch.set_num_threads(1)
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:

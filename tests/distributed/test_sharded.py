@@ -1,4 +1,4 @@
-"""`distributed.shard: full`: ranks share weights, gradients and optimizer state, and the bits are those of one process."""
+"""`distributed.shard: full`: ranks share weights, gradients and optimizer state, to the bits of one process."""
 
 from __future__ import annotations
 

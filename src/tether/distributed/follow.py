@@ -32,6 +32,7 @@ def follow(group: ProcessGroup) -> None:
         training.restore(checkpoint)
     else:  # a sharded run begins with the weights that each rank built
         set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
+        training.learner.micro_batch_tokens = int(checkpoint.values["learner"]["micro_batch_tokens"]["now"])
     steps = training.steps(checkpoint.step, lambda: False, lambda words: None)  # noqa: ARG005
     ranks = training.learner.ranks
     assert isinstance(ranks, GroupRanks)

@@ -1,13 +1,13 @@
 """Models whose weights are shared over ranks by FSDP2, gathered around the work that reads them.
 
-FSDP2 (`fully_shard`) keeps 1/W of each parameter's rows on each of W ranks. It gathers the parameters of a *unit* before
-the unit's forward pass, frees them after it, gathers them again in the backward pass, and hands their gradients to the
-ranks that own the rows. Units here are not the models' modules but small modules of our own (`Unit`), for two reasons:
+FSDP2 (`fully_shard`) keeps 1/W of each parameter's rows on each of W ranks. It gathers the parameters of a *unit*
+before the unit's forward pass, frees them after it, gathers them again in the backward pass, and hands their gradients
+to the ranks that own the rows. Units here are not the models' modules but small modules of our own (`Unit`), for two reasons:
 
 - Roles share tensors (`roles.mode: lora` has one base under three trees). A unit is a set of parameters, wherever they
   stand: those of one layer, or of what is beside the layers, that the same roles train.
-- The passes of `accel/` run no layer's own `forward`. They ask `tether.gathering` for the weights instead, as the model's
-  own modules do here (`GatheredForward`), so both find them whole, and none finds hooks that it does not know.
+- The passes of `accel/` run no layer's own `forward`. They ask `tether.gathering` for the weights instead, as the
+  model's own modules do here (`GatheredForward`). Both find them whole, and none finds hooks that it does not know.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class UnitsGatherer:
 class OrderedReduceScatter(ReduceScatter):
     """Adds the gradients of a round to the sum of those before it, in the order of ranks: see `sums.py`.
 
-    FSDP calls it with the gradients of a unit's parameters side by side, and gives each parameter its part of the output.
+    FSDP calls it with the gradients of a unit's parameters side by side, and gives each its part of the output.
     The output is the new sum and not what is added to the old one: the order of additions must be that of one process.
     """
 

@@ -37,8 +37,8 @@ from tether.types import Prompt
 T = TypeVar("T")
 
 UNLIKE = (
-    "its weights are no longer those of rank 0: ranks need the same kind of processor or GPU, the same versions and the "
-    "same number of threads"
+    "its weights are no longer those of rank 0: ranks need the same kind of processor or GPU, the same versions and "
+    "the same number of threads"
 )
 
 

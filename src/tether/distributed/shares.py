@@ -2,8 +2,8 @@
 
 Everything that a step does to single numbers is done on the shares. What reads a whole tensor is done here:
 
-- **Norms.** A norm's bits depend on the order of additions within a tensor. Each gradient is put together on one rank, in
-  turn, which takes its norm as one process would.
+- **Norms.** A norm's bits depend on the order of additions within a tensor. Each gradient is put together on one rank,
+  in turn, which takes its norm as one process would.
 - **The optimizer's step.** torch's AdamW on a CPU rounds the last numbers of a tensor, those that do not fill a vector,
   differently. A share that does not begin and end with a whole line of `LINE` numbers is held as a `window` of whole
   lines, so that a number is in a vector if and only if it is in the whole tensor.
@@ -12,6 +12,7 @@ Everything that a step does to single numbers is done on the shares. What reads 
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -42,7 +43,7 @@ class Share:
         rows, self.inner = self.shape[0], math.prod(self.shape[1:])
         most = -(-rows // group.count)
         ends = [min(rows, most * rank) * self.inner for rank in range(group.count + 1)]
-        self.sizes = [stop - start for start, stop in zip(ends, ends[1:], strict=False)]  # of every rank's share
+        self.sizes = [stop - start for start, stop in itertools.pairwise(ends)]  # of every rank's share
         self.start, self.stop = ends[group.index], ends[group.index + 1]
         whole = rows * self.inner
         self.first = self.start // LINE * LINE

@@ -5,9 +5,9 @@ stands beside a role's layers (embeddings, the output layer, norms) and L those 
 
 - Sampling gathers the whole policy, and copies one unit of it at a time out of the buffer it arrives in.
 - A forward pass holds E and one L. Two buffers exist where one unit follows another: E + 3 L, or 2 E + L at the first.
-- A backward pass holds E and two L, as the next layer arrives while one is at work, and four L of gradients: as they are,
-  side by side to be sent (twice, as the last ones wait), and received. E of weights and E of gradients stay to the end
-  for each role that is trained whole; there they are sent and received too.
+- A backward pass holds E and two L, as the next layer arrives while one is at work, and four L of gradients: as they
+  are, side by side to be sent (twice, as the last ones wait), and received. E of weights and E of gradients stay to the
+  end for each role that is trained whole; there they are sent and received too.
 """
 
 from __future__ import annotations

@@ -227,13 +227,13 @@ def _status(file: str, name: str) -> int | None:
     return None
 
 
-def weights_fit(recipe: Recipe, shape: Shape, machine: Machine, free: int) -> Judgement:
+def weights_fit(recipe: Recipe, shape: Shape, machine: Machine, free: int, ranks: int = 1) -> Judgement:
     """Whether weights, gradients and optimizer fit, before any of them is allocated; needs no data."""
-    roles = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), machine).memory.roles
+    roles = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), machine, ranks=ranks).memory.roles
     needed = sum(role.held + role.gradients for role in roles)
     if needed * (1.0 - _error(machine)) <= free:
         return Judgement("fits")
-    plan = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), _with_memory(machine, free))
+    plan = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), _with_memory(machine, free), ranks=ranks)
     what = f"the weights, gradients and optimizer of this run take {_size(needed)}"
     return Judgement("refused", _refusal(recipe, plan, what, free))
 
