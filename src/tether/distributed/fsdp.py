@@ -2,7 +2,7 @@
 
 FSDP2 (`fully_shard`) keeps 1/W of each parameter's rows on each of W ranks. It gathers the parameters of a *unit*
 before the unit's forward pass, frees them after it, gathers them again in the backward pass, and hands their gradients
-to the ranks that own the rows. Units here are not the models' modules but small modules of our own (`Unit`), for two reasons:
+to the ranks that own the rows. Units here are not the models' modules but small modules of our own (`Unit`):
 
 - Roles share tensors (`roles.mode: lora` has one base under three trees). A unit is a set of parameters, wherever they
   stand: those of one layer, or of what is beside the layers, that the same roles train.
