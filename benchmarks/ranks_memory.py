@@ -1,8 +1,8 @@
 """Peak memory of each rank with `distributed.shard: full`, against what the plan says, and what exchanging costs.
 
-    OMP_NUM_THREADS=1 python benchmarks/ranks_memory.py [--ranks 1 2 4] [--mode separate] [--steps 2] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/ranks_memory.py [--ranks 1 2 4] [--shard full none] [--mode separate] [--json]
 
-PPO with four roles in float32 on CPUs over gloo; a model of random weights (98M). A rank's peak is the largest resident
+PPO with four roles in float32 on CPUs over gloo; a model of random weights (30M). A rank's peak is the largest resident
 memory in a phase less what the process had before it loaded the model. `build` is before the first step.
 Seconds are those of the fastest update after the first step, and `exchanging` is the part of it in which rank 0 sent,
 received or waited for another rank: more where ranks have to share a core.
@@ -40,17 +40,17 @@ from tether.plan.workload import Lengths, Shape, work_of  # noqa: E402
 from tether.train import rl, run  # noqa: E402
 
 SHAPE = {
-    "vocab_size": 16384,
-    "hidden_size": 768,
-    "intermediate_size": 2048,
-    "num_hidden_layers": 12,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 12,
+    "vocab_size": 8192,
+    "hidden_size": 512,
+    "intermediate_size": 1408,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 8,
     "max_position_embeddings": 512,
 }
 PROMPT = 16
 RUN = (
-    *("--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "1", "--rollout.max_new_tokens", "16"),
+    *("--rollout.prompts_per_step", "4", "--rollout.samples_per_prompt", "1", "--rollout.max_new_tokens", "8"),
     *("--ppo.minibatch_size", "4", "--ppo.epochs", "1", "--optimizer.micro_batch_tokens", "64"),
     *("--model.dtype", "float32", "--evaluation.every", "0", "--checkpoint.every", "0", "--run.save", "false"),
 )
@@ -163,6 +163,7 @@ def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
+    parser.add_argument("--shard", choices=("none", "full"), nargs="+", default=["full"], help="for several ranks")
     parser.add_argument("--mode", choices=("separate", "lora"), default="separate")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON on the last line")
@@ -174,15 +175,13 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         model = save_model(folder / "model")
-        for shard in ("none", "full"):
-            for count in options.ranks:
-                if count == 1 and shard == "full":
-                    continue
-                flags = ("--distributed.shard", shard, "--roles.mode", options.mode, "--run.steps", str(options.steps))
-                own = tiny("ppo", folder / f"runs-{shard}-{count}", "--model.path", str(model), *RUN, *flags)
-                found = measure(own, count, folder / f"{shard}-{count}")
-                rows.append(row_of(found, planned(own, model, count), shard, count))
-                print_row(rows[-1])
+        cases = [("none" if count == 1 else shard, count) for shard in options.shard for count in options.ranks]
+        for shard, count in dict.fromkeys(cases):
+            flags = ("--distributed.shard", shard, "--roles.mode", options.mode, "--run.steps", str(options.steps))
+            own = tiny("ppo", folder / f"runs-{shard}-{count}", "--model.path", str(model), *RUN, *flags)
+            found = measure(own, count, folder / f"{shard}-{count}")
+            rows.append(row_of(found, planned(own, model, count), shard, count))
+            print_row(rows[-1])
     if options.json:
         print(json.dumps(rows))
     return 0

@@ -20,7 +20,7 @@ from tether.distributed.group import ProcessGroup
 from tether.distributed.launch import LAUNCHER
 from tether.distributed.shares import Shares
 from tether.distributed.sums import exact_sums, fast_sums
-from tether.errors import ConfigError
+from tether.errors import ConfigError, StorageError
 from tether.learner.learner import Learner
 from tether.learner.learner_state import LearnerState
 from tether.learner.ranks import Codec, Ranks
@@ -105,7 +105,11 @@ class GroupRanks(Ranks):
         whole = dict(learner.named)
         models = ShardedModels(trees_of(model, reference), learner.groups, exact=self.reduction == "exact")
         self.shares = Shares(self.group, models, whole)
-        learner.hold({name: share.held for name, share in self.shares.by_name.items()})
+        shares = self.shares.by_name
+        learner.hold(
+            {name: share.held for name, share in shares.items()},
+            {name: (share.first, share.shape.numel()) for name, share in shares.items()},
+        )
         self.sharded, self.group.interleaved = True, True
         self.trained = training.model
         for module in model.modules():
@@ -156,6 +160,11 @@ class GroupRanks(Ranks):
         if self.shares is None:
             yield
             return
+        if self.learner is None:  # the other ranks have not been told of the state yet
+            raise StorageError(
+                "the best model has to be saved again, which ranks that share weights do only after a step: resume the "
+                "run in one process for a step"
+            )
         self.group.tell({"what": "whole"})
         with self.gathered():
             yield
@@ -165,6 +174,9 @@ class GroupRanks(Ranks):
         """Have every rank write its share into the folder that becomes the checkpoint."""
         if self.shares is None:
             return checkpoint
+        if self.learner is None:  # a fork's first checkpoint is the one that it starts from
+            assert self._restored is not None
+            return dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, "learner": self._restored.tensors})
         place = checkpoints.begin(folder, checkpoint.step)
         self.group.tell({"what": "write", "folder": str(place)})
         return self.write_share(place, checkpoint)

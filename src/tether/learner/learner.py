@@ -158,8 +158,11 @@ class Learner:
         self._unread_batches = 0  # batches since the finite-check was last read, on any rank
         self._part_done: Callable[[], None] = lambda: None
 
-    def hold(self, shares: Mapping[str, nn.Parameter]) -> None:
-        """Step these in place of the whole parameters of the same names; before the first step."""
+    def hold(self, shares: Mapping[str, nn.Parameter], spans: Mapping[str, tuple[int, int]]) -> None:
+        """Step these in place of the whole parameters of the same names; before the first step.
+
+        `spans` say where in the whole parameter a share begins, and how many numbers that has.
+        """
         names = {parameter: name for name, parameter in self.named.items()}
         self.groups = {group: [shares[names[p]] for p in parameters] for group, parameters in self.groups.items()}
         self.named = {name: shares[name] for name in self.named}
@@ -167,6 +170,8 @@ class Learner:
         self.optimizer = self.settings.adamw(
             [{"params": parameters, "lr": rates[name], "name": name} for name, parameters in self.groups.items()]
         )
+        if isinstance(self.optimizer, MixedAdamW):
+            self.optimizer.spans = {share: spans[name] for name, share in shares.items()}
 
     @contextmanager
     def training_only(self, *names: str) -> Iterator[None]:
