@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
-from torch.distributed.tensor import DTensor
 
 from tether.gathering import GatheredForward, set_gatherer
 from tether.learner.norms import HALF
@@ -47,7 +46,7 @@ class Unit(nn.Module):
         """The work; FSDP's hooks around it gather the parameters, and see what is given and returned."""
         return work(*given)
 
-    def shard(self, mesh: Any, *, exact: bool, filling: Callable[[], bool]) -> dict[nn.Parameter, DTensor]:
+    def shard(self, mesh: Any, *, exact: bool, filling: Callable[[], bool]) -> dict[nn.Parameter, Any]:
         """Keep this rank's share of each parameter; returns them."""
         before, self.names = self.names, {}  # which holds the whole parameters
         chosen = set(before.values())
@@ -138,7 +137,7 @@ class ShardedModels:
         self.of_model = {tree.model: _owners(owner, tree.model.parameters()) for tree in trees}
         gatherers = [UnitsGatherer(_owners(owner, parameters_of(piece.modules))) for piece in pieces]
         owner.clear()
-        self.units, self.shares = units, dict[nn.Parameter, DTensor]()
+        self.units, self.shares = units, dict[nn.Parameter, Any]()
         trained = {parameter for parameters in groups.values() for parameter in parameters}
         for unit in units:
             made = unit.shard(mesh, exact=exact, filling=lambda: self.filling)

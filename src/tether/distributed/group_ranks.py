@@ -170,7 +170,7 @@ class GroupRanks(Ranks):
             yield
         self.group.tell({"what": "done"})
 
-    def write_shares(self, folder: Path, checkpoint: Checkpoint) -> Checkpoint:
+    def write_shares(self, folder: Path, checkpoint: Any) -> Any:
         """Have every rank write its share into the folder that becomes the checkpoint."""
         if self.shares is None:
             return checkpoint
