@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from tether.learner.gradients import clip, read_norms, total_norm
+from tether.learner.gradients import clip
+from tether.learner.norms import read_norms, total_norm
 
 
 @given(limit=st.floats(0.01, 100.0), scale=st.floats(1e-3, 1e3), seed=st.integers(0, 99))

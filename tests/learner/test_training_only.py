@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from tether.learner.gradients import read_norms, total_norm
 from tether.learner.learner import Learner, LearnerSettings
+from tether.learner.norms import read_norms, total_norm
 from tether.types import Loss, Metrics, Sequences
 
 

@@ -259,6 +259,11 @@ def _norm(owner: Any, name: str | None, family: Family) -> Norm | None:
     return Norm(module.weight, getattr(module, family.epsilon), family.offset)
 
 
+def read_layer(backbone: Any, index: int) -> Layer:
+    """One block as it is now: gathering its weights makes new tensors."""
+    return _layer(backbone, backbone.layers[index], BACKBONES[type(backbone)])
+
+
 def _layer(backbone: Any, block: Any, family: Family) -> Layer:
     attention, mlp = block.self_attn, block.mlp
     windows = {None: None, "config": backbone.config, "attention": attention}

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from tether.accel.families import BACKBONES, CAUSAL_LMS
 from tether.accel.spec import DecoderSpec, rotary_kinds
+from tether.gathering import GatheredForward
 
 Backend = Literal["plain", "fused"]
 Kernels = Literal["triton", "torch"]
@@ -148,4 +149,5 @@ def _change(module: nn.Module) -> str | None:
     # transformers' own hooks record outputs, or mark the embeddings for gradients; they change no number
     if any(not (getattr(hook, "__module__", None) or "").startswith("transformers.") for hook in hooks):
         return "has a forward hook"
-    return "has a forward pass of its own" if "forward" in vars(module) else None
+    own = vars(module).get("forward")
+    return None if own is None or isinstance(own, GatheredForward) else "has a forward pass of its own"

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from tether.config.load import recipe_from_record
 from tether.config.recipes import Recipe, RLRecipe
 from tether.distributed.group import ProcessGroup
-from tether.distributed.group_ranks import GroupRanks, checksum, hear_checkpoint, prompt_of
+from tether.distributed.group_ranks import UNLIKE, GroupRanks, checksum, hear_checkpoint, prompt_of
 from tether.errors import RankLost
 from tether.models.load import LoadedModel
 from tether.rewards.tasks import RecipeTask
 from tether.train.build import load_policy
 from tether.train.inputs import Inputs
-from tether.train.training import Training, build_training, seed_everything
+from tether.train.training import Training, build_training, seed_everything, set_random_state
 from tether.types import Rollout, Score
 
 
@@ -27,15 +28,28 @@ def follow(group: ProcessGroup) -> None:
     checkpoint = hear_checkpoint(group)
     if checkpoint is None:  # rank 0 found something wrong first
         return
-    training.restore(checkpoint)
+    if checkpoint.tensors["learner"]:
+        training.restore(checkpoint)
+    else:  # a sharded run begins with the weights that each rank built
+        set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
+        training.learner.micro_batch_tokens = int(checkpoint.values["learner"]["micro_batch_tokens"]["now"])
     steps = training.steps(checkpoint.step, lambda: False, lambda words: None)  # noqa: ARG005
-    while (message := group.hear()[0])["what"] == "step":
-        if message["weights"] != checksum(training.learner):
-            raise RankLost(
-                "its weights are no longer those of rank 0: ranks need the same kind of processor or GPU, the same "
-                "versions and the same number of threads"
-            )
-        next(steps)
+    ranks = training.learner.ranks
+    assert isinstance(ranks, GroupRanks)
+    while (message := group.hear()[0])["what"] != "end":
+        match message["what"]:
+            case "step":
+                if message["weights"] not in (None, checksum(training.learner)):
+                    raise RankLost(UNLIKE)
+                next(steps)
+            case "whole":  # while rank 0 is at work
+                with ranks.gathered():
+                    if group.hear()[0]["what"] == "end":
+                        return
+            case "write":
+                ranks.write_share(Path(message["folder"]), training.capture(0, {}))
+            case what:
+                raise AssertionError(f"rank 0 tells {what}")
 
 
 def built(group: ProcessGroup, message: dict[str, Any]) -> Training:

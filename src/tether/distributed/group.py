@@ -18,7 +18,7 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
-from tether.errors import RankLost, TetherError, judge
+from tether.errors import RankLost, StorageError, TetherError, judge
 from tether.learner.batching import is_out_of_memory
 from tether.learner.ranks import Codec, Packed
 
@@ -65,6 +65,9 @@ class ProcessGroup:
             world_size=self.count,
             timeout=PATIENCE,
         )
+        # Whether passes exchange something in their middle. Then a rank that fails there leaves the others waiting, and
+        # has to end at once: the broken connection ends them.
+        self.interleaved = False
         self.words: Any = stores.PrefixStore(f"words/{attempt}", store)
 
     def close(self) -> None:
@@ -116,6 +119,8 @@ class ProcessGroup:
         except Exception as raised:
             if is_agreed(raised):
                 raise
+            if self.interleaved:
+                raise self._lost_in_pass(raised) from raised
             error = raised
         self.check(error, len(content))
         pieces: list[tuple[int, T]] = []
@@ -126,6 +131,18 @@ class ProcessGroup:
                     dist.broadcast(mine, rank)
                     pieces += _unpack_all(mine, codec)
         return [piece for _, piece in sorted(pieces, key=lambda piece: piece[0])]
+
+    def _lost_in_pass(self, error: Exception) -> Exception:
+        """What to raise for an error between two exchanges of a pass: a rank that is gone is one of them."""
+        if "gloo" in str(error) or isinstance(error, dist.DistError):
+            return self._lost()
+        if is_out_of_memory(error):
+            error = StorageError(
+                f"rank {self.index} ran out of memory in a pass, which ranks that share weights cannot repeat: lower "
+                "optimizer.micro_batch_tokens"
+            )
+        self.report(error)
+        return error
 
     def check(self, error: BaseException | None, length: int = 0) -> None:
         """Exchange how each rank is, and raise on all where one of them failed; `lengths` are what each rank gave."""
@@ -158,12 +175,14 @@ class ProcessGroup:
         except (RuntimeError, ValueError) as error:
             if is_out_of_memory(error):
                 raise
-            words = self._anyones_words()
-            raise RankLost(
-                words
-                or "another rank ended in the middle of a step (killed, or its machine went away): resume the "
-                "run, with as many ranks as you like"
-            ) from error
+            raise self._lost() from error
+
+    def _lost(self) -> RankLost:
+        return RankLost(
+            self._anyones_words()
+            or "another rank ended in the middle of a step (killed, or its machine went away): resume the "
+            "run, with as many ranks as you like"
+        )
 
     def report(self, error: BaseException) -> None:
         """Leave word of why this rank ends, for rank 0 to say."""

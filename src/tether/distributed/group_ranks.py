@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -14,19 +15,31 @@ from torch import Tensor, nn
 from tether.config.allowed_code import is_code
 from tether.config.recipes import Recipe, RewardRecipe, RLRecipe
 from tether.config.rewards import ModelPart
+from tether.distributed.fsdp import ShardedModels, Tree
 from tether.distributed.group import ProcessGroup
 from tether.distributed.launch import LAUNCHER
+from tether.distributed.shares import Shares
 from tether.distributed.sums import exact_sums, fast_sums
-from tether.errors import ConfigError
+from tether.errors import ConfigError, StorageError
 from tether.learner.learner import Learner
+from tether.learner.learner_state import LearnerState
 from tether.learner.ranks import Codec, Ranks
+from tether.models.backbones import Backbone, ScalarHead, backbone_notices
+from tether.models.roles import ActorCritic, ReferencePolicy
+from tether.models.scalar_models import ScalarModel
 from tether.rollout.chunks import ChunkedEngine, chunked
+from tether.store import checkpoints
 from tether.store.checkpoints import Checkpoint
 from tether.store.folder import recipe_record
-from tether.train.training import FromRollouts, Training
+from tether.train.training import FromRecords, FromRollouts, Training
 from tether.types import Prompt
 
 T = TypeVar("T")
+
+UNLIKE = (
+    "its weights are no longer those of rank 0: ranks need the same kind of processor or GPU, the same versions and "
+    "the same number of threads"
+)
 
 
 class GroupRanks(Ranks):
@@ -37,6 +50,9 @@ class GroupRanks(Ranks):
         self.index, self.count = group.index, group.count
         self.reduction = "exact"
         self.learner: Learner | None = None
+        self.shares: Shares | None = None  # with distributed.shard: full
+        self.trained: nn.Module | None = None  # the model that is sampled from and saved
+        self._restored: LearnerState | None = None  # rank 0: what the run goes on from, until the others have it
         self.in_step = False  # whether the others may be in the middle of a step, and not wait for a word
 
     def runs(self, number: int) -> bool:
@@ -55,6 +71,8 @@ class GroupRanks(Ranks):
         self, parameters: Sequence[nn.Parameter], pieces: Callable[[], int]
     ) -> AbstractContextManager[Callable[[], None]]:
         """In the order of micro-batches, or by an all-reduce, as the recipe says."""
+        if self.shares is not None:
+            return self.shares.summed(len(range(self.index, pieces(), self.count)))
         sums = exact_sums if self.reduction == "exact" else fast_sums
         return sums(self.group, parameters, pieces)
 
@@ -74,6 +92,102 @@ class GroupRanks(Ranks):
             inner = parts.engine.engine if isinstance(parts.engine, ChunkedEngine) else parts.engine
             engine = chunked(inner, chunk, self, everywhere=parts.shared is not None)
             training.parts = dataclasses.replace(parts, engine=engine)
+        if recipe.distributed.shard == "full" and self.count > 1:
+            self._shard(training)
+
+    # -- weights that ranks share -------------------------------------------------------------------------------------
+
+    def _shard(self, training: Training) -> None:
+        learner, model = training.learner, training.learner.model
+        assert isinstance(model, ActorCritic | ScalarModel)
+        assert isinstance(training, FromRollouts | FromRecords)
+        reference = training.parts.roles.reference if isinstance(training, FromRollouts) else training.parts.reference
+        whole = dict(learner.named)
+        models = ShardedModels(trees_of(model, reference), learner.groups, exact=self.reduction == "exact")
+        self.shares = Shares(self.group, models, whole)
+        shares = self.shares.by_name
+        learner.hold(
+            {name: share.held for name, share in shares.items()},
+            {name: (share.first, share.shape.numel()) for name, share in shares.items()},
+        )
+        self.sharded, self.group.interleaved = True, True
+        self.trained = training.model
+        for module in model.modules():
+            if isinstance(module, Backbone):
+                module.fast.look_again(module.model)
+        training.notices = tuple(dict.fromkeys((*training.notices, *backbone_notices(model))))
+
+    def fills(self, pieces: int) -> bool:
+        """Whether this rank has no piece in the last round."""
+        return self.sharded and 0 < pieces % self.count <= self.index
+
+    def norms(self, groups: Mapping[str, Sequence[nn.Parameter]], device: torch.device) -> dict[str, Tensor]:
+        """Of gradients that are put together, or with `fast` from every rank's squares."""
+        if self.shares is None:
+            return super().norms(groups, device)
+        norm = self.shares.exact_norm if self.reduction == "exact" else self.shares.fast_norm
+        return {name: norm(parameters, device) for name, parameters in groups.items()}
+
+    def stored(self, state: LearnerState) -> LearnerState:
+        """This rank's share."""
+        return state if self.shares is None else self.shares.stored(state)
+
+    def held(self, state: LearnerState) -> LearnerState:
+        """This rank's share of whole tensors."""
+        if self.shares is None:
+            return state
+        self._restored = state if self.learner is None else None
+        return self.shares.held(state)
+
+    def stepped(self) -> None:
+        """Let FSDP see the step."""
+        if self.shares is not None:
+            self.shares.stepped()
+
+    def all_agree(self, here: bool) -> bool:
+        """Asked of all ranks."""
+        return here if self.shares is None else all(self.group.all_numbers(int(here))[0])
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """Hold the trained model whole on every rank."""
+        if self.shares is None or self.trained is None:
+            return nullcontext()
+        return self.shares.models.gathered(self.trained)
+
+    @contextmanager
+    def whole(self) -> Iterator[None]:
+        """Have the other ranks hold it as well, and wait."""
+        if self.shares is None:
+            yield
+            return
+        if self.learner is None:  # the other ranks have not been told of the state yet
+            raise StorageError(
+                "the best model has to be saved again, which ranks that share weights do only after a step: resume the "
+                "run in one process for a step"
+            )
+        self.group.tell({"what": "whole"})
+        with self.gathered():
+            yield
+        self.group.tell({"what": "done"})
+
+    def write_shares(self, folder: Path, checkpoint: Any) -> Any:
+        """Have every rank write its share into the folder that becomes the checkpoint."""
+        if self.shares is None:
+            return checkpoint
+        if self.learner is None:  # a fork's first checkpoint is the one that it starts from
+            assert self._restored is not None
+            return dataclasses.replace(checkpoint, tensors={**checkpoint.tensors, "learner": self._restored.tensors})
+        place = checkpoints.begin(folder, checkpoint.step)
+        self.group.tell({"what": "write", "folder": str(place)})
+        return self.write_share(place, checkpoint)
+
+    def write_share(self, place: Path, checkpoint: Checkpoint) -> Checkpoint:
+        """Write this rank's share, and learn from the others what they wrote."""
+        tensors = dict(checkpoint.tensors)
+        own = {f"learner{checkpoints.OF_RANK}{self.index:05d}": tensors.pop("learner")}
+        written = self.merged(lambda: [(self.index, checkpoints.write_part(place, own))], WRITTEN)
+        files = {name: about for each in written for name, about in each.items()}
+        return dataclasses.replace(checkpoint, tensors=tensors, written=files)
 
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 
@@ -91,7 +205,13 @@ class GroupRanks(Ranks):
     def begin(self, training: Any, start: int) -> None:
         """Tell the others the whole state, so that all ranks hold the same bits."""
         self.learner = training.learner
-        tell_checkpoint(self.group, training.capture(start, {}))
+        captured = training.capture(start, {})
+        if self.sharded:
+            # Without a checkpoint each rank has the weights that it built, which are the same.
+            whole = self._restored.tensors if self._restored is not None else {}
+            captured = dataclasses.replace(captured, tensors=captured.tensors | {"learner": whole})
+            self._restored = None
+        tell_checkpoint(self.group, captured)
 
     def asking(self, stop: Callable[[], bool]) -> Callable[[], bool]:
         """Tell the others to take the step, unless the run ends here."""
@@ -102,7 +222,8 @@ class GroupRanks(Ranks):
             if stop() or (launcher and os.getppid() != launcher):  # a launcher that was killed asks nobody to stop
                 return True
             assert self.learner is not None
-            self.group.tell({"what": "step", "weights": checksum(self.learner)})
+            weights = None if self.sharded else checksum(self.learner)
+            self.group.tell({"what": "step", "weights": weights})
             self.in_step = True
             return False
 
@@ -115,11 +236,8 @@ class GroupRanks(Ranks):
 
 def check_recipe(recipe: Recipe) -> None:
     """Refuse what several ranks cannot do."""
-    if recipe.distributed.shard != "none":
-        raise ConfigError(
-            f"distributed.shard is {recipe.distributed.shard}, which is not available yet: set it to none, and every "
-            "rank holds all weights"
-        )
+    if recipe.distributed.shard == "full":
+        _check_shard(recipe)
     engine = recipe.rollout.engine if isinstance(recipe, RLRecipe) else "auto"
     named = {"model.loader": recipe.model.loader, "rollout.engine": engine if is_code(engine) else None}
     named["algorithm"] = recipe.algorithm if isinstance(recipe, RLRecipe) else None
@@ -134,6 +252,26 @@ def check_recipe(recipe: Recipe) -> None:
 
     if recipe.roles.mode == "shared_backbone":
         _check_shared_backbone(recipe)
+
+
+def _check_shard(recipe: Recipe) -> None:
+    """Refuse what needs whole weights."""
+    lora_reward = (
+        isinstance(recipe, RLRecipe)
+        and recipe.roles.mode == "lora"
+        and any(isinstance(part, ModelPart) and part.shared for part in recipe.reward.parts)
+    )
+    reasons = {
+        "roles.mode is shared_backbone": recipe.roles.mode == "shared_backbone",
+        "roles.offload_reference is set": recipe.roles.offload_reference,
+        f"model.quantize is {recipe.model.quantize}": recipe.model.quantize != "none",
+        "optimizer.name is adamw_8bit, whose blocks of numbers would be cut": recipe.optimizer.name == "adamw_8bit",
+        "reward.parts has a reward model on the policy's base": lora_reward,
+        "the algorithm is trpo": recipe.method == "trpo",
+    }
+    for reason, applies in reasons.items():
+        if applies:
+            raise ConfigError(f"{reason}, which needs whole weights: change it, or set distributed.shard to none")
 
 
 def _check_shared_backbone(recipe: Recipe) -> None:
@@ -165,6 +303,8 @@ def prompt_of(record: dict[str, Any]) -> Prompt:
     return Prompt(**given)
 
 
+WRITTEN = Codec[dict[str, Any]](lambda files: (files, {}), lambda files, _: files)  # of one rank's share
+
 WHOLE = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
@@ -172,6 +312,21 @@ def checksum(learner: Learner) -> int:
     """A sum over the bits of all trained weights: ranks that hold other weights have another one, almost surely."""
     weights = (parameter.detach().contiguous() for parameter in learner.named.values())
     return int(torch.stack([each.view(WHOLE[each.element_size()]).sum(dtype=torch.int64) for each in weights]).sum())
+
+
+def trees_of(model: ActorCritic | ScalarModel, reference: ReferencePolicy | None) -> list[Tree]:
+    """The models of a run's roles."""
+    if isinstance(model, ScalarModel):
+        return [Tree(model, model.backbone.model, model.head)]
+    found = [Tree(model.policy, model.backbone.model)]
+    if isinstance(model.critic, ScalarHead):
+        found.append(Tree(model.critic, None, model.critic))
+    elif model.critic is not None:
+        found.append(Tree(model.critic, model.critic.backbone.model, model.critic.head))
+    if reference is not None:
+        backbone = reference.backbone.model
+        found.append(Tree(nn.ModuleList([backbone, reference.output.linear]), backbone))
+    return found
 
 
 # -- state ------------------------------------------------------------------------------------------------------------

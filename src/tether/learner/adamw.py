@@ -201,6 +201,8 @@ class MixedAdamW(torch.optim.Optimizer):
         parameters = [parameter for group in self.param_groups for parameter in group["params"]]
         self._places = {parameter: place for place, parameter in enumerate(parameters)}
         self._seed = seed
+        self.spans: dict[Tensor, tuple[int, int]] = {}  # of parts of weights: the first number's place, and how many
+        # numbers the weight has
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -250,7 +252,7 @@ class MixedAdamW(torch.optim.Optimizer):
             return state
         state["step"] = torch.zeros((), dtype=torch.float32, device=parameter.device if group["fused"] else "cpu")
         if group["master_weights"] and parameter.dtype in HALF:
-            state["master"] = drawn_master(parameter, seed=self._places[parameter])
+            state["master"] = drawn_master(parameter, self._places[parameter], self.spans.get(parameter))
         for name, codes in (("exp_avg", SIGNED), ("exp_avg_sq", UNSIGNED)):
             zeros = torch.zeros_like(parameter, dtype=torch.float32, memory_format=torch.preserve_format)
             if group["eight_bit"]:
@@ -261,8 +263,10 @@ class MixedAdamW(torch.optim.Optimizer):
         return state
 
 
-def drawn_master(weight: Tensor, seed: int) -> Tensor:
+def drawn_master(weight: Tensor, seed: int, span: tuple[int, int] | None = None) -> Tensor:
     """fp32 numbers that round to the weights, drawn evenly from all that do; 0 stays 0.
+
+    With a `span`, `(first place, numbers in all)`, the weights are part of a larger tensor, and so are the draws.
 
     A weight stands in the middle of the numbers that round to it. A master that starts there must move by half of the
     spacing (1/512 of a weight in bf16, or up to twice that) before the model sees any of it. With master weights drawn
@@ -272,9 +276,15 @@ def drawn_master(weight: Tensor, seed: int) -> Tensor:
     master = weight.detach().float().contiguous()
     most = LOST[weight.dtype] // 2
     draws = torch.Generator(device=weight.device).manual_seed(seed)
-    for part in master.view(-1).split(BUCKET):
-        moves = torch.randint(1 - most, most, part.shape, generator=draws, device=part.device, dtype=torch.int32)
-        part.view(torch.int32).add_(moves.masked_fill_((part == 0) | ~part.isfinite(), 0))
+    flat = master.view(-1)
+    first, count = (0, len(flat)) if span is None else span
+    for start in range(0, count, BUCKET):
+        shape = (min(BUCKET, count - start),)
+        moves = torch.randint(1 - most, most, shape, generator=draws, device=flat.device, dtype=torch.int32)
+        low, high = max(start, first), min(start + shape[0], first + len(flat))
+        if low < high:
+            part, own = flat[low - first : high - first], moves[low - start : high - start]
+            part.view(torch.int32).add_(own.masked_fill_((part == 0) | ~part.isfinite(), 0))
     return master
 
 

@@ -247,9 +247,12 @@ def _evaluate(
                 spans.append(slice(*micro.span()))
                 if ranks.runs(number):
                     rows = onto(micro.trimmed(), device)
-                    found.append((number, roles.evaluate(rows, ahead=len(parts) == 1, top_tokens=top_tokens)))
+                    ahead = len(parts) == 1 and not ranks.sharded  # its graph would outlive the gathered weights
+                    found.append((number, roles.evaluate(rows, ahead=ahead, top_tokens=top_tokens)))
                 elif elsewhere is not None:
                     elsewhere(onto(micro.trimmed(), device))
+            if ranks.fills(len(parts)):
+                roles.evaluate(onto(batch.select(parts[-1]).trimmed(), device), top_tokens=top_tokens)
         return found
 
     evaluations = ranks.merged(evaluate_own, EVALUATIONS)

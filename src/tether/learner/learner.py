@@ -7,14 +7,14 @@ learning rates, clipping and the optimiser.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from tether.errors import Diverged
 from tether.learner.adamw import HALF, MixedAdamW, cannot_overflow
@@ -38,10 +38,17 @@ from tether.learner.gradients import (
     find_all,
     in_columns,
     read_all,
-    read_norms,
-    total_norm,
 )
-from tether.learner.learner_state import LearnerState, capture, check, hyperparameters, parameter_names, put_back
+from tether.learner.learner_state import (
+    LearnerState,
+    capture,
+    check,
+    hyperparameters,
+    kind,
+    parameter_names,
+    put_back,
+)
+from tether.learner.norms import read_norms
 from tether.learner.ranks import METRICS, ONE, Ranks
 from tether.models.acceleration import release_cuda_graphs
 from tether.protocols import Objective, TrainedModel
@@ -133,6 +140,7 @@ class Learner:
         ]
         self.optimizer = make_optimizer(parameter_groups) if make_optimizer else settings.adamw(parameter_groups)
         self.named = parameter_names(model, self.groups)
+        self._kinds = {name: kind(parameter) for name, parameter in self.named.items()}
         self._trained = tuple(self.groups)  # the groups that learn now
         self.micro_batch_tokens = settings.micro_batch_tokens
         self.ranks = ranks
@@ -149,6 +157,21 @@ class Learner:
         self._unread: list[Unread] = []  # micro-batches whose finite-check has not been read yet
         self._unread_batches = 0  # batches since the finite-check was last read, on any rank
         self._part_done: Callable[[], None] = lambda: None
+
+    def hold(self, shares: Mapping[str, nn.Parameter], spans: Mapping[str, tuple[int, int]]) -> None:
+        """Step these in place of the whole parameters of the same names; before the first step.
+
+        `spans` say where in the whole parameter a share begins, and how many numbers that has.
+        """
+        names = {parameter: name for name, parameter in self.named.items()}
+        self.groups = {group: [shares[names[p]] for p in parameters] for group, parameters in self.groups.items()}
+        self.named = {name: shares[name] for name in self.named}
+        rates = {group["name"]: group["lr"] for group in self.optimizer.param_groups}
+        self.optimizer = self.settings.adamw(
+            [{"params": parameters, "lr": rates[name], "name": name} for name, parameters in self.groups.items()]
+        )
+        if isinstance(self.optimizer, MixedAdamW):
+            self.optimizer.spans = {share: spans[name] for name, share in shares.items()}
 
     @contextmanager
     def training_only(self, *names: str) -> Iterator[None]:
@@ -262,6 +285,8 @@ class Learner:
                     loss = objective(outputs, part.micro)
                     consume(loss.total / size, outputs, part)
                     seen.append((part.number, (loss.metrics, loss.total.detach())))
+                if self.ranks.fills(count_parts([batch], self.micro_batch_tokens)):
+                    self._repeat_last(batch, objective)
             return seen
 
         metrics = Metrics()
@@ -271,6 +296,14 @@ class Learner:
             total += loss.to(self.device)
         metrics.add("loss", total, size)
         return metrics
+
+    def _repeat_last(self, batch: Sequences, objective: Objective[Any, Any]) -> None:
+        """Run the last micro-batch, which another rank runs as well, and learn nothing from it."""
+        number = count_parts([batch], self.micro_batch_tokens) - 1
+        (last,) = Parts(self.device, lambda other: other == number).of(batch, self.micro_batch_tokens)
+        loss = objective(self.model(last.micro), last.micro).total
+        if loss.requires_grad:
+            (loss * 0.0).backward()
 
     def _add_gradient(self, loss: Tensor, outputs: Any, part: BatchPart) -> None:
         """Add the gradient now and ask later whether it was one: a device is not waited for in the middle of a step."""
@@ -291,7 +324,7 @@ class Learner:
         sizes = read_norms(self._norms())
         if not all(map(math.isfinite, sizes.values())):
             gradients = {f"gradient of {name}": p.grad for name, p in self.named.items() if p.grad is not None}
-            self._findings += find_all(gradients)
+            self._find_in(gradients)
             return self.skip("the gradient or its norm is not finite")
         if not self._apply(sizes):
             return self.skip("the optimiser's result is not finite")
@@ -301,10 +334,7 @@ class Learner:
         return metrics
 
     def _norms(self) -> dict[str, Tensor]:
-        return {
-            name: total_norm([p.grad for p in self.groups[name] if p.grad is not None], self.device)
-            for name in self._trained
-        }
+        return self.ranks.norms({name: self.groups[name] for name in self._trained}, self.device)
 
     def _apply(self, sizes: dict[str, float]) -> bool:
         """Clip and take the optimiser's step; False if its result was not finite, and all is as it was before."""
@@ -313,15 +343,24 @@ class Learner:
             if limit is not None:
                 clip([p.grad for p in self.groups[name] if p.grad is not None], size, limit)
             largest = max(largest, size if limit is None else min(size, limit))
-        before = None if cannot_overflow(self.optimizer, largest) else self._capture(copy=True)
+        certain = self.ranks.all_agree(cannot_overflow(self.optimizer, largest))
+        before = None if certain else self._capture(copy=True)
         step_within_memory(self.optimizer)
         if before is not None:
-            self._findings += find_all(self._capture(copy=False).tensors)
+            self._find_in(self._capture(copy=False).tensors)
             if not self.finite:
                 put_back(before, self.named, self.optimizer, self._start)
                 return False
         self._largest_norm = largest
+        self.ranks.stepped()
         return True
+
+    def _find_in(self, tensors: Mapping[str, Tensor]) -> None:
+        """Note what is not finite, on any rank that has a part of these tensors."""
+        if not self.ranks.sharded:
+            self._findings += find_all(tensors)
+            return
+        self._findings += self.ranks.merged(lambda: [(self.ranks.index, each) for each in find_all(tensors)], FINDINGS)
 
     def skip(self, reason: str) -> Metrics:
         """Leave the update out: hand what was gathered for it to `on_fault`, count it, throw the gradient away."""
@@ -386,7 +425,7 @@ class Learner:
         written while training goes on.
         """
         assert not self._gathered, "a gathered gradient is not part of the state: take a step, or discard it"
-        return self._capture(copy=copy)
+        return self.ranks.stored(self._capture(copy=copy))
 
     def _capture(self, *, copy: bool) -> LearnerState:
         counters = {
@@ -402,8 +441,9 @@ class Learner:
 
         A setting that differs from the one which the state began with (a fork) is kept.
         """
-        check(state, self.named, self.optimizer)
-        put_back(state, self.named, self.optimizer, self._start)
+        check(state, self._kinds, self.optimizer)
+        put_back(self.ranks.held(state), self.named, self.optimizer, self._start)
+        self.ranks.stepped()
         numbers = state.numbers
         if numbers["micro_batch_tokens"]["start"] == self.settings.micro_batch_tokens:
             self.micro_batch_tokens = int(numbers["micro_batch_tokens"]["now"])

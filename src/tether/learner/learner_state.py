@@ -135,14 +135,13 @@ def _put_hyperparameters(optimizer: torch.optim.Optimizer, start: dict[str, Any]
                 group[name] = tuple(value) if isinstance(group[name], tuple) else value
 
 
-def check(state: LearnerState, parameters: Parameters, optimizer: torch.optim.Optimizer) -> None:
-    """Raise unless the state is whole and belongs to these parameters and this optimiser."""
+def check(state: LearnerState, ours: Mapping[str, str], optimizer: torch.optim.Optimizer) -> None:
+    """Raise unless the state is whole and belongs to parameters of these names and kinds, and to this optimiser."""
     missing = sorted((ABOUT | COUNTERS) - state.numbers.keys())
     if missing:
         raise StorageError(f"the learner's state is damaged: it lacks {', '.join(missing)}; use another checkpoint")
     saved = {name: kind(tensor) for name, tensor in state.tensors.items()}
     _compare("the learner's state is damaged", state.numbers["kinds"], saved, "use another checkpoint")
-    ours = {name: kind(parameter) for name, parameter in parameters.items()}
     # A slot stands below its parameter; whatever does not, has to be a parameter.
     theirs = {name: text for name, text in saved.items() if name in ours or name.rsplit("/", 1)[0] not in saved}
     repair = "resume with the model, roles and precision that the run was started with"

@@ -7,13 +7,17 @@ for several. Whoever deals work over ranks writes it once, for both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor, nn
 
+from tether.learner.learner_state import LearnerState
+from tether.learner.norms import total_norm
 from tether.types import Metrics
 
 T = TypeVar("T")
@@ -65,6 +69,50 @@ class Ranks:
         parameter is what it was plus the gradients of all micro-batches, on every rank.
         """
         return nullcontext(_nothing)  # backward passes add to `.grad` by themselves
+
+    # -- weights that ranks share (`distributed.shard: full`); here they are whole ------------------------------------
+
+    sharded = False
+
+    def fills(self, pieces: int) -> bool:  # noqa: ARG002
+        """Whether this rank repeats the last of this many pieces, for the others to gather weights in their last."""
+        return False
+
+    def norms(self, groups: Mapping[str, Sequence[nn.Parameter]], device: torch.device) -> dict[str, Tensor]:
+        """The norm of each group's gradients, whole."""
+        return {
+            name: total_norm([p.grad for p in parameters if p.grad is not None], device)
+            for name, parameters in groups.items()
+        }
+
+    def stored(self, state: LearnerState) -> LearnerState:
+        """A learner's state as this rank writes it to a checkpoint."""
+        return state
+
+    def held(self, state: LearnerState) -> LearnerState:
+        """The state of a checkpoint, as this rank's learner holds it."""
+        return state
+
+    def stepped(self) -> None:
+        """The learner changed the weights that it holds."""
+
+    def all_agree(self, here: bool) -> bool:
+        """Whether it holds on every rank that has a part in the weights."""
+        return here
+
+    def gathered(self) -> AbstractContextManager[None]:
+        """A context in which the trained model is whole on every rank; all ranks enter it."""
+        return nullcontext()
+
+    def whole(self) -> AbstractContextManager[None]:
+        """The same between two steps, where only rank 0 is at work."""
+        return nullcontext()
+
+    def write_shares(self, folder: Path, checkpoint: T) -> T:  # noqa: ARG002
+        """Have each rank write its share of a checkpoint; returns what is left to write."""
+        return checkpoint
+
+    # -- the run ------------------------------------------------------------------------------------------------------
 
     def join(self, training: T, recipe: Any) -> T:  # noqa: ARG002
         """Have the other ranks build the same training, and deal this one's work over all ranks."""

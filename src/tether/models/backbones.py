@@ -88,10 +88,19 @@ def _recomputing(backbone: PreTrainedModel) -> Iterator[None]:
 class OutputLayer:
     """How hidden states become logits: softcap * tanh(scale * (h W^T + b) / softcap), no tanh where no softcap."""
 
-    weight: Tensor  # (V, H)
-    bias: Tensor | None
+    linear: nn.Linear  # whose tensors are read when they are used: gathering them makes new ones
     scale: float
     softcap: float | None
+
+    @property
+    def weight(self) -> Tensor:
+        """(V, H)."""
+        return self.linear.weight
+
+    @property
+    def bias(self) -> Tensor | None:
+        """(V,), where there is one."""
+        return self.linear.bias
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> OutputLayer:
@@ -108,7 +117,7 @@ class OutputLayer:
         scale = float(getattr(config, "logit_scale", None) or 1.0) / float(
             getattr(config, "logits_scaling", None) or 1.0
         )
-        layer = cls(linear.weight, linear.bias, scale, getattr(config, "final_logit_softcapping", None))
+        layer = cls(linear, scale, getattr(config, "final_logit_softcapping", None))
         layer.check(model)
         return layer
 
@@ -302,6 +311,11 @@ class PackedBackend:
         self.backend = backend_for(model)
         self.reason = self._disagreement(model)
         self.captured = cuda_graphs() if self.backend == "fused" else None
+
+    def look_again(self, model: PreTrainedModel) -> None:
+        """After the model's modules were changed: whether the pass still knows them."""
+        if self.reason is None:
+            self.reason = unsupported_reason(model, PROBE_LENGTH)
 
     @torch.no_grad()
     def _disagreement(self, model: PreTrainedModel) -> str | None:

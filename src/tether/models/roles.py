@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from tether.config.sections import RolesSettings
 from tether.device_transfer import sent, tensor_cached
 from tether.errors import ConfigError
+from tether.gathering import with_weights
 from tether.mask_cache import fill_attention, fill_response, last_tokens, packed_rows, packing_of, true_positions
 from tether.models import acceleration
 from tether.models.backbones import (
@@ -345,7 +346,8 @@ class ActorCritic(nn.Module):
             hidden, outputs, final_values = self._pass(batch)
         if ahead:
             self._ahead = Ahead(batch, _versions(self), self.policy_learns, outputs)
-        seen = self._top_tokens(hidden, batch, outputs.logprobs, top_tokens) if top_tokens else (None, None)
+        given = hidden, batch, outputs.logprobs, top_tokens
+        seen = with_weights(self.backbone.model, self._top_tokens, *given) if top_tokens else (None, None)
         return TokenEvaluation(
             old_logprobs=outputs.logprobs.detach(),
             ref_logprobs=None,
@@ -370,18 +372,22 @@ class ActorCritic(nn.Module):
     def _pass(self, batch: Sequences) -> tuple[Tensor, TokenOutputs, Tensor | None]:
         """(B, T, H) the policy's hidden states, what `forward` gives, and the value after each row's last token."""
         with torch.set_grad_enabled(self.policy_learns and torch.is_grad_enabled()):
-            hidden = self.backbone(batch, states_read(batch))
-            logprobs, entropy = self.output.logprobs(hidden, batch)
+            hidden, logprobs, entropy = with_weights(self.backbone.model, self._policy_pass, batch)
         if self.critic is None:
             return hidden, TokenOutputs(logprobs, entropy, None), None
         head, states = self._critic_states(hidden, batch)
-        return hidden, TokenOutputs(logprobs, entropy, head.values(states, batch)), head.at_end(states, batch)
+        values, final = with_weights(head, lambda x: (head.values(x, batch), head.at_end(x, batch)), states)
+        return hidden, TokenOutputs(logprobs, entropy, values), final
+
+    def _policy_pass(self, batch: Sequences) -> tuple[Tensor, Tensor, Tensor]:
+        hidden = self.backbone(batch, states_read(batch))
+        return hidden, *self.output.logprobs(hidden, batch)
 
     def _critic_states(self, hidden: Tensor, batch: Sequences) -> tuple[ScalarHead, Tensor]:
         if isinstance(self.critic, ScalarHead):
             return self.critic, hidden
         assert self.critic is not None
-        return self.critic.head, self.critic.backbone(batch, states_read(batch))
+        return self.critic.head, self.critic.states(batch, states_read(batch))
 
     def distributions(self, batch: Sequences) -> Tensor:
         """(N, V) whole log-distributions at the batch's response tokens."""
@@ -414,7 +420,10 @@ class ReferencePolicy:
     def logprobs(self, batch: Sequences) -> Tensor:
         """(B, T)."""
         with self.present():
-            return self.output.logprobs(self.backbone(batch, states_read(batch)), batch)[0]
+            return with_weights(self.backbone.model, self._pass, batch)
+
+    def _pass(self, batch: Sequences) -> Tensor:
+        return self.output.logprobs(self.backbone(batch, states_read(batch)), batch)[0]
 
     def present(self) -> AbstractContextManager[None]:
         """A context in which the reference is on the device."""

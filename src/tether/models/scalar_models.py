@@ -25,6 +25,7 @@ from transformers import (
 )
 
 from tether.errors import ConfigError
+from tether.gathering import with_weights
 from tether.hub.catalog import looks_like_path
 from tether.hub.folder_check import check_folder
 from tether.mask_cache import last_tokens
@@ -101,7 +102,12 @@ class ScalarModel(nn.Module):
 
     def forward(self, batch: Sequences) -> ScoreOutputs:
         """One score a row."""
-        return ScoreOutputs(self.head.at_end(self.backbone(batch, last_tokens(batch.attention_mask)), batch))
+        states = self.states(batch, last_tokens(batch.attention_mask))
+        return ScoreOutputs(with_weights(self.head, self.head.at_end, states, batch))
+
+    def states(self, batch: Sequences, wanted: Tensor) -> Tensor:
+        """(B, T, H) the backbone's states; only those of `wanted` (B, T) have to be right."""
+        return with_weights(self.backbone.model, self.backbone, batch, wanted)
 
     def save_pretrained(self, target: Path) -> None:
         """In the Hugging Face layout of a sequence classifier with one label, or as peft adapters for one.

@@ -33,7 +33,7 @@ class Wanted:
 
 
 @dataclass(frozen=True)
-class Alternative:
+class Layout:
     """Another use of the same GPUs."""
 
     samplers: int
@@ -53,7 +53,7 @@ class ClusterPlan:
     wanted: Wanted
     placement: Placement
     simulated: Simulated
-    alternatives: tuple[Alternative, ...]
+    layouts: tuple[Layout, ...]
 
     @property
     def job(self) -> ClusterJob:
@@ -105,9 +105,9 @@ class ClusterPlan:
 
     @property
     def advice(self) -> str:
-        """Which of the alternatives to use."""
-        best = min(self.alternatives, key=lambda each: each.seconds, default=None)
-        turns = next((each.seconds for each in self.alternatives if not each.samplers), None)
+        """Which of the layouts to use."""
+        best = min(self.layouts, key=lambda each: each.seconds, default=None)
+        turns = next((each.seconds for each in self.layouts if not each.samplers), None)
         if best is None:
             return "Only this placement was tried."
         if turns is None:
@@ -151,7 +151,7 @@ class ClusterPlan:
             "seconds": self.seconds,
             "communication_seconds": self.communication,
             "tokens_per_second": self.tokens_per_second,
-            "alternatives": [asdict(each) for each in self.alternatives],
+            "layouts": [asdict(each) for each in self.layouts],
             "advice": self.advice,
             "gpu_hours": {"step": one, "run": whole, "steps": self.recipe.run.steps},
             "cost": None if price is None else {"step": one * price, "run": whole * price},
@@ -169,7 +169,7 @@ def placement_json(placement: Placement) -> dict[str, Any]:
     return found | {"roles_by_rank": roles, "phase_bytes_by_rank": placement.trainer.phases}
 
 
-def _split(cluster: Cluster, found: Alternative) -> str:
+def _split(cluster: Cluster, found: Layout) -> str:
     return f"{cluster.gpus - found.samplers} GPUs to train and {found.samplers} to sample (lag {found.lag})"
 
 
@@ -185,13 +185,13 @@ def plan_cluster(recipe: RLRecipe, shape: Shape, prompts: Lengths, cluster: Clus
     )  # fmt: skip
     job = job_of(recipe, shape, work, cluster, placement, wanted, critic)
     simulated = simulate(job, wanted.steps, wanted.seed)
-    others = tuple(alternatives(recipe, shape, work, cluster, wanted, critic))
+    others = tuple(layouts(recipe, shape, work, cluster, wanted, critic))
     return ClusterPlan(recipe, shape, prompts, work, cluster, wanted, placement, simulated, others)
 
 
-def alternatives(
+def layouts(
     recipe: RLRecipe, shape: Shape, work: Work, cluster: Cluster, wanted: Wanted, critic: Shape | None
-) -> Iterator[Alternative]:
+) -> Iterator[Layout]:
     """Taking turns, and splits of the GPUs at eighths with a lag; what does not fit is left out."""
     lag = max(1, wanted.lag)
     eighths = {round(cluster.gpus * part / 8) for part in range(1, 8)}
@@ -205,7 +205,7 @@ def alternatives(
             continue
         job = job_of(recipe, shape, work, cluster, placement, own, critic)
         seconds = simulate(job, min(wanted.steps, lag + 3), wanted.seed).step_seconds
-        yield Alternative(samplers, own.lag, seconds)
+        yield Layout(samplers, own.lag, seconds)
 
 
 def job_of(
@@ -294,7 +294,7 @@ def scaling_curve(
     for gpus in sizes:
         cluster = Cluster(gpu, gpus, max(1, gpus // per_node), link)
         few = replace(wanted, samplers=0, lag=wanted.lag or 1, steps=4)
-        options = list(alternatives(recipe, shape, work, cluster, few, critic))
+        options = list(layouts(recipe, shape, work, cluster, few, critic))
         turns = next((each.seconds for each in options if not each.samplers), None)
         split = min((each for each in options if each.samplers), key=lambda each: each.seconds, default=None)
         seconds, samplers = (split.seconds, split.samplers) if split else (None, 0)

@@ -32,6 +32,7 @@ from tether.learner.adamw import BLOCK, BUCKET, PART
 from tether.models.acceleration import FUSED_CHUNK_ELEMENTS as FUSED_CHUNK
 from tether.models.acceleration import MAX_WORK
 from tether.ops.logprobs import CHUNK_ELEMENTS
+from tether.plan.gathered import gathered
 from tether.plan.workload import Shape, Work
 
 Backend = Literal["plain", "fused", "modules"]
@@ -244,7 +245,7 @@ def memory_of(
 ) -> Memory:
     """The memory of the recipe, by role and phase; `critic` is the critic's shape if it differs from the policy's.
 
-    With `shards`, every role is sharded over so many devices, and two layers and the embeddings are whole at a time.
+    With `shards`, on each of so many devices that share the weights of every role.
     """
     held = Held.of(recipe, shape, device)
     micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_batch_tokens // max(1, work.longest_row)))
@@ -255,12 +256,10 @@ def memory_of(
     roles = _roles(recipe, shape, work, held, one)
     if critic is not None:
         roles = tuple(_critic_of(critic, held, other) if role.role == "critic" else role for role in roles)
-    gathered = 0
     if shards is not None:
         roles = tuple(role.sharded(shards) for role in roles)
-        gathered = max(2 * each.layer + each.embedding + each.output for each in (shape, own)) * held.width
     kept = {role.role: other.kept(own) if role.role == "critic" else one.kept(shape) for role in roles}
-    always = sum(role.held for role in roles) + gathered + (CUDA_LIBRARIES if device == "cuda" else 0)
+    always = sum(role.held for role in roles) + (CUDA_LIBRARIES if device == "cuda" else 0)
     graphs = sum(role.gradients + kept[role.role] for role in roles if role.activations) if one.captured else 0
     always += GRAPHS_OWN if one.captured else 0
     phases: dict[str, int] = {}
@@ -276,6 +275,9 @@ def memory_of(
     largest = max(shape.embedding, own.embedding)
     several = micro_batches > 1 or one.captured
     phases["update"] = always + _update(shape, work, held, one, roles, (passing, stays, largest), several=several)
+    if shards is not None:
+        for phase, size in gathered(recipe, shape, own, work, held.width).items():
+            phases |= {phase: phases[phase] + size} if phase in phases else {}
     return Memory(roles, phases, micro_rows, micro_batches)
 
 

@@ -41,6 +41,7 @@ class Plan:
     seconds: dict[str, float]  # of each phase
     machine: Machine
     algorithm: Algorithm | None = None  # the run's own; None: the one that the recipe's method builds
+    ranks: int = 1  # that train together; the memory is that of one
 
     @property
     def fits(self) -> bool:
@@ -79,17 +80,24 @@ class Plan:
 
 
 def make_plan(
-    recipe: Recipe, shape: Shape, lengths: Lengths, machine: Machine, algorithm: Algorithm | None = None
+    recipe: Recipe,
+    shape: Shape,
+    lengths: Lengths,
+    machine: Machine,
+    algorithm: Algorithm | None = None,
+    ranks: int = 1,
 ) -> Plan:
     """What the recipe will cost there. Its precisions are explicit: see tether.models.precision.with_precision.
 
-    `algorithm` is the one that a run trains with; by default the one that the recipe's method builds.
+    `algorithm` is the one that a run trains with; by default the one that the recipe's method builds. The memory is
+    that of one of `ranks` ranks; seconds are those of one process.
     """
     work, critic = work_of(recipe, lengths, algorithm), critic_shape_of(recipe)
-    memory = memory_of(recipe, shape, work, machine.kind, critic)
+    shards = ranks if ranks > 1 and recipe.distributed.shard == "full" else None
+    memory = memory_of(recipe, shape, work, machine.kind, critic, shards)
     seconds = seconds_of(recipe, shape, work, memory, machine, critic)
     named = (recipe.method, recipe.model.path, recipe.model.dtype)
-    return Plan(*named, shape, lengths, work, memory, seconds, machine, algorithm)
+    return Plan(*named, shape, lengths, work, memory, seconds, machine, algorithm, ranks)
 
 
 SMALLEST_MICRO = 256  # tokens: smaller passes leave a device idle
@@ -148,6 +156,8 @@ def candidates(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "rollout.max_num_seqs", str(max(1, slots // 2)), "fewer answers sampled at once"
     if recipe.model.dtype == "float32" and plan.machine.kind == "cuda":
         yield "model.dtype", "bfloat16", "half the bytes of every weight"
+    if plan.ranks > 1 and recipe.distributed.shard == "none" and recipe.roles.mode != "shared_backbone":
+        yield "distributed.shard", "full", "each rank holds its share; weights are gathered around each pass"
     if recipe.roles.mode == "separate" and plan.work.reference and not recipe.roles.offload_reference:
         yield "roles.offload_reference", "true", "the reference stays in CPU memory between its passes"
     if recipe.optimizer.name == "adamw":
@@ -164,7 +174,8 @@ def candidates(recipe: Recipe, plan: Plan) -> Iterator[tuple[str, str, str]]:
 def _try(recipe: Recipe, plan: Plan, changes: list[tuple[str, str, str]]) -> Change:
     """The plan with some changes, named after the last of them."""
     flags = [word for key, value, _ in changes for word in (f"--{key}", value)]
-    changed = make_plan(change_settings(recipe, flags), plan.shape, plan.lengths, plan.machine, plan.algorithm)
+    other = change_settings(recipe, flags)
+    changed = make_plan(other, plan.shape, plan.lengths, plan.machine, plan.algorithm, plan.ranks)
     key, value, note = changes[-1]
     return Change(key, value, plan.memory.peak - changed.memory.peak, changed.memory.peak, changed.fits, note)
 
@@ -218,13 +229,13 @@ def _status(file: str, name: str) -> int | None:
     return None
 
 
-def weights_fit(recipe: Recipe, shape: Shape, machine: Machine, free: int) -> Judgement:
+def weights_fit(recipe: Recipe, shape: Shape, machine: Machine, free: int, ranks: int = 1) -> Judgement:
     """Whether weights, gradients and optimizer fit, before any of them is allocated; needs no data."""
-    roles = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), machine).memory.roles
+    roles = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), machine, ranks=ranks).memory.roles
     needed = sum(role.held + role.gradients for role in roles)
     if needed * (1.0 - _error(machine)) <= free:
         return Judgement("fits")
-    plan = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), _with_memory(machine, free))
+    plan = make_plan(recipe, shape, Lengths.assumed(1, "not read yet"), _with_memory(machine, free), ranks=ranks)
     what = f"the weights, gradients and optimizer of this run take {_size(needed)}"
     return Judgement("refused", _refusal(recipe, plan, what, free))
 
@@ -241,7 +252,7 @@ def whole_fits(recipe: Recipe, plan: Plan, free: int) -> Judgement:
     tokens = recipe.optimizer.micro_batch_tokens
     while (tokens := tokens // 2) >= max(SMALLEST_MICRO, plan.work.longest_row):
         smaller = change_settings(recipe, ["--optimizer.micro_batch_tokens", str(tokens)])
-        if _needed(smaller, make_plan(smaller, plan.shape, plan.lengths, machine, plan.algorithm)) <= free:
+        if _needed(smaller, make_plan(smaller, plan.shape, plan.lengths, machine, plan.algorithm, plan.ranks)) <= free:
             return Judgement(
                 "split",
                 f"Passes of {recipe.optimizer.micro_batch_tokens} tokens do not fit ({about}): each batch is split "
@@ -249,7 +260,7 @@ def whole_fits(recipe: Recipe, plan: Plan, free: int) -> Judgement:
                 "gradient.",
                 tokens,
             )
-    tightened = make_plan(recipe, plan.shape, plan.lengths, machine, plan.algorithm)
+    tightened = make_plan(recipe, plan.shape, plan.lengths, machine, plan.algorithm, plan.ranks)
     return Judgement("refused", _refusal(recipe, tightened, f"the peak is about {_size(needed)}", free))
 
 

@@ -74,7 +74,9 @@ class ChunkedEngine(RolloutEngine):
             return found
 
         ranks = ONE if self.everywhere else self.ranks
-        return _in_order(ranks.merged(sample_own, rollouts_codec(prompts)))
+        with self.ranks.gathered():
+            sampled = ranks.merged(sample_own, rollouts_codec(prompts))
+        return _in_order(sampled)
 
 
 class AsyncChunkedEngine(ChunkedEngine):

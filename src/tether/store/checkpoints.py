@@ -2,6 +2,7 @@
 
     checkpoints/step-00000012/
         learner-00000.safetensors ...   tensors, in files of at most SHARD_BYTES
+        learner.00001-00000.safetensors some rows of each, written by rank 1, where ranks share the weights
         state.json                      everything else
         manifest.json                   size and SHA-256 of each of them, and its own
 
@@ -12,6 +13,7 @@ A folder is written under a temporary name, flushed to disk file by file, and th
 
 from __future__ import annotations
 
+import dataclasses
 import errno
 import hashlib
 import json
@@ -20,10 +22,11 @@ import re
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from safetensors.torch import load as load_tensors
 from safetensors.torch import save as save_tensors
@@ -37,16 +40,22 @@ FORMAT = 1
 MANIFEST, STATE = "manifest.json", "state.json"
 SHARD_BYTES = 2**26  # a file is held in memory twice while it is written, and serializing it blocks training
 NAME = re.compile(r"step-(\d{8})")
+OF_RANK = "."  # between a kind of tensors and the rank that wrote its share
 UNFINISHED, REMOVED = ".unfinished-", ".removed-"
+ERROR = "error"  # in place of files: why a rank could not write them
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """The state of a run after `step` steps. `tensors` is by kind, then by name; `values` is JSON."""
+    """The state of a run after `step` steps. `tensors` is by kind, then by name; `values` is JSON.
+
+    `written` has the files that are in the unfinished folder already, each with its size and digest.
+    """
 
     step: int
     tensors: Mapping[str, Mapping[str, Tensor]]
     values: Mapping[str, Any]
+    written: Mapping[str, Any] = field(default_factory=dict[str, Any])
 
 
 class DamagedCheckpoint(StorageError):  # noqa: N818 (the checkpoint's state)
@@ -59,14 +68,14 @@ def write(folder: Path, checkpoint: Checkpoint, before_naming: Callable[[], obje
     `before_naming` is called once all bytes are on disk, before the rename. An OSError leaves existing checkpoints
     unchanged.
     """
-    target = folder / f"step-{checkpoint.step:08d}"
-    unfinished = folder / f"{UNFINISHED}{target.name}"
+    target, unfinished = folder / _name(checkpoint.step), unfinished_folder(folder, checkpoint.step)
     try:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        unfinished.mkdir(parents=True)
-        _check_room(unfinished, checkpoint)
-        sync_folder(folder.parent)
-        files = {name: _write_file(unfinished / name, content) for name, content in _files(checkpoint)}
+        if not checkpoint.written:
+            begin(folder, checkpoint.step)
+        if ERROR in checkpoint.written:
+            raise OSError(checkpoint.written[ERROR])
+        files = checkpoint.written | write_part(unfinished, checkpoint.tensors)
+        files |= {STATE: _write_file(unfinished / STATE, canonical(checkpoint.values))}
         _write_file(unfinished / MANIFEST, _sealed({"format": FORMAT, "step": checkpoint.step, "files": files}))
         sync_folder(unfinished)
         before_naming()
@@ -78,12 +87,36 @@ def write(folder: Path, checkpoint: Checkpoint, before_naming: Callable[[], obje
     return target
 
 
-def _check_room(folder: Path, checkpoint: Checkpoint) -> None:
+def _name(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def unfinished_folder(folder: Path, step: int) -> Path:
+    """Where a checkpoint is written before it gets its name."""
+    return folder / f"{UNFINISHED}{_name(step)}"
+
+
+def begin(folder: Path, step: int) -> Path:
+    """Make the unfinished folder, empty."""
+    unfinished = unfinished_folder(folder, step)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    sync_folder(folder.parent)
+    return unfinished
+
+
+def write_part(unfinished: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> dict[str, Any]:
+    """Write tensors by kind; returns the size and digest of each file."""
+    _check_room(unfinished, tensors)
+    return {name: _write_file(unfinished / name, content) for name, content in _files(tensors)}
+
+
+def _check_room(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]]) -> None:
     """Raise the OSError of a full disk if the tensors do not fit.
 
     A write that fails halfway would fill the disk for a while, and the run's records could not be written.
     """
-    needed = sum(tensor.nbytes for named in checkpoint.tensors.values() for tensor in named.values())
+    needed = sum(tensor.nbytes for named in tensors.values() for tensor in named.values())
     if shutil.disk_usage(folder).free < needed:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(folder))
 
@@ -102,7 +135,25 @@ def read(path: Path) -> Checkpoint:
                 tensors.setdefault(name.rpartition("-")[0], {}).update(load_tensors(content))
             except SafetensorError as error:
                 raise DamagedCheckpoint(f"{path / name} cannot be read: {error}") from error
-    return Checkpoint(manifest["step"], tensors, values)
+    return joined(Checkpoint(manifest["step"], tensors, values))
+
+
+def joined(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint with whole tensors: what each rank wrote are some rows, in the order of ranks."""
+    tensors = {kind: dict(named) for kind, named in checkpoint.tensors.items()}
+    for shared in sorted(kind for kind in tensors if OF_RANK in kind):
+        of, parts = tensors.setdefault(shared.partition(OF_RANK)[0], {}), tensors.pop(shared)
+        for name, part in parts.items():
+            of[name] = torch.cat([of[name], part]) if name in of and part.dim() else part
+    shapes = (
+        checkpoint.values.get("learner", {}).get("kinds", {}) if tensors.keys() != checkpoint.tensors.keys() else {}
+    )
+    for name, kind in shapes.items():
+        try:
+            tensors["learner"][name] = tensors["learner"][name].view(json.loads(kind.partition(" ")[2]))
+        except (KeyError, RuntimeError, ValueError) as error:
+            raise DamagedCheckpoint(f"the shares of {name} do not make {kind} ({error})") from error
+    return dataclasses.replace(checkpoint, tensors=tensors)
 
 
 def damage(path: Path) -> str | None:
@@ -180,11 +231,10 @@ def clear_leftovers(folder: Path) -> None:
 # -- parts --------------------------------------------------------------------------------------------------------
 
 
-def _files(checkpoint: Checkpoint) -> Iterator[tuple[str, bytes]]:
-    for kind, tensors in checkpoint.tensors.items():
-        for index, shard in enumerate(_shards(tensors)):
+def _files(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[tuple[str, bytes]]:
+    for kind, named in tensors.items():
+        for index, shard in enumerate(_shards(named)):
             yield f"{kind}-{index:05d}.safetensors", save_tensors(shard)
-    yield STATE, canonical(checkpoint.values)
 
 
 def _shards(tensors: Mapping[str, Tensor]) -> Iterator[dict[str, Tensor]]:

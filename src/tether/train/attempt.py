@@ -153,14 +153,15 @@ class Attempt:
         run = self.run
         self.heartbeat("the end")
         self.checkpointer.wait()
-        report = run.training.finish()
-        for hook in run.hooks:
-            hook.finish()
-        with run.storing("the trained model"):
-            run.folder.write("report.json", report)
-            run.folder.write(PLAN, self.planned.as_json())
-            if run.recipe.run.save:
-                save_model(run.training.model, run.policy.tokenizer, run.folder.model_path)
+        with run.training.learner.ranks.whole():
+            report = run.training.finish()
+            for hook in run.hooks:
+                hook.finish()
+            with run.storing("the trained model"):
+                run.folder.write("report.json", report)
+                run.folder.write(PLAN, self.planned.as_json())
+                if run.recipe.run.save:
+                    save_model(run.training.model, run.policy.tokenizer, run.folder.model_path)
         early = f"ended after {run.done} of {run.total} steps: {run.ended_early}" if run.done < run.total else ""
         run.event("done", early or f"all {run.done} steps are taken", step=run.done)
         if not run.flush():

@@ -315,6 +315,7 @@ def _dpo(recipe: DPORecipe, policy: LoadedModel, inputs: Inputs) -> SupervisedPa
         batch_size=settings.batch_size,
         **length_of(recipe, len(examples.items), settings.batch_size),
         shared=sharing.shared,
+        reference=reference,
     )
 
 
@@ -335,13 +336,16 @@ def with_reference(batch: PairBatch, reference: ReferencePolicy, learner: Learne
     def attempt() -> PairBatch:
         def run_own() -> list[tuple[int, tuple[torch.Tensor, int, torch.Tensor]]]:
             found: list[tuple[int, tuple[torch.Tensor, int, torch.Tensor]]] = []
-            for number, rows in enumerate(micro_batches(batch, learner.micro_batch_tokens)):
+            parts = list(micro_batches(batch, learner.micro_batch_tokens))
+            for number, rows in enumerate(parts):
                 micro = batch.select(rows)
                 on_device = micro.trimmed().to(learner.device)
                 if learner.ranks.runs(number):
                     found.append((number, (rows, micro.span()[0], reference.logprobs(on_device).float().cpu())))
                 elif learner.elsewhere is not None:
                     learner.elsewhere(on_device)
+            if learner.ranks.fills(len(parts)):
+                reference.logprobs(batch.select(parts[-1]).trimmed().to(learner.device))
             return found
 
         column = torch.zeros(batch.tokens.shape)

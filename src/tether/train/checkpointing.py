@@ -165,7 +165,8 @@ class BestModel(StepHook):
 
     def _save(self) -> None:
         run = self.run
-        with run.storing("the best model so far"), run.training.as_saved():
+        whole = run.training.learner.ranks.whole()
+        with run.storing("the best model so far"), whole, run.training.as_saved():
             save_model(run.training.model, run.policy.tokenizer, run.folder.best_path)
 
     def _check_saved(self) -> None:
@@ -232,7 +233,9 @@ class Checkpointer(StepHook):
             values |= hook.state()
         if self.run.ended_early:
             values["ended_early"] = self.run.ended_early
-        self.writer.save(self.run.training.capture(self.run.done, values), self._flush_records)
+        ranks = self.run.training.learner.ranks
+        captured = self.run.training.capture(self.run.done, values)
+        self.writer.save(ranks.write_shares(self.writer.folder, captured), self._flush_records)
         self.saved_at = self.run.done
 
     def _flush_records(self) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 from tether.config.recipes import Recipe, RLRecipe
 from tether.data.examples import Ranking
 from tether.errors import ConfigError
+from tether.learner.ranks import current_ranks
 from tether.models.load import LoadedModel, resolve_device
 from tether.plan.machine import Machine, device_memory, device_name, machine_for
 from tether.plan.plan import Plan, free_memory, make_plan, weights_fit, weights_on_disk, whole_fits
@@ -35,7 +36,8 @@ class RunPlan:
         device = policy.model.device
         machine = machine_for(str(device), recipe.model.dtype)
         algorithm = training.parts.algorithm if isinstance(training, FromRollouts) else None
-        plan = make_plan(recipe, shape, _lengths(recipe, training, policy), machine, algorithm)
+        ranks = current_ranks().count
+        plan = make_plan(recipe, shape, _lengths(recipe, training, policy), machine, algorithm, ranks)
         return cls(plan, Measured(on_cpu=device.type == "cpu"))
 
     def as_json(self) -> dict[str, Any]:
@@ -68,7 +70,8 @@ def check_weights(recipe: Recipe, free: int | None = None) -> None:
         return
     device = resolve_device(recipe.model.device)
     machine = Machine(device.type, device_name(device), device_memory(device), 1.0, 1.0, "not measured")
-    judged = weights_fit(recipe, shape_of(path), machine, free_memory(device) if free is None else free)
+    free = free_memory(device) if free is None else free
+    judged = weights_fit(recipe, shape_of(path), machine, free, current_ranks().count)
     if judged.verdict == "refused":
         raise ConfigError(judged.sentence)
 

@@ -13,6 +13,7 @@ import torch
 from tether.data.examples import DataOrder, Ranking, Row, collate_rows
 from tether.evaluation.metrics import wilson
 from tether.learner.learner import Learner
+from tether.models.roles import ReferencePolicy
 from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import SharedBackbone
 from tether.protocols import Objective
@@ -39,6 +40,7 @@ class SupervisedParts(Generic[Example]):
     report: Callable[[SupervisedParts[Any]], dict[str, Any]] = lambda parts: {}  # noqa: ARG005
     as_saved: Callable[[SupervisedParts[Any]], AbstractContextManager[None]] = lambda parts: nullcontext()  # noqa: ARG005
     shared: SharedBackbone | None = None  # layers that remember what they were run on
+    reference: ReferencePolicy | None = None
 
 
 def train_supervised(

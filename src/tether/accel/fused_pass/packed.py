@@ -26,9 +26,10 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tether.accel.cached_attention import out_of_window
-from tether.accel.spec import DecoderSpec, Layer, Linear, Norm
+from tether.accel.spec import DecoderSpec, Layer, Linear, Norm, read_layer
 from tether.accel.supported import Backend
 from tether.device_transfer import at
+from tether.gathering import gatherer_of, with_weights
 from tether.mask_cache import packed_rows, packing_of
 from tether.ops.masks import Packing, Rows
 from tether.types import Sequences
@@ -78,16 +79,26 @@ def packed_states(
         hidden = _embedded(spec, packing.pack(batch.tokens), backend)
     tables = spec.angles(packing.positions, hidden.dtype)
     if backend == "plain":
-        states = _plain_layers(spec, hidden, tables, packing, rows, recompute)
+        states = _plain_layers(backbone, spec, hidden, tables, packing, rows, recompute)
         return packing.unpack(states, None if rows is None else rows.tokens)
     from tether.accel.fused_pass import fused_layer, fused_pass
 
     if not spec.layers or not all(map(fused_layer.known, spec.layers)):
         return None
     tables = {name: (cos.contiguous(), sin.contiguous()) for name, (cos, sin) in tables.items()}
-    with at(hidden.device):
+    shared = [block for block in backbone.layers if gatherer_of(block) is not None]
+
+    def run_fused(hidden: Tensor) -> Tensor:
         inputs = fused_pass.PassInputs(hidden, tables, packing, rows)
-        states = fused_pass.run(spec, inputs, recompute=recompute, captured=captured)
+        if not shared:
+            return fused_pass.run(spec, inputs, recompute=recompute, captured=captured)
+        # Gathered weights lie elsewhere in each pass, where no graph finds them.
+        return fused_pass.run(DecoderSpec.from_model(backbone), inputs, recompute=recompute, captured=None)
+
+    for block in shared:  # the pass is one node, which needs all of them at once
+        run_fused = functools.partial(with_weights, block, run_fused)
+    with at(hidden.device):
+        states = run_fused(hidden)
     return packing.unpack(states, None if rows is None else rows.tokens)
 
 
@@ -101,6 +112,7 @@ def _embedded(spec: DecoderSpec, tokens: Tensor, backend: Backend) -> Tensor:
 
 
 def _plain_layers(
+    backbone: Any,
     spec: DecoderSpec,
     hidden: Tensor,
     tables: dict[str | None, tuple[Tensor, Tensor]],
@@ -111,11 +123,19 @@ def _plain_layers(
     """(n, H) states after the last norm; tables are cos and sin, (N, D) each."""
     run: Any = functools.partial(checkpoint, _layer, use_reentrant=False) if recompute else _layer
     angles = {name: (cos[:, None], sin[:, None]) for name, (cos, sin) in tables.items()}
-    for index, layer in enumerate(spec.layers):
-        hidden = run(layer, hidden, angles[layer.rotary], packing, rows if index + 1 == len(spec.layers) else None)
+    for index, (block, layer) in enumerate(zip(backbone.layers, spec.layers, strict=True)):
+        given = angles[layer.rotary], packing, rows if index + 1 == len(spec.layers) else None
+        if gatherer_of(block) is None:
+            hidden = run(layer, hidden, *given)
+        else:
+            hidden = with_weights(block, functools.partial(_gathered_layer, run, backbone, index, given), hidden)
     if not spec.layers and rows is not None:
         hidden = hidden.index_select(0, rows.tokens)
     return norm(spec.final_norm, hidden)
+
+
+def _gathered_layer(run: Any, backbone: Any, index: int, given: tuple[Any, ...], hidden: Tensor) -> Tensor:
+    return run(read_layer(backbone, index), hidden, *given)
 
 
 def _layer(layer: Layer, hidden: Tensor, angles: tuple[Tensor, Tensor], packing: Packing, rows: Rows | None) -> Tensor:

@@ -1,0 +1,34 @@
+"""The memory of one of several ranks that share weights (`distributed.shard: full`): see distributed/fsdp.py.
+
+A rank holds 1/W of weights, gradients and optimizer state. Around each pass it gathers more. With E the bytes of what
+stands beside a role's layers (embeddings, the output layer, norms) and L those of one layer:
+
+- Sampling gathers the whole policy, and copies one unit of it at a time out of the buffer it arrives in.
+- A forward pass holds E and one L. Two buffers exist where one unit follows another: E + 3 L, or 2 E + L at the first.
+- A backward pass holds E and two L, as the next layer arrives while one is at work, and four L of gradients: as they
+  are, side by side to be sent (twice, as the last ones wait), and received. E of weights and E of gradients stay to the
+  end for each role that is trained whole; there they are sent and received too.
+"""
+
+from __future__ import annotations
+
+from tether.config.recipes import Recipe
+from tether.plan.workload import Shape, Work
+
+
+def gathered(recipe: Recipe, shape: Shape, critic: Shape, work: Work, width: int) -> dict[str, int]:
+    """Bytes that each phase gathers, beyond a rank's share."""
+    layer = max(shape.layer, critic.layer) * width
+    beside = [(shape.parameters - shape.layers * shape.layer) * width]
+    if work.critic == "separate":
+        beside.append((critic.backbone - critic.layers * critic.layer) * width)
+    most = max(beside)
+    forward = max(2 * most + layer, most + 3 * layer)
+    trained = recipe.roles.mode == "separate"
+    stays = sum(beside) if trained else max(beside)
+    backward = stays * (2 if trained else 1) + most * (1 if trained else 0) + (6 if trained else 2) * layer
+    return {
+        "rollout": shape.parameters * width + most,
+        "evaluation": forward,
+        "update": max(forward, backward),
+    }
