@@ -140,7 +140,7 @@ def test_the_plan_states_time_tokens_communication_and_cost():
     assert found["cost"]["run"] == pytest.approx(2.0 * 10 * seconds["step"] * 16 / 3600)
     assert found["tokens_per_second"]["step"] == pytest.approx(512 * (128 + 512) / seconds["step"])
     assert found["communication_seconds"]["gather_and_reduce"] > 0
-    assert {each["samplers"] for each in found["alternatives"]} == {0, 2, 4, 6, 8, 10, 12, 14}
+    assert {each["samplers"] for each in found["layouts"]} == {0, 2, 4, 6, 8, 10, 12, 14}
 
 
 def test_the_curve_is_never_better_than_linear():

@@ -315,7 +315,7 @@ class PackedBackend:
     def look_again(self, model: PreTrainedModel) -> None:
         """After the model's modules were changed: whether the pass still knows them."""
         if self.reason is None:
-            self.reason = unsupported_reason(model, PROBE_LENGTH)
+            self.reason = training_unsupported(model)
 
     @torch.no_grad()
     def _disagreement(self, model: PreTrainedModel) -> str | None:
