@@ -117,6 +117,7 @@ COMMANDS = _table(
     ("studio", "serve", "watch runs, judge answers and chat with models"),
     ("serve", "serve", "serve a model to OpenAI clients: chat and completions"),
     ("serve-reward", "serve", "serve a reward model or a rule over HTTP, for other runs"),
+    ("worker", "serve", "sample answers for runs elsewhere"),
 )
 
 
