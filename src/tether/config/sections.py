@@ -131,6 +131,11 @@ class RolloutSettings(WorkerSettings):
         ge=1,
         description="Weight each token's policy loss by min(old / behavior probability, cap); null: no weights.",
     )
+    importance_sampling: Literal["token", "sequence", "masked"] = Field(
+        default="token",
+        description="What the cap is for: token, each token's weight; sequence, that of whole answers; masked, tokens "
+        "whose weight is above the cap or below 1 / cap are left out.",
+    )
 
 
 class RewardSettings(Settings):
