@@ -19,6 +19,11 @@ class WorkerSettings(Settings):
     token_env: str = Field(
         default="TETHER_WORKER_TOKEN", description="Environment variable that holds the bearer token of the servers."
     )
+    weights_dir: str | None = Field(
+        default=None,
+        description="Folder for weights on their way to workers; vLLM servers must see it under the same path. null: "
+        "shared memory, or the folder for temporary files.",
+    )
     hedge_seconds: NonNegative = Field(
         default=60.0, description="Give a chunk to a second worker after this long; 0: never."
     )

@@ -23,6 +23,7 @@ from tether.rollout.messages import ModelToLoad
 from tether.rollout.native import NativeEngine
 from tether.rollout.native_worker import LocalWorker, NativeWorker
 from tether.rollout.rollout_pool import RolloutPool
+from tether.rollout.vllm_worker import VllmWorker
 from tether.rollout.weights import PolicyWeights, Snapshots
 from tether.seeds import derive_seed
 
@@ -51,7 +52,10 @@ def build_pool(recipe: RLRecipe, policy: LoadedModel) -> RolloutPool:
     for number in range(rollout.workers):
         pool.add(LocalWorker(number, secrets.token_urlsafe(32), model, rollout.worker_timeout, pool.folder))
     for url in rollout.servers:
-        pool.add(NativeWorker(url, token, model, rollout.worker_timeout))
+        if rollout.engine == "vllm":
+            pool.add(VllmWorker(url, token, policy, rollout.worker_timeout, pool.folder))
+        else:
+            pool.add(NativeWorker(url, token, model, rollout.worker_timeout))
     return pool
 
 
@@ -61,7 +65,11 @@ class OwnedPool(RolloutPool):
     def __init__(self, recipe: RLRecipe, policy: LoadedModel) -> None:
         weights = PolicyWeights(policy.model)
         size = sum(each.numel() * each.element_size() for each in weights.trained.values())
-        self.folder = Path(tempfile.mkdtemp(prefix="tether-weights-", dir=_place(3 * size)))
+        named = recipe.rollout.weights_dir
+        place = Path(named).expanduser().resolve() if named else _place(3 * size)
+        if place is not None:
+            place.mkdir(parents=True, exist_ok=True)
+        self.folder = Path(tempfile.mkdtemp(prefix="tether-weights-", dir=place))
         super().__init__(
             Snapshots(weights, self.folder),
             policy.tokenizer,
