@@ -84,7 +84,9 @@ def gaps(policy: LoadedModel, rollouts) -> torch.Tensor:
     return torch.cat(found)
 
 
-@pytest.mark.parametrize("flags", [(), ("--roles.mode", "lora", "--roles.lora_rank", "8")], ids=["whole", "lora"])
+@pytest.mark.parametrize(
+    "flags", [("--roles.mode", "lora", "--roles.lora_rank", "8"), ()], ids=["lora", "whole"]
+)  # the first on the base as it is
 def test_after_each_update_it_says_what_the_trainer_s_model_says(tmp_path, server, flags):
     policy = policy_of(*flags)
     pool = pool_on(tmp_path, policy, server.url)
@@ -115,7 +117,7 @@ def test_a_server_whose_weights_somebody_changed_is_given_the_run_s(tmp_path, se
         first = pool.generate(PROMPTS, Sampling(8), samples_per_prompt=1, seed=3)
         # As after a start: the initial weights, and no label of ours.
         for path, body in (
-            ("collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(model_folder())}}),
+            ("collective_rpc", {"method": "reload_run_weights", "kwargs": {"weights_path": str(model_folder())}}),
             ("update_weight_version", {"new_version": "default"}),
         ):
             post(f"{server.url}/{path}", json.dumps(body).encode(), token=TOKEN, timeout_seconds=300, max_bytes=1 << 20)

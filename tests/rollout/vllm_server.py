@@ -13,6 +13,7 @@ from pathlib import Path
 
 from tether.distributed.launch import free_port
 from tether.http_client import PostError, post
+from tether.rollout import vllm_extension
 
 TOKEN = "a-token-for-vllm-servers"
 PYTHON = Path(os.environ.get("TETHER_VLLM_PYTHON") or Path(__file__).parents[2] / ".venv" / "vllm" / "bin" / "python")
@@ -21,7 +22,9 @@ OPTIONS = (
 )
 OWN = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 OWN |= {"VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-START_SECONDS = 400.0
+EXTENSION = Path(vllm_extension.__file__).parent
+OPTIONS += " --worker-extension-cls tether_vllm.RunWeights"
+START_SECONDS = 600.0
 
 
 class Server:
@@ -36,7 +39,7 @@ class Server:
 
     def start(self) -> None:
         """Start it, and wait until it answers."""
-        clean = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        clean = os.environ | {"PYTHONPATH": str(EXTENSION)}
         self.process = subprocess.Popen(
             [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", *self.words],
             env=clean | OWN,

@@ -1,7 +1,7 @@
 """A vLLM server as a rollout worker: token ids in and out, by the weights that it was given last.
 
 The server runs in an environment of its own (`make vllm`), started with VLLM_SERVER_DEV_MODE=1, and reads weights from
-a folder that it shares with the run. A whole model is loaded by `reload_weights` and labelled with its version and
+a folder that it shares with the run. A whole model is loaded by `vllm_extension` and labelled with its version and
 digest; the label is read before and after each chunk, and a server that was started again has lost it. Adapters are
 loaded under a name of version and digest, so a request for others is refused by the server.
 
@@ -200,7 +200,7 @@ class VllmWorker(Sampler):
                 os.link(snapshot.path, target / "model.safetensors")
                 # First a label that nobody asks for: a load that ends half way leaves it.
                 self._ask("/update_weight_version", json.dumps({"new_version": "loading"}).encode(), HEALTH_SECONDS)
-                reload = {"method": "reload_weights", "kwargs": {"weights_path": str(target)}}
+                reload = {"method": "reload_run_weights", "kwargs": {"weights_path": str(target)}}
                 self._ask("/collective_rpc", json.dumps(reload).encode(), LOAD_SECONDS)
                 self._ask("/reset_prefix_cache", b"", HEALTH_SECONDS)
                 self._ask("/update_weight_version", json.dumps({"new_version": label}).encode(), HEALTH_SECONDS)
