@@ -90,7 +90,7 @@ def gaps(policy: LoadedModel, rollouts) -> torch.Tensor:
 def test_after_each_update_it_says_what_the_trainer_s_model_says(tmp_path, server, flags):
     policy = policy_of(*flags)
     pool = pool_on(tmp_path, policy, server.url)
-    greedy = Sampling(12, temperature=0.0)
+    greedy = Sampling(8, temperature=0.0)
     said = []
     try:
         for version in range(3):
@@ -100,7 +100,7 @@ def test_after_each_update_it_says_what_the_trainer_s_model_says(tmp_path, serve
             assert [r.token_ids.tolist() for r in rollouts] == [r.token_ids.tolist() for r in own]
             assert {rollout.policy_version for rollout in rollouts} == {version}
             said.append([rollout.completion for rollout in rollouts])
-            sampled = pool.generate(PROMPTS, Sampling(16), samples_per_prompt=2, seed=version)
+            sampled = pool.generate(PROMPTS, Sampling(8), samples_per_prompt=2, seed=version)
             assert float(gaps(policy, sampled).max()) < 1e-3
             assert len({rollout.completion for rollout in sampled}) > len(PROMPTS)
             move(policy, version)
