@@ -8,7 +8,7 @@ SITE := .venv/site
 LOCKED := $(BIN)/python -m pip install -qq --disable-pip-version-check --require-hashes --no-deps --only-binary :all:
 
 .DEFAULT_GOAL := help
-.PHONY: help setup test coverage lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences build docs graph walk census clean
+.PHONY: help setup test coverage lint check format demo conformance algorithms soak fuzz attack families lock sbom audit licences build docs graph walk census vllm clean
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -98,6 +98,10 @@ $(SITE)/.stamp: $(STAMP) locks/docs.txt
 
 build: $(TOOLS)/.stamp  ## build the wheel and the sdist into dist/, check them, and try the wheel in a fresh environment
 	@$(BIN)/python .ci/build.py --twine $(TOOLS)/bin/twine
+
+vllm: $(STAMP)  ## install vLLM for a CPU into an environment of its own, .venv/vllm, for tests/rollout/test_vllm.py
+	@$(BIN)/python -m venv .venv/vllm
+	@.venv/vllm/bin/python -m pip install -qq --disable-pip-version-check --no-deps --only-binary :all: -r tools/vllm.txt
 
 # The programs of `make lock`, `make audit` and `make build`, apart from what Tether runs on.
 $(TOOLS)/.stamp: $(STAMP) locks/tools.txt

@@ -31,7 +31,7 @@ ABOVE["commands"] |= {"conformance"}
 ABOVE["__main__"] = {"cli"}
 # These stand on nothing; __init__ holds the version.
 FOR_ALL = {"errors", "files", "processes", "progress", "rate_limit", "redact", "seeds"}
-FOR_ALL |= {"device_transfer", "gathering", "user_code", "__init__"}
+FOR_ALL |= {"device_transfer", "gathering", "user_code", "http_client", "http_server", "__init__"}
 ABOVE |= {name: set() for name in FOR_ALL}
 ABOVE["__init__"] = {"api"}  # for type checkers; at run time it is imported when it is first used
 

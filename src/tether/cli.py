@@ -49,7 +49,7 @@ Options:
   --help             this text; after a command, that command's
 
 Exit codes: 0 done, 1 a bug, 2 wrong usage or recipe, 3 stopped and resumable, 4 diverged, 5 data or reward, 6 storage,
-7 stalled, 8 a rank was lost.
+7 stalled, 8 a rank or all rollout workers were lost.
 TETHER_DEBUG=1 shows where an error was raised.
 """
 
@@ -117,6 +117,7 @@ COMMANDS = _table(
     ("studio", "serve", "watch runs, judge answers and chat with models"),
     ("serve", "serve", "serve a model to OpenAI clients: chat and completions"),
     ("serve-reward", "serve", "serve a reward model or a rule over HTTP, for other runs"),
+    ("worker", "serve", "sample answers for runs elsewhere"),
 )
 
 

@@ -69,6 +69,10 @@ class RankLost(TetherError):  # noqa: N818 (the run's state, not a fault)
     exit_code: ClassVar[int] = 8
 
 
+class WorkersLost(RankLost):
+    """No rollout worker is left; the run can be resumed from its last checkpoint."""
+
+
 # -- how a command ends -------------------------------------------------------------------------------------------
 
 STORAGE_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG, errno.EIO}

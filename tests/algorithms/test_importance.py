@@ -57,6 +57,19 @@ def test_a_cap_cuts_what_lies_above_it():
     assert metrics[0]["importance/truncated"] == 1.0
 
 
+@pytest.mark.parametrize("kind", ["sequence", "masked"])
+@pytest.mark.parametrize("method", METHODS)
+def test_every_method_takes_every_kind_of_weight(method, kind):
+    flags = ("--rollout.importance_sampling_cap", "2", "--rollout.importance_sampling", kind)
+    agreeing, _ = run(method, *flags)
+    assert agreeing[0]["importance/mean"] == pytest.approx(1.0, abs=1e-4)
+    metrics, _ = run(method, *flags, change=lambda said: said - 1.0)  # every ratio is e
+    if kind == "masked":
+        assert (metrics[0]["importance/mean"], metrics[0]["importance/masked"]) == (0.0, 1.0)
+    else:
+        assert (metrics[0]["importance/mean"], metrics[0]["importance/truncated"]) == (2.0, 1.0)
+
+
 def test_off_by_default():
     metrics, _ = run("ppo")
     assert "importance/mean" not in metrics[0]

@@ -30,12 +30,14 @@ from tether.ops.advantages import (
     total_return,
 )
 from tether.ops.kl import AdaptiveKL, Estimator, FixedKL, KLController, ProportionalKL, kl_estimate
-from tether.ops.losses import Aggregation, truncated_importance
+from tether.ops.losses import Aggregation, masked_importance, sequence_importance, truncated_importance
 from tether.ops.masks import masked_mean, masked_variance, whiten
 from tether.protocols import AdvantageEstimator, Objective
 from tether.types import EvaluatedBatch, Experience, Metrics, TokenOutputs, extend
 
 TokenObjective = Objective[Experience, TokenOutputs]
+
+ImportanceSampling = Literal["token", "sequence", "masked"]
 
 ExtraGradient = Callable[[Learner], Metrics]
 """Adds another gradient (of pretraining data, in PPO-ptx) to the accumulated one."""
@@ -106,6 +108,7 @@ class AdvantageSettings:
     importance_sampling_cap: float | None = (
         None  # maximum of the weight old / behavior on each token's policy loss; None: no weights
     )
+    importance_sampling: ImportanceSampling = "token"
 
 
 @dataclass(frozen=True)
@@ -220,22 +223,37 @@ class Algorithm:
         if rules.whiten_advantages:
             advantages = whiten(advantages, mask)
         if rules.importance_sampling_cap is not None:
-            advantages = importance_weights(advantages, batch, rules.importance_sampling_cap, metrics)
+            advantages = importance_weights(
+                advantages, batch, rules.importance_sampling_cap, metrics, rules.importance_sampling
+            )
         columns: dict[str, Any] = {"rewards": rewards, "advantages": advantages, "returns": returns}
         return extend(batch, Experience, **columns), metrics
 
 
-def importance_weights(advantages: Tensor, batch: EvaluatedBatch, cap: float, metrics: Metrics) -> Tensor:
-    """(B, T) advantages times w = min(old / behavior, cap); reports the mean weight and the fraction capped.
+def importance_weights(
+    advantages: Tensor, batch: EvaluatedBatch, cap: float, metrics: Metrics, kind: ImportanceSampling = "token"
+) -> Tensor:
+    """(B, T) advantages times a weight w from old / behavior; reports its mean and the fraction that the cap changed.
 
-    Every surrogate's term in A satisfies w * f(A) = f(w A) for w > 0, so weighting the advantage weights the token's
-    policy loss, also in the line search of a trust region. The critic's targets are not weighted.
+    `token` is min(old / behavior, cap), `sequence` the same of whole answers, and `masked` is 0 where the weight of a
+    token is above the cap or below its inverse. Every surrogate's term in A satisfies w * f(A) = f(w A) for w >= 0, so
+    weighting the advantage weights the token's policy loss, also in the line search of a trust region. The critic's
+    targets are not weighted.
     """
     mask, tokens = batch.response_mask, batch.response_mask.sum()
-    weights = truncated_importance(batch.old_logprobs, batch.behavior_logprobs, cap=cap)
-    cut = (batch.old_logprobs - batch.behavior_logprobs > math.log(cap)) & mask
+    old, behavior = batch.old_logprobs, batch.behavior_logprobs
+    gap = (old - behavior).masked_fill(~mask, 0.0)
+    if kind == "sequence":
+        weights = sequence_importance(old, behavior, mask, cap=cap)
+        changed = (gap.sum(dim=1, keepdim=True) > math.log(cap)) & mask
+    elif kind == "masked":
+        weights = masked_importance(old, behavior, cap=cap)
+        changed = (weights == 0.0) & mask
+    else:
+        weights = truncated_importance(old, behavior, cap=cap)
+        changed = (gap > math.log(cap)) & mask
     metrics.add("importance/mean", weights.masked_fill(~mask, 0.0).sum(), tokens)
-    metrics.add("importance/truncated", cut.sum(), tokens)
+    metrics.add("importance/masked" if kind == "masked" else "importance/truncated", changed.sum(), tokens)
     return advantages * weights.masked_fill(~mask, 1.0)
 
 

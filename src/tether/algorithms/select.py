@@ -31,6 +31,8 @@ def build_algorithm(recipe: RLRecipe) -> Algorithm:
     own: Any = getattr(recipe, recipe.method)
     algorithm = BUILDERS[recipe.method](own, recipe.kl, recipe.reward)
     advantage_settings = replace(
-        algorithm.advantage_settings, importance_sampling_cap=recipe.rollout.importance_sampling_cap
+        algorithm.advantage_settings,
+        importance_sampling_cap=recipe.rollout.importance_sampling_cap,
+        importance_sampling=recipe.rollout.importance_sampling,
     )
     return replace(algorithm, advantage_settings=advantage_settings)

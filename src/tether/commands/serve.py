@@ -1,4 +1,4 @@
-"""The commands that start a server: `tether studio`, `tether serve` and `tether serve-reward`."""
+"""The commands that start a server: `tether studio`, `serve`, `serve-reward` and `worker`."""
 
 from __future__ import annotations
 
@@ -17,6 +17,13 @@ SERVE_EPILOG = """examples:
   TETHER_SERVE_TOKEN=... tether serve smollm2-135m --port 8000
 It prints the base_url and the api_key for an OpenAI client. Only this machine can reach the server, unless you set
 --host.
+"""
+
+WORKER_EPILOG = """examples:
+  tether worker
+  tether worker --listen 127.0.0.1:8424 --device cuda:1 --token-file ~/.worker-token
+Name its address in a recipe, under rollout.servers, and export TETHER_WORKER_TOKEN where the run is. The run says which
+model to load. Only this machine can reach the worker, unless --listen names another address.
 """
 
 
@@ -83,3 +90,23 @@ def serve_reward_command(words: list[str]) -> int:
     from tether.rewards.server import serve
 
     return serve(options.target, host=options.host, port=options.port, json_output=options.json)
+
+
+def worker_command(words: list[str]) -> int:
+    """Sample for runs until stopped."""
+    parser = CommandParser(
+        "worker", "Sample answers for runs whose recipe names this worker in rollout.servers.", WORKER_EPILOG
+    )
+    parser.add_argument(
+        "--listen", metavar="HOST:PORT", default="127.0.0.1:8423", help="address (127.0.0.1:8423); port 0: a free one"
+    )
+    add_token_options(parser, "TETHER_WORKER_TOKEN", "the token that runs send")
+    parser.add_argument("--device", default="auto", metavar="NAME", help="auto, cpu, cuda, cuda:1 ... (auto)")
+    parser.add_argument("--weights-dir", metavar="DIR", help="a folder that runs may write weights to for this worker")
+    parser.add_argument("--exit-with-stdin", action="store_true", help="end once standard input closes, for launchers")
+    parser.add_argument("--json", action="store_true", help="print the address and the token as JSON")
+    options = parser.parse_args(words)
+
+    from tether.server.sampler_service import serve_worker
+
+    return serve_worker(options)

@@ -5,10 +5,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from typing import Annotated, NamedTuple
+from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict, Field, field_validator
 
 from tether.errors import UsageError
+from tether.redact import redact_url
 
 
 class Settings(BaseModel):
@@ -40,6 +42,25 @@ class InWords(NamedTuple):
 
 CodeReference = Annotated[str, Field(pattern=r"^.+:.+$"), InWords("file.py:name")]
 """The user's code: `file.py:name` or `package.module:name`. `tether.config.allowed_code.code_names` lists every key."""
+
+
+def check_url(key: str, url: str) -> str:
+    """The URL of a server, without secrets: recipes are saved."""
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"{key} {url!r} must start with http:// or https:// and name a host")
+    try:
+        port_is_wrong = parts.port == 0
+    except ValueError:
+        port_is_wrong = True
+    if port_is_wrong:
+        raise ValueError(f"{key} {url!r} has a port that is not between 1 and 65535")
+    if parts.username is not None or parts.password is not None:
+        raise ValueError(f"{key} must contain no user or password, because recipes are saved: use token_env")
+    if redact_url(url) != url:
+        raise ValueError(f"{key} must contain no token or key in its query, because recipes are saved: use token_env")
+    return url
+
 
 Paths = str | tuple[str, ...]
 """A file, a glob, a folder, a dataset id, or several of them."""

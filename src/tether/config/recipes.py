@@ -246,6 +246,33 @@ class RLRecipe(Recipe):
         return self
 
     @model_validator(mode="after")
+    def _workers_that_fit(self) -> RLRecipe:
+        rollout, chunk = self.rollout, self.distributed.rollout_chunk
+        if rollout.engine == "vllm" and not rollout.servers:
+            raise ValueError("rollout.engine is vllm, and rollout.servers names no server: see docs/rollout-workers.md")
+        if rollout.engine == "vllm" and rollout.workers:
+            raise ValueError("rollout.workers are Tether's own, and rollout.engine is vllm: name rollout.servers alone")
+        if not rollout.samples_elsewhere:
+            return self
+        asked = "rollout.workers" if rollout.workers else "rollout.servers"
+        if rollout.workers + len(rollout.servers) > 1 and not chunk:
+            raise ValueError(
+                f"{asked} asks for several workers and distributed.rollout_chunk is 0, so that one of them would "
+                "sample the whole step: set it to the number of prompts that are sampled together, such as "
+                f"{max(1, rollout.prompts_per_step // (4 * (rollout.workers + len(rollout.servers))))}"
+            )
+        if ":" in rollout.engine:
+            raise ValueError(f"rollout.engine names code, {rollout.engine}, which no worker runs: leave out {asked}")
+        if self.model.loader is not None:
+            raise ValueError(f"model.loader names code, {self.model.loader}, which no worker runs: leave out {asked}")
+        if self.roles.mode == "shared_backbone":
+            raise ValueError(
+                f"roles.mode is shared_backbone, whose sampling leaves states for training, and {asked} samples "
+                "elsewhere: use roles.mode separate or lora"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _kl_that_teaches(self) -> RLRecipe:
         samples = self.rollout.prompts_per_step * self.rollout.samples_per_prompt
         if self.kl.controller == "proportional" and self.kl.horizon < samples:

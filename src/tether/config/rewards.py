@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 from typing import Annotated, Literal
-from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator, model_validator
 
-from tether.config.base import Count, NonNegative, Positive, PositiveFloat, Settings
-from tether.redact import redact_url
+from tether.config.base import Count, NonNegative, Positive, PositiveFloat, Settings, check_url
 
 Extract = Literal["auto", "whole", "last_line", "marker", "last_number", "boxed"]
 
@@ -193,20 +191,7 @@ class RemotePart(Part):
     @field_validator("url")
     @classmethod
     def _http(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ValueError(f"url {url!r} must start with http:// or https:// and name a host")
-        try:
-            port_is_wrong = parts.port == 0
-        except ValueError:
-            port_is_wrong = True
-        if port_is_wrong:
-            raise ValueError(f"url {url!r} has a port that is not between 1 and 65535")
-        if parts.username is not None or parts.password is not None:
-            raise ValueError("url must contain no user or password, because recipes are saved: use token_env")
-        if redact_url(url) != url:
-            raise ValueError("url must contain no token or key in its query, because recipes are saved: use token_env")
-        return url
+        return check_url("url", url)
 
 
 RewardPart = Annotated[

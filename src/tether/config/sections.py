@@ -23,6 +23,7 @@ from tether.config.base import (
     Tag,
 )
 from tether.config.rewards import RewardPart, check_names
+from tether.config.rollout_workers import WorkerSettings
 
 TOY_TASK = "match-case"  # used when a recipe names neither a task nor prompts
 
@@ -104,7 +105,7 @@ class TaskSettings(Settings):
         return self
 
 
-class RolloutSettings(Settings):
+class RolloutSettings(WorkerSettings):
     """How answers are sampled."""
 
     prompts_per_step: Positive = Field(default=64, description="Prompts per iteration.")
@@ -120,10 +121,10 @@ class RolloutSettings(Settings):
         default="auto",
         description="Answers decoded at once; auto is 64, or on a GPU what fits its free memory, up to 1024.",
     )
-    engine: Literal["auto", "transformers"] | CodeReference = Field(
+    engine: Literal["auto", "transformers", "vllm"] | CodeReference = Field(
         default="auto",
-        description="auto: the model's fast decoder if there is one; transformers: never use it; or your own function "
-        "from the policy to an engine (docs/extending.md).",
+        description="auto: the model's fast decoder if there is one; transformers: never use it; vllm: the servers in "
+        "rollout.servers; or your own function from the policy to an engine (docs/extending.md).",
     )
     importance_sampling_cap: float | None = Field(
         default=None,
@@ -134,6 +135,11 @@ class RolloutSettings(Settings):
         default=0,
         description="Asynchronous training: the answers of a step are sampled by the policy of this many steps before; "
         "see docs/asynchronous.md.",
+    )
+    importance_sampling: Literal["token", "sequence", "masked"] = Field(
+        default="token",
+        description="What the cap is for: token, each token's weight; sequence, that of whole answers; masked, tokens "
+        "whose weight is above the cap or below 1 / cap are left out.",
     )
 
 

@@ -70,7 +70,8 @@ def without_user_code(
         return recipe, policy, None
     training, evaluation = ([prompt_of(record) for record in prompts[name]] for name in ("training", "evaluation"))
     reward = recipe.reward.model_copy(update={"parts": ()})
-    recipe = recipe.model_copy(update={"reward": reward})
+    alone = {"workers": 0, "servers": ()}  # rank 0 samples where workers do
+    recipe = recipe.model_copy(update={"reward": reward, "rollout": recipe.rollout.model_copy(update=alone)})
     return recipe, policy, Inputs(task=RecipeTask(training, evaluation, _never))
 
 

@@ -89,6 +89,8 @@ class GroupRanks(Ranks):
             chunk = recipe.distributed.rollout_chunk
             if self.reduction == "fast" and not chunk:
                 chunk = -(-recipe.rollout.prompts_per_step // self.count) if isinstance(recipe, RLRecipe) else 0
+            if isinstance(recipe, RLRecipe) and recipe.rollout.samples_elsewhere:
+                chunk = 0  # rank 0 asks the workers, which are dealt the chunks, and tells the others
             inner = parts.engine.engine if isinstance(parts.engine, ChunkedEngine) else parts.engine
             engine = chunked(inner, chunk, self, everywhere=parts.shared is not None)
             training.parts = dataclasses.replace(parts, engine=engine)

@@ -10,9 +10,10 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, Protocol
 
 from tether.config.rewards import RemotePart
+from tether.http_client import PostError, post
 from tether.protocols import RewardFn
 from tether.rewards.pool import in_order
-from tether.rewards.remote import PostError, RemoteReward, post_json
+from tether.rewards.remote import RemoteReward
 from tether.rewards.scoring import score_rollouts
 from tether.types import Rollout
 
@@ -100,7 +101,7 @@ class RemoteJudge:
         body = json.dumps({"version": VERSION, "items": items}).encode()
         for attempt in range(self.part.retries + 1):
             try:
-                answer = post_json(
+                answer = post(
                     self.part.url,
                     body,
                     token=self.token,

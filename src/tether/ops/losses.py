@@ -138,6 +138,25 @@ def truncated_importance(old_logprobs: Tensor, behavior_logprobs: Tensor, *, cap
     return torch.exp(log_ratio(old_logprobs, behavior_logprobs)).clamp(max=cap)
 
 
+def sequence_importance(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, *, cap: float) -> Tensor:
+    """(B, T) min(prod_t old_t / behavior_t, cap), the weight of a whole answer on each of its tokens.
+
+    Unbiased for the answer where the cap does not bind; its variance grows with the length.
+    """
+    answers = [logprobs.masked_fill(~mask, 0.0).sum(dim=1) for logprobs in (old_logprobs, behavior_logprobs)]
+    weights = torch.exp(log_ratio(*answers)).clamp(max=cap)
+    return weights[:, None].expand(mask.shape)
+
+
+def masked_importance(old_logprobs: Tensor, behavior_logprobs: Tensor, *, cap: float) -> Tensor:
+    """w = old / behavior where 1 / cap <= w <= cap, else 0: a token that the two disagree on teaches nothing.
+
+    Masked importance sampling, with both bounds (IcePop, Zhao et al. 2025).
+    """
+    weights = torch.exp(log_ratio(old_logprobs, behavior_logprobs))
+    return weights.masked_fill((weights > cap) | (weights < 1.0 / cap), 0.0)
+
+
 def kl_penalty_loss(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, beta: float, estimator: Estimator
 ) -> Tensor:

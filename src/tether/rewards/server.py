@@ -1,27 +1,21 @@
 """A reward server on Python's standard library: loopback by default, one bearer token, one request at a time.
 
-`RewardService` turns a request's JSON into scores; `RewardServer` and `RewardHandler` are the HTTP around it.
+`RewardService` turns a request's JSON into scores; `RewardServer` is the HTTP around it.
 """
 
 from __future__ import annotations
 
-import hmac
 import json
 import math
 import os
 import secrets
 import signal
-import socket
 import sys
 import threading
-import time
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from threading import Lock
 from typing import Any
 
 import torch
@@ -30,8 +24,8 @@ from tether.config.load import load_recipe
 from tether.config.read_yaml import read_value
 from tether.config.recipes import RLRecipe
 from tether.errors import ConfigError, DataError, UsageError
+from tether.http_server import JSON, LOOPBACK, MAX_BYTES, BadRequestError, TokenServer
 from tether.protocols import RewardFn
-from tether.rate_limit import Rate, RateLimit, network_of
 from tether.rewards.model import RewardModelReward
 from tether.rewards.parts import build_reward
 from tether.rewards.remote import VERSION
@@ -41,10 +35,6 @@ from tether.types import Finish, Message, Prompt, Rollout, Score
 
 MAX_ITEMS = 4096
 FINISHES: dict[str, Finish] = {"stop": "stop", "length": "length", "error": "error"}
-
-
-class BadRequestError(Exception):
-    """The whole request is invalid; the message says why."""
 
 
 @dataclass
@@ -161,151 +151,36 @@ def _entry(id: str, score: Score | None, error: str | None) -> dict[str, Any]:
 
 
 TOKEN_VARIABLE = "TETHER_REWARD_TOKEN"  # noqa: S105 (the variable's name, not a secret)
-MAX_BYTES = 32_000_000  # per request
-HEADER_SECONDS = 10.0  # time limit for the header of a request
-READ_SECONDS = 30.0  # time limit for the body
-MAX_CONNECTIONS = 128  # each has a thread
-WRONG_TOKENS = Rate(10.0, 100)  # per address
-LOOPBACK = ("127.0.0.1", "::1", "localhost")
 
 
-class RewardServer(ThreadingHTTPServer):
-    """Accepts connections; the service computes the responses."""
+class RewardServer(TokenServer):
+    """Scores what is posted to it."""
 
-    daemon_threads = True
-    request_queue_size = 128
+    paths = ("/", "/score")
 
     def __init__(self, service: RewardService, *, host: str, port: int, token: str, max_bytes: int = MAX_BYTES) -> None:
-        self.service, self.token, self.max_bytes = service, token, max_bytes
-        self.strangers = RateLimit(WRONG_TOKENS)
-        self.header_seconds, self.max_connections = HEADER_SECONDS, MAX_CONNECTIONS
-        self._open: dict[socket.socket, float | None] = {}  # deadline of each request; None: it has arrived
-        self._lock = Lock()
-        self.address_family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        super().__init__((host, port), RewardHandler)
+        self.service = service
+        super().__init__(host=host, port=port, token=token, max_bytes=max_bytes)
 
     @property
     def url(self) -> str:
         """The URL to post to."""
-        host = str(self.server_address[0])
-        return f"http://{f'[{host}]' if ':' in host else host}:{self.server_address[1]}/score"
+        return f"{self.address}/score"
 
-    def process_request(self, request: Any, client_address: Any) -> None:
-        """Accept a connection; above the maximum, close the one with the earliest deadline."""
-        with self._lock:
-            if len(self._open) >= self.max_connections:
-                slow = next((one for one, until in self._open.items() if until is not None), None)
-                _hang_up(slow if slow is not None else request)
-                self._open.pop(slow if slow is not None else request, None)
-            self._open[request] = time.monotonic() + self.header_seconds
-        super().process_request(request, client_address)
+    def health(self) -> dict[str, Any]:
+        """That it is up, and the version of its protocol."""
+        return {"status": "ok", "version": VERSION}
 
-    def shutdown_request(self, request: Any) -> None:
-        """Close a connection."""
-        with self._lock:
-            self._open.pop(request, None)
-        super().shutdown_request(request)
-
-    def wait_for(self, request: socket.socket, seconds: float | None) -> None:
-        """Give a connection `seconds` to send the next part; None: the request is complete."""
-        with self._lock:
-            if request in self._open:
-                self._open[request] = None if seconds is None else time.monotonic() + seconds
-
-    def service_actions(self) -> None:
-        """Twice a second: close connections past their deadline."""
-        now = time.monotonic()
-        with self._lock:
-            late = [one for one, until in self._open.items() if until is not None and until < now]
-        for one in late:
-            _hang_up(one)
-
-    def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore clients that disconnect."""
-        if not isinstance(sys.exc_info()[1], OSError):
-            super().handle_error(request, client_address)
-
-
-class RewardHandler(BaseHTTPRequestHandler):
-    """POST /score with the token; GET /health without it."""
-
-    server: RewardServer  # pyright: ignore[reportIncompatibleVariableOverride]
-    timeout = READ_SECONDS
-    server_version = "tether"
-    sys_version = ""
-    error_message_format = '{"error": "%(message)s"}\n'
-    error_content_type = "application/json"
-
-    def do_GET(self) -> None:
-        """Report that the server is up."""
-        if self.path == "/health":
-            self._send(HTTPStatus.OK, {"status": "ok", "version": VERSION})
-        else:
-            self._send(HTTPStatus.NOT_FOUND, {"error": "GET /health, or POST /score"})
-
-    def do_POST(self) -> None:
-        """Return scores for a batch."""
-        if self.path not in ("/", "/score"):
-            return self._send(HTTPStatus.NOT_FOUND, {"error": "POST to /score"})
-        network = network_of(str(self.client_address[0]))
-        given = self.headers.get("Authorization", "").encode("latin-1", "replace")
-        if given and (
-            wait := self.server.strangers.take(network)
-        ):  # checked before the token, so that a correct guess gets the same response
-            return self._send(HTTPStatus.TOO_MANY_REQUESTS, {"error": f"too many wrong tokens: wait {wait} s"}, wait)
-        if not hmac.compare_digest(given, f"Bearer {self.server.token}".encode()):
-            return self._send(HTTPStatus.UNAUTHORIZED, {"error": "the bearer token is missing or wrong"})
-        self.server.strangers.give_back(network)
-        length = self.headers.get("Content-Length", "")
-        if not length.isdecimal() or not length.isascii():
-            return self._send(HTTPStatus.LENGTH_REQUIRED, {"error": "Content-Length is required"})
-        if len(length) > 12 or int(length) > self.server.max_bytes:
-            return self._send(HTTPStatus.REQUEST_ENTITY_TOO_LARGE, {"error": f"at most {self.server.max_bytes} bytes"})
-        body = self._read(int(length))
-        if body is None:
-            return self._send(HTTPStatus.REQUEST_TIMEOUT, {"error": "the request did not arrive completely"})
+    def answer(self, path: str, body: bytearray) -> tuple[HTTPStatus, str, bytes]:  # noqa: ARG002
+        """Scores for a batch."""
         try:
-            return self._send(HTTPStatus.OK, self.server.service.answer(body))
-        except BadRequestError as error:
-            return self._send(HTTPStatus.BAD_REQUEST, {"error": str(error)})
+            status, found = HTTPStatus.OK, self.service.answer(bytes(body))
+        except BadRequestError:
+            raise
         except Exception as error:
             reason = f"the reward raised {type(error).__name__}: {error}"
-            return self._send(HTTPStatus.INTERNAL_SERVER_ERROR, {"error": reason})
-
-    def log_message(self, format: str, *args: Any) -> None:
-        """Log nothing: requests contain users' texts."""
-
-    def _read(self, length: int) -> bytes | None:
-        """The body; None where it did not arrive before the deadline."""
-        self.server.wait_for(self.connection, READ_SECONDS)
-        deadline, body = time.monotonic() + READ_SECONDS, bytearray()
-        while len(body) < length and time.monotonic() < deadline:
-            try:
-                chunk = self.rfile.read1(min(length - len(body), 65_536))  # pyright: ignore[reportAttributeAccessIssue]
-            except TimeoutError:
-                return None
-            if not chunk:
-                return None
-            body += chunk
-        self.server.wait_for(self.connection, None)
-        return bytes(body) if len(body) == length else None
-
-    def _send(self, status: HTTPStatus, answer: dict[str, Any], wait: int = 0) -> None:
-        self.close_connection = True
-        body = json.dumps(answer).encode()
-        self.send_response(status)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(body)))
-        if wait:
-            self.send_header("Retry-After", str(wait))
-        self.end_headers()
-        self.wfile.write(body)
-
-
-def _hang_up(connection: socket.socket) -> None:
-    """Shut the socket down, so that the thread that reads from it wakes and closes it."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+            status, found = HTTPStatus.INTERNAL_SERVER_ERROR, {"error": reason}
+        return status, JSON, json.dumps(found).encode()
 
 
 def serve(target: str, *, host: str, port: int, json_output: bool) -> int:

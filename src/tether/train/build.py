@@ -54,10 +54,9 @@ from tether.rewards.model import load_vocabulary
 from tether.rewards.parts import build_reward
 from tether.rewards.scoring import check_reward
 from tether.rollout.ahead import RolloutQueue
-from tether.rollout.chunks import in_chunks
-from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
 from tether.store.find import find_model
+from tether.train.engines import build_engine
 from tether.train.inputs import Inputs, checked, read_inputs
 from tether.train.objects import Objects, check_loader, loader_named, with_named_code
 from tether.train.rl import RLParts
@@ -160,17 +159,7 @@ def build_rl(
         algorithm=algorithm,
         roles=roles,
         learner=make_learner(recipe, roles.actor, policy),
-        engine=in_chunks(
-            objects.engine_for(policy)
-            or NativeEngine(
-                policy,
-                max_num_seqs=rollout.max_num_seqs,
-                # What is sampled ahead trains in a later step, and the shared backbone forgets between steps.
-                states_for=None if rollout.lag else sharing.shared,
-                general=rollout.engine == "transformers",
-            ),
-            recipe.distributed.rollout_chunk,
-        ),
+        engine=build_engine(recipe, policy, sharing, objects.engine_for(policy)),
         reward=reward,
         prompts=DataOrder(task.prompts(), derive_seed(recipe.run.seed, "prompts")),
         sampling=Sampling(

@@ -35,6 +35,7 @@ from tether.store.database.open import workspace_at
 from tether.store.folder import FINISHED, RunFolder, json_line, run_path
 from tether.train.attempt import Attempt
 from tether.train.build import load_policy
+from tether.train.engines import close_pools
 from tether.train.hooks import RunContext
 from tether.train.inputs import read_before_loading
 from tether.train.objects import Objects, check_objects, with_named_code
@@ -173,6 +174,7 @@ def train_recipe(
             )
     finally:
         close_workers()  # of reward functions that run in processes of their own
+        close_pools()  # of rollout workers
 
 
 def _train(
