@@ -8,33 +8,46 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 
-from tether.distributed.group import PeerFailed, ProcessGroup
+from tether.distributed.group import PeerFailed, ProcessGroup, advice
 from tether.distributed.group_ranks import GroupRanks
-from tether.distributed.launch import LAUNCHER
+from tether.distributed.launch import LAUNCH, LAUNCHER
+from tether.distributed.rendezvous import RUN_ID, launch_of, shared_store
 from tether.errors import RankLost, Stopped, judge
-from tether.learner.ranks import using_ranks
+from tether.learner.ranks import Ranks, using_ranks
 
 
 def run_as_rank(command: Callable[[], int]) -> int:
     """Run the command on rank 0, and its steps on every rank; returns the exit code of this process."""
+    if os.environ["WORLD_SIZE"] == "1":
+        return _run_alone(command)
     rank = int(os.environ["RANK"])
+    group = ProcessGroup()
     if rank:
         for number in (signal.SIGINT, signal.SIGTERM):  # rank 0 decides when a run stops
             signal.signal(number, signal.SIG_IGN)
-    group = ProcessGroup()
     try:
         return _lead(group, command) if rank == 0 else _follow(group)
     finally:
         group.close()
 
 
+def _run_alone(command: Callable[[], int]) -> int:
+    """As one process, which may have been started again: torchrun's store, if there is one, knows."""
+    alone = Ranks()
+    from_torchrun = RUN_ID in os.environ and LAUNCH not in os.environ
+    alone.launch, alone.fault = launch_of(shared_store(0, 1) if from_torchrun else None)
+    with using_ranks(alone):
+        return command()
+
+
 def _lead(group: ProcessGroup, command: Callable[[], int]) -> int:
     ranks = GroupRanks(group)
     try:
+        ranks.launch, ranks.fault = launch_of(group.shared)
         with using_ranks(ranks):
             code = command()
     except PeerFailed as error:
-        raise RankLost(f"{error}; the run can be resumed, with as many ranks as you like") from error
+        raise RankLost(f"{error}{advice()}") from error
     except RankLost:
         raise
     except BaseException:
