@@ -14,7 +14,7 @@ import alembic.command  # noqa: F401 (imported when a store is made: here it is,
 import torch
 
 from tether.cli import main
-from tether.distributed.launch import Supervisor, free_port
+from tether.distributed.launch import RankProcesses, Supervisor, free_port
 
 PIDS = "TETHER_TEST_PIDS"  # the folder where each rank writes its process id
 
@@ -96,6 +96,6 @@ def launched(words: Sequence[str], count: int, restarts: int, least: int, pids: 
         os.dup2(write, 1)
         os.dup2(write, 2)
         sys.stdout, sys.stderr = open(1, "w", buffering=1), open(2, "w", buffering=1)  # noqa: SIM115 (a test may have its own)
-        code = Supervisor(forked_ranks).run(words, count, restarts, least)
+        code = Supervisor(RankProcesses(forked_ranks)).run(words, count, restarts, least)
     finally:
         os._exit(code)

@@ -2,8 +2,9 @@
 
     OMP_NUM_THREADS=1 python tests/soak/rank_kills.py --launcher forked --kills 100 --seed 0 --json
 
-Launchers: `nproc` (`tether train --nproc N --restarts M`) and `torchrun` start programs; `forked` is the launcher of
-`nproc` with ranks forked from this process, so that a kill takes seconds. The last line is the verdict.
+Launchers: `nproc` (`tether train --nproc N --restarts M`), `torchrun` and `ray` start programs. `forked` is the launcher
+of `nproc` with ranks forked from this process, so that a kill takes seconds. With `ray`, a quarter of the kills hit a
+machine of a cluster on loopback, and a quarter an actor that holds a rank. The last line is the verdict.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ BEFORE_A_STEP = 0.15  # share of kills that come before the attempt's first step
 STOPPED = 0.1  # share of ranks that are stopped and not killed
 LIMIT = 300.0  # seconds without a word from the run
 
+_ray_cluster: Any = None
+
 Tell = Callable[[str], None]
 
 
@@ -51,6 +54,8 @@ class Verdict:
     steps: int
     kills: int = 0
     stopped: int = 0
+    machines: int = 0  # of a Ray cluster
+    actors: int = 0
     of_rank: dict[int, int] = field(default_factory=dict[int, int])
     before_a_step: int = 0
     restarts: int = 0  # recorded ones: a kill before the run exists leaves none
@@ -64,8 +69,8 @@ class Verdict:
         of = ", ".join(f"rank {rank} {count}" for rank, count in sorted(self.of_rank.items()))
         return (
             f"{self.name}, {self.ranks} ranks: {self.kills} kills over {self.steps} steps ({of}; {self.stopped} by "
-            f"SIGSTOP, {self.before_a_step} before the attempt's first step), {self.restarts} restarts recorded, "
-            f"{cost:.2f} steps taken again each, {self.seconds:.0f} s: "
+            f"SIGSTOP, {self.machines} with their machine, {self.actors} by their actor, {self.before_a_step} before "
+            f"the attempt's first step), {self.restarts} restarts recorded, {cost:.2f} steps taken again each, {self.seconds:.0f} s: "
             + ("same bits" if not self.wrong else "; ".join(self.wrong))
         )
 
@@ -77,6 +82,7 @@ class Running:
     lines: Iterator[str]
     pid_of: Callable[[int], int | None]
     wait: Callable[[], int]
+    kill_machine: Callable[[int], None] | None = None  # of a cluster: the machine of the process
 
 
 def words_of(workspace: Path, method: str, steps: int, *flags: str) -> list[str]:
@@ -92,7 +98,8 @@ def words_of(workspace: Path, method: str, steps: int, *flags: str) -> list[str]
 def rules(steps: int) -> tuple[str, ...]:
     chunk = ("--distributed.rollout_chunk", "1")
     timeout = ("--distributed.timeout", str(SILENCE))
-    return ("--run.steps", str(steps), "--checkpoint.every", str(EVERY), *chunk, *timeout)
+    slow = ("--optimizer.policy_lr", "3e-4")  # for hundreds of steps
+    return ("--run.steps", str(steps), "--checkpoint.every", str(EVERY), *chunk, *timeout, *slow)
 
 
 # -- launchers --------------------------------------------------------------------------------------------------------
@@ -142,7 +149,16 @@ def torchrun(words: list[str], ranks: int, restarts: int, least: int, place: Pat
     return program([*starts, "-m", "tether", *words], place)
 
 
-LAUNCHERS = {"forked": forked, "nproc": nproc, "torchrun": torchrun}
+def on_ray(words: list[str], ranks: int, restarts: int, least: int, place: Path) -> Running:
+    """`tether train --ray`, on the cluster of `_cluster`."""
+    assert _ray_cluster is not None
+    options = ("--nproc", str(ranks), "--restarts", str(restarts), "--min-nproc", str(least))
+    running = program([sys.executable, "-m", "tether", *words, *options, "--ray", _ray_cluster.address], place)
+    running.kill_machine = _ray_cluster.replace_machine_of
+    return running
+
+
+LAUNCHERS = {"forked": forked, "nproc": nproc, "torchrun": torchrun, "ray": on_ray}
 
 
 # -- the kills --------------------------------------------------------------------------------------------------------
@@ -155,7 +171,7 @@ def killed_ranks(
     """Kill so many ranks of a run, one after the other; compare the end."""
     began, root = time.monotonic(), Path(tempfile.mkdtemp(prefix="ranks-"))
     draw = random.Random(seed)
-    steps = steps or 8 + 2 * kills
+    steps = steps or 8 + 4 * kills
     verdict = Verdict(f"{launcher}, {method}", ranks, steps)
     calm = whole(tiny(method, root / "calm", *rules(steps)))
     words = words_of(root / "killed", method, steps)
@@ -213,17 +229,32 @@ def _patience(draw: random.Random) -> int:
 def _shoot(running: Running, draw: random.Random, verdict: Verdict) -> bool:
     rank = draw.randrange(verdict.ranks)
     pid = running.pid_of(rank)
-    stopped = draw.random() < STOPPED
+    place = draw.random() if running.kill_machine is not None else 1.0
+    machine, actor = place < 0.25, 0.25 <= place < 0.5
+    stopped = place >= 0.5 and draw.random() < STOPPED
     try:
         if pid is None:
             return False
-        os.kill(pid, signal.SIGSTOP if stopped else signal.SIGKILL)
+        if machine and running.kill_machine is not None:
+            running.kill_machine(pid)
+        else:
+            os.kill(parent_of(pid) if actor else pid, signal.SIGSTOP if stopped else signal.SIGKILL)
     except ProcessLookupError:  # it has ended since
         return False
     verdict.kills += 1
     verdict.stopped += stopped
+    verdict.machines += machine
+    verdict.actors += actor
     verdict.of_rank[rank] = verdict.of_rank.get(rank, 0) + 1
     return True
+
+
+def parent_of(pid: int) -> int:
+    """The process that started a process; raises ProcessLookupError where it is gone."""
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except FileNotFoundError as error:
+        raise ProcessLookupError(pid) from error
 
 
 def _count_restarts(workspace: Path, verdict: Verdict) -> None:
@@ -242,6 +273,17 @@ def restarts_of(run: Path) -> list[dict[str, Any]]:
     return [event["data"] for event in log.events.values() if event["kind"] == "restarted"]
 
 
+def _cluster(machines: int) -> Any:
+    """A Ray cluster, to which `on_ray` connects."""
+    global _ray_cluster
+    from ray_cluster import RayCluster
+
+    from tether.distributed.launch import free_port
+
+    _ray_cluster = RayCluster(machines, free_port())
+    return _ray_cluster
+
+
 def main() -> int:
     """0 if the run is what it would have been without a kill."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -253,9 +295,12 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the counts as one JSON line")
     options = parser.parse_args()
     tell: Tell = lambda text: print(text, file=sys.stderr, flush=True)  # noqa: E731
+    cluster = _cluster(options.ranks + 1) if options.launcher == "ray" else None
     verdict = killed_ranks(
         options.launcher, options.kills, options.seed, ranks=options.ranks, method=options.method, tell=tell
     )
+    if cluster is not None:
+        cluster.close()
     print(json.dumps(asdict(verdict)) if options.json else verdict.line())
     return 1 if verdict.wrong else 0
 

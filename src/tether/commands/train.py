@@ -29,6 +29,7 @@ Options:
   --nproc N      train with N processes on this machine; see docs/distributed.md
   --restarts M   with --nproc: when a process is lost, start all of them again, up to M times
   --min-nproc K  with --restarts: each time with one process fewer, down to K
+  --ray ADDRESS  with --nproc: on a Ray cluster (auto, local or host:port); see docs/distributed.md
   --allow-code   PACKAGE or FILE.py whose code the recipe may name; see docs/security.md
   --help         with a method: every key, its default and what it means
 

@@ -25,6 +25,7 @@ ENVIRONMENT = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # what a lau
 LAUNCHER = "TETHER_LAUNCHER"  # the process that started the ranks, where that is `tether` itself
 LAUNCH = "TETHER_LAUNCH"  # an id that stays the same when the ranks are started again
 FAULT = "TETHER_FAULT"  # why they were started again
+LEASH = "TETHER_LEASH"  # set to stdin: the rank ends when its standard input does
 RESTARTS_LEFT = "TETHER_RESTARTS_LEFT"
 GRACE = 15.0  # seconds in which rank 0 ends by itself once another rank is gone
 LAST_WORDS = 2.0  # seconds in which the ranks that are left end, so that the one that was lost is known
@@ -60,7 +61,11 @@ def launch(words: Sequence[str], count: int, restarts: int = 0, least: int | Non
     """
     if count < 1 or not 1 <= (least or count) <= count:
         raise UsageError(f"--nproc is {count} and --min-nproc {least}: both must be at least 1, and the first not less")
-    supervisor = Supervisor(local_ranks)
+    return supervise(Supervisor(RankProcesses(local_ranks)), words, count, restarts, least)
+
+
+def supervise(supervisor: Supervisor, words: Sequence[str], count: int, restarts: int, least: int | None) -> int:
+    """Run under a supervisor to which this process passes its signals on."""
     signals = (signal.SIGINT, signal.SIGTERM)
     before = {number: signal.signal(number, supervisor.pass_on) for number in signals}
     try:
@@ -95,37 +100,63 @@ Start = Callable[[Sequence[str], int, Mapping[str, str]], Sequence[RankProcess]]
 """Starts `tether` with these words as so many ranks; the mapping is for their environment."""
 
 
+class Runner(Protocol):
+    """Runs ranks once."""
+
+    def run(self, words: Sequence[str], count: int, told: Mapping[str, str]) -> Ended:
+        """Until they ended."""
+        ...
+
+    def pass_on(self, number: int) -> None:
+        """Pass a signal on to rank 0."""
+
+
 class Supervisor:
     """Runs ranks, and runs them again."""
 
-    def __init__(self, start: Start) -> None:
-        self.start = start
-        self.ranks: Sequence[RankProcess] = ()
+    def __init__(self, runner: Runner) -> None:
+        self.runner = runner
         self.asked_to_stop = False
 
     def pass_on(self, number: int, _: object) -> None:
         """Rank 0 stops after the step at hand, or at once when it is asked again."""
         self.asked_to_stop = True
-        for first in self.ranks[:1]:
-            with suppress(ProcessLookupError):
-                first.send_signal(number)
+        self.runner.pass_on(number)
 
     def run(self, words: Sequence[str], count: int, restarts: int, least: int) -> int:
         """Until the run ends, or was started again `restarts` times."""
         told = {LAUNCHER: str(os.getpid()), LAUNCH: secrets.token_hex(8)}
         fault = ""
         while True:
-            self.ranks = self.start(words, count, told | {FAULT: fault, RESTARTS_LEFT: str(restarts)})
-            try:
-                ended = wait_for(self.ranks)
-            finally:
-                end_all(self.ranks)
+            ended = self.runner.run(words, count, told | {FAULT: fault, RESTARTS_LEFT: str(restarts)})
             if not ended.fault or self.asked_to_stop or not restarts:
                 if ended.fault and ended.code < 0:
-                    _say(f"{ended.fault}: resume the run, with as many ranks as you like")
+                    say(f"{ended.fault}: resume the run, with as many ranks as you like")
                 return ended.code if ended.code >= 0 else RankLost.exit_code
             restarts, fault, count = restarts - 1, ended.fault, max(least, count - 1)
-            _say(f"{fault}: starting {_ranks(count)} again, {restarts} more times if need be")
+            say(f"{fault}: starting {_ranks(count)} again, {restarts} more times if need be")
+
+
+class RankProcesses:
+    """The runner for ranks that are processes."""
+
+    def __init__(self, start: Start) -> None:
+        self.start = start
+        self.ranks: Sequence[RankProcess] = ()
+
+    def run(self, words: Sequence[str], count: int, told: Mapping[str, str]) -> Ended:
+        """Start them, and leave none behind."""
+        self.ranks = self.start(words, count, told)
+        try:
+            return wait_for(self.ranks)
+        finally:
+            end_all(self.ranks)
+
+    def pass_on(self, number: int) -> None:
+        """To rank 0, if it lives."""
+        for first in self.ranks[:1]:
+            with suppress(ProcessLookupError):
+                first.send_signal(number)
 
 
 def local_ranks(words: Sequence[str], count: int, told: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
@@ -200,7 +231,8 @@ def _ranks(count: int) -> str:
     return "all ranks" if count > 1 else "one rank"
 
 
-def _say(text: str) -> None:
+def say(text: str) -> None:
+    """A sentence of the launcher."""
     print(f"tether: {text}", file=sys.stderr, flush=True)
 
 

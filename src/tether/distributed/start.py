@@ -5,19 +5,23 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable
 from contextlib import suppress
 
 from tether.distributed.group import PeerFailed, ProcessGroup, advice
 from tether.distributed.group_ranks import GroupRanks
-from tether.distributed.launch import LAUNCH, LAUNCHER
+from tether.distributed.launch import LAUNCH, LAUNCHER, LEASH
 from tether.distributed.rendezvous import RUN_ID, launch_of, shared_store
 from tether.errors import RankLost, Stopped, judge
 from tether.learner.ranks import Ranks, using_ranks
+from tether.user_code import end_process
 
 
 def run_as_rank(command: Callable[[], int]) -> int:
     """Run the command on rank 0, and its steps on every rank; returns the exit code of this process."""
+    if os.environ.get(LEASH) == "stdin":
+        threading.Thread(target=_end_with_stdin, name="tether-leash", daemon=True).start()
     if os.environ["WORLD_SIZE"] == "1":
         return _run_alone(command)
     rank = int(os.environ["RANK"])
@@ -29,6 +33,14 @@ def run_as_rank(command: Callable[[], int]) -> int:
         return _lead(group, command) if rank == 0 else _follow(group)
     finally:
         group.close()
+
+
+def _end_with_stdin() -> None:
+    """End at once when what started this rank is gone: a rank that is left over would write to the run of the next."""
+    with suppress(OSError):
+        while os.read(0, 1):
+            pass
+    end_process(RankLost.exit_code)
 
 
 def _run_alone(command: Callable[[], int]) -> int:
