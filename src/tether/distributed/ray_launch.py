@@ -81,8 +81,8 @@ class RayDriver:
 def ray_environment(address: str) -> dict[str, str]:
     """Variables for a program that joins or starts a cluster: it reports nothing to Ray's makers.
 
-    Ray takes the loopback address for that of the machine's network, where a cluster on loopback does not listen, unless
-    it is told to take it as it is.
+    Ray replaces the loopback address by the machine's address in its network, where a cluster on loopback does not
+    listen, unless a variable tells it not to.
     """
     on_loopback = address == LOCAL or address.startswith(("127.", "localhost", "[::1]"))
     return {"RAY_USAGE_STATS_ENABLED": "0"} | ({"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0"} if on_loopback else {})
