@@ -93,19 +93,19 @@ def _take_value(words: list[str], option: str, what: str) -> str | None:
 
 def _launched(command: str, words: list[str]) -> int | None:
     """The exit code of several processes, where the words ask for them."""
-    count, restarts, fewest = _take_count(words), _take_count(words, RESTARTS, 0), _take_count(words, MIN_NPROC)
+    count, restarts, at_least = _take_count(words), _take_count(words, RESTARTS, 0), _take_count(words, MIN_NPROC)
     address = _take_value(words, RAY, "the address of a Ray cluster, auto or local")
     if count is None:
-        if restarts is not None or fewest is not None or address is not None:
+        if restarts is not None or at_least is not None or address is not None:
             raise UsageError(f"{RESTARTS}, {MIN_NPROC} and {RAY} go with {NPROC} N, which starts N processes")
         return None
     if address is not None:
         from tether.distributed.ray_launch import launch_on_ray
 
-        return launch_on_ray([command, *words], count, restarts or 0, fewest, address=address)
+        return launch_on_ray([command, *words], count, restarts or 0, at_least, address=address)
     from tether.distributed.launch import launch
 
-    return launch([command, *words], count, restarts or 0, fewest)
+    return launch([command, *words], count, restarts or 0, at_least)
 
 
 def _in_module(command: str, module: str) -> Callable[[list[str]], int]:

@@ -48,13 +48,13 @@ class ForkedRank:
         self.send_signal(9)
 
 
-def forked_ranks(words: Sequence[str], count: int, told: Mapping[str, str]) -> list[ForkedRank]:
+def forked_ranks(words: Sequence[str], count: int, variables: Mapping[str, str]) -> list[ForkedRank]:
     """The `Start` of a supervisor: ranks of this very program."""
     port = free_port()
-    return [ForkedRank(_forked(words, rank, count, port, told)) for rank in range(count)]
+    return [ForkedRank(_forked(words, rank, count, port, variables)) for rank in range(count)]
 
 
-def _forked(words: Sequence[str], rank: int, count: int, port: int, told: Mapping[str, str]) -> int:
+def _forked(words: Sequence[str], rank: int, count: int, port: int, variables: Mapping[str, str]) -> int:
     sys.stdout.flush()
     sys.stderr.flush()
     with warnings.catch_warnings():
@@ -65,7 +65,7 @@ def _forked(words: Sequence[str], rank: int, count: int, port: int, told: Mappin
     code = 1
     try:
         torch.set_num_threads(1)
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), **told}
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), **variables}
         os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         if folder := os.environ.get(PIDS):
             place = Path(folder) / str(rank)

@@ -103,7 +103,7 @@ Start = Callable[[Sequence[str], int, Mapping[str, str]], Sequence[RankProcess]]
 class Runner(Protocol):
     """Runs ranks once."""
 
-    def run(self, words: Sequence[str], count: int, told: Mapping[str, str]) -> Ended:
+    def run(self, words: Sequence[str], count: int, variables: Mapping[str, str]) -> Ended:
         """Until they ended."""
         ...
 
@@ -125,10 +125,10 @@ class Supervisor:
 
     def run(self, words: Sequence[str], count: int, restarts: int, least: int) -> int:
         """Until the run ends, or was started again `restarts` times."""
-        told = {LAUNCHER: str(os.getpid()), LAUNCH: secrets.token_hex(8)}
+        variables = {LAUNCHER: str(os.getpid()), LAUNCH: secrets.token_hex(8)}
         fault = ""
         while True:
-            ended = self.runner.run(words, count, told | {FAULT: fault, RESTARTS_LEFT: str(restarts)})
+            ended = self.runner.run(words, count, variables | {FAULT: fault, RESTARTS_LEFT: str(restarts)})
             if not ended.fault or self.asked_to_stop or not restarts:
                 if ended.fault and ended.code < 0:
                     say(f"{ended.fault}: resume the run, with as many ranks as you like")
@@ -144,9 +144,9 @@ class RankProcesses:
         self.start = start
         self.ranks: Sequence[RankProcess] = ()
 
-    def run(self, words: Sequence[str], count: int, told: Mapping[str, str]) -> Ended:
+    def run(self, words: Sequence[str], count: int, variables: Mapping[str, str]) -> Ended:
         """Start them, and leave none behind."""
-        self.ranks = self.start(words, count, told)
+        self.ranks = self.start(words, count, variables)
         try:
             return wait_for(self.ranks)
         finally:
@@ -159,10 +159,10 @@ class RankProcesses:
                 first.send_signal(number)
 
 
-def local_ranks(words: Sequence[str], count: int, told: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
+def local_ranks(words: Sequence[str], count: int, variables: Mapping[str, str]) -> list[subprocess.Popen[bytes]]:
     """Ranks on this machine. Each is in a session of its own, so that Ctrl-C reaches rank 0 once, by the launcher."""
     place = {"WORLD_SIZE": str(count), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port())}
-    shared = {**environment(), **place, **told}
+    shared = {**environment(), **place, **variables}
     shared.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
     return [
         subprocess.Popen(  # noqa: S603 (our own command line)
@@ -223,8 +223,8 @@ def fault_of(codes: Sequence[int | None]) -> str:
         return f"rank {by_signal} was killed by signal {-(codes[by_signal] or 0)}"
     if None in codes:
         return f"rank {codes.index(None)} did not answer"
-    told = next((rank for rank, code in enumerate(codes) if code not in (0, RankLost.exit_code)), 0)
-    return f"rank {told} ended with exit code {codes[told]}"
+    failed = next((rank for rank, code in enumerate(codes) if code not in (0, RankLost.exit_code)), 0)
+    return f"rank {failed} ended with exit code {codes[failed]}"
 
 
 def _ranks(count: int) -> str:

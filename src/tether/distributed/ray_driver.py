@@ -90,14 +90,14 @@ class RayRanks:
         self.least = least
         self.group: Any = None
 
-    def start(self, words: Sequence[str], count: int, told: Mapping[str, str]) -> list[RayRank]:
+    def start(self, words: Sequence[str], count: int, variables: Mapping[str, str]) -> list[RayRank]:
         """The `Start` of `RankProcesses`."""
         share = {"CPU": 1.0} | ({"GPU": 1.0} if ray.cluster_resources().get("GPU") else {})
         count = self._placed(count, share)
         hosts = [self._host(index, share) for index in range(count)]
         address, port = ray.get(hosts[0].place.remote(), timeout=ASK_SECONDS)
         mine = {name: value for name, value in os.environ.items() if name.startswith(PASSED_ON)}
-        shared = {"OMP_NUM_THREADS": "1", **mine, **told}
+        shared = {"OMP_NUM_THREADS": "1", **mine, **variables}
         shared |= {"WORLD_SIZE": str(count), "MASTER_ADDR": address, "MASTER_PORT": str(port)}
         folder = str(Path.cwd())
         begun = [
@@ -154,7 +154,7 @@ def main() -> None:
         signal.signal(number, lambda number, _: runner.pass_on(number))
     try:
         connect(asked["address"])
-        ended = runner.run(asked["words"], asked["count"], asked["told"])
+        ended = runner.run(asked["words"], asked["count"], asked["variables"])
     except UsageError as error:
         say(str(error))
         ended = Ended(error.exit_code)

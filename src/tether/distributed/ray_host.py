@@ -31,11 +31,11 @@ class RankHost:
             asked.bind((address, 0))
             return address, asked.getsockname()[1]
 
-    def start(self, words: Sequence[str], told: Mapping[str, str], folder: str) -> None:
+    def start(self, words: Sequence[str], variables: Mapping[str, str], folder: str) -> None:
         """Start the rank; its standard input is what it ends with, should this process end."""
         if not Path(folder).is_dir():
             raise FileNotFoundError(f"{folder}, which tether was started in, is not on {socket.gethostname()}")
-        env = {**environment(), **told, LAUNCHER: str(os.getpid()), LEASH: "stdin"}
+        env = {**environment(), **variables, LAUNCHER: str(os.getpid()), LEASH: "stdin"}
         self.process = subprocess.Popen(  # noqa: S603 (our own command line)
             python("-m", "tether", *words),
             env=env, cwd=folder, start_new_session=True,

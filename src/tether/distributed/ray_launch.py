@@ -42,10 +42,16 @@ class RayDriver:
         self.address, self.least = address, least
         self.process: subprocess.Popen[bytes] | None = None
 
-    def run(self, words: Sequence[str], count: int, told: Mapping[str, str]) -> Ended:
+    def run(self, words: Sequence[str], count: int, variables: Mapping[str, str]) -> Ended:
         """Until the program says how the ranks ended, or is gone."""
         read, write = os.pipe()
-        asked = {"address": self.address, "words": [*words], "count": count, "least": self.least, "told": {**told}}
+        asked = {
+            "address": self.address,
+            "words": [*words],
+            "count": count,
+            "least": self.least,
+            "variables": {**variables},
+        }
         process = subprocess.Popen(  # noqa: S603 (our own program)
             python("-m", "tether.distributed.ray_driver", str(write)),
             env={**ray_environment(self.address), **environment()},
