@@ -54,7 +54,7 @@ TETHER_DEBUG=1 shows where an error was raised.
 """
 
 ALLOW = "--allow-code"
-NPROC = "--nproc"
+NPROC, RESTARTS, MIN_NPROC, RAY = "--nproc", "--restarts", "--min-nproc", "--ray"
 TRAINING = ("train", "resume", "fork")  # commands that several processes can run together
 RESERVE = 1 << 24  # bytes that are freed when memory runs out, so that the error can be printed
 
@@ -69,17 +69,43 @@ class Command(NamedTuple):
 # -- commands --------------------------------------------------------------------------------------------------------
 
 
-def _take_count(words: list[str]) -> int | None:
-    """Remove `--nproc N` from the words; returns N, or None without it."""
-    place = next((place for place, word in enumerate(words) if word.partition("=")[0] == NPROC), None)
+def _take_count(words: list[str], option: str = NPROC, least: int = 1) -> int | None:
+    """Remove `--nproc N`, or another option with a number, from the words; returns N, or None without it."""
+    what = f"a whole number, {least} or more"
+    value = _take_value(words, option, what)
+    if value is not None and (not value.isdecimal() or int(value) < least):
+        raise UsageError(f"{option}: expected {what}, got {value}")
+    return None if value is None else int(value)
+
+
+def _take_value(words: list[str], option: str, what: str) -> str | None:
+    """Remove an option and its value from the words; returns the value, or None without the option."""
+    place = next((place for place, word in enumerate(words) if word.partition("=")[0] == option), None)
     if place is None:
         return None
     _, equals, value = words.pop(place).partition("=")
     if not equals:
-        value = words.pop(place) if place < len(words) else "nothing"
-    if not value.isdecimal() or int(value) < 1:
-        raise UsageError(f"{NPROC}: expected a number of processes, 1 or more, got {value}")
-    return int(value)
+        value = words.pop(place) if place < len(words) else ""
+    if not value or value.startswith("-"):
+        raise UsageError(f"{option}: expected {what}, got {value or 'nothing'}")
+    return value
+
+
+def _launched(command: str, words: list[str]) -> int | None:
+    """The exit code of several processes, where the words ask for them."""
+    count, restarts, at_least = _take_count(words), _take_count(words, RESTARTS, 0), _take_count(words, MIN_NPROC)
+    address = _take_value(words, RAY, "the address of a Ray cluster, auto or local")
+    if count is None:
+        if restarts is not None or at_least is not None or address is not None:
+            raise UsageError(f"{RESTARTS}, {MIN_NPROC} and {RAY} go with {NPROC} N, which starts N processes")
+        return None
+    if address is not None:
+        from tether.distributed.ray_launch import launch_on_ray
+
+        return launch_on_ray([command, *words], count, restarts or 0, at_least, address=address)
+    from tether.distributed.launch import launch
+
+    return launch([command, *words], count, restarts or 0, at_least)
 
 
 def _in_module(command: str, module: str) -> Callable[[list[str]], int]:
@@ -164,10 +190,8 @@ def _dispatch(words: list[str]) -> int:
     if command not in COMMANDS:
         kind = "option" if command.startswith("-") else "command"
         raise UsageError(f"unknown {kind} {command}: {suggestion(command, [*COMMANDS, '--help', '--version'])}")
-    if command in TRAINING and (count := _take_count(rest)) is not None:
-        from tether.distributed.launch import launch
-
-        return launch([command, *rest], count)
+    if command in TRAINING and (code := _launched(command, rest)) is not None:
+        return code
     before = consent.begin(_take_allowed(rest))
     try:
         return _run(command, rest)
@@ -183,7 +207,7 @@ def _dispatch(words: list[str]) -> int:
 
 def _run(command: str, words: list[str]) -> int:
     """Run a command in this process, or as one rank of several."""
-    if command not in TRAINING or os.environ.get("WORLD_SIZE", "1") == "1":
+    if command not in TRAINING or "WORLD_SIZE" not in os.environ:
         return COMMANDS[command].run(words)
     from tether.distributed.launch import started_as_rank
 

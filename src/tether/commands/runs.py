@@ -128,3 +128,6 @@ def _add_checkpoint_options(parser: CommandParser) -> None:
     parser.add_argument("--workspace", metavar="DIR", default="runs", help="the folder of runs (runs)")
     parser.add_argument("--json", action="store_true", help="print one JSON line a step")
     parser.add_argument("--nproc", metavar="N", help="train with N processes on this machine (docs/distributed.md)")
+    parser.add_argument("--restarts", metavar="M", help="with --nproc: start lost processes again, up to M times")
+    parser.add_argument("--ray", metavar="ADDRESS", help="with --nproc: on a Ray cluster (auto, local or host:port)")
+    parser.add_argument("--min-nproc", metavar="K", help="with --restarts: one process fewer each time, down to K")

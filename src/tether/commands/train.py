@@ -27,6 +27,9 @@ Options:
   --json         print one JSON line a step, in place of the table
   --resume auto  resume the run of this name if there is one
   --nproc N      train with N processes on this machine; see docs/distributed.md
+  --restarts M   with --nproc: when a process is lost, start all of them again, up to M times
+  --min-nproc K  with --restarts: each time with one process fewer, down to K
+  --ray ADDRESS  with --nproc: on a Ray cluster (auto, local or host:port); see docs/distributed.md
   --allow-code   PACKAGE or FILE.py whose code the recipe may name; see docs/security.md
   --help         with a method: every key, its default and what it means
 
@@ -78,14 +81,9 @@ def train_command(words: list[str]) -> int:
     from tether.rewards.agree import agree_to_recipe
 
     agree_to_recipe(recipe, path, rest)
-    if resume:
-        from tether.train.resume import start_or_resume
+    from tether.train.resume import start, start_or_resume
 
-        return start_or_resume(recipe, json_output=json_output)
-
-    from tether.train.run import run_recipe
-
-    return run_recipe(recipe, json_output=json_output)
+    return (start_or_resume if resume else start)(recipe, json_output=json_output)
 
 
 def _take_resume(words: list[str]) -> bool:

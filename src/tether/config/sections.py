@@ -335,6 +335,10 @@ class DistributedSettings(Settings):
         default=0,
         description="Prompts that one rank samples together; 0: rank 0 samples all of a step in one call.",
     )
+    timeout: NonNegative = Field(
+        default=300.0,
+        description="Seconds without an answer after which a rank counts as lost; 0 waits forever.",
+    )
 
 
 class StoreSettings(Settings):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -18,15 +19,20 @@ import torch.distributed as dist
 from safetensors.torch import load, save
 from torch import Tensor
 
+from tether.distributed.heartbeat import Heartbeat
+from tether.distributed.launch import starts_again
+from tether.distributed.rendezvous import attempt_store, shared_store
 from tether.errors import RankLost, StorageError, TetherError, judge
 from tether.learner.batching import is_out_of_memory
 from tether.learner.ranks import Codec, Packed
+from tether.user_code import end_process
 
 T = TypeVar("T")
 
 WELL, OUT_OF_MEMORY, FAILED = 0, 1, 2
-# A rank that dies closes its connections, which ends every exchange at once. A rank that hangs is ended by
-# run.hang_timeout of rank 0. So waiting has no limit of its own that a slow reward could reach.
+# A rank that dies closes its connections, which ends every exchange at once. A rank that does not answer is missed by
+# its neighbors' heartbeats, and one that hangs is ended by run.hang_timeout of rank 0. So waiting has no limit of its
+# own that a slow reward could reach.
 PATIENCE = timedelta(days=7)
 LAST_WORDS = 2.0  # seconds in which a rank that failed says why
 
@@ -54,24 +60,23 @@ class ProcessGroup:
         cuda = torch.cuda.is_available() and dist.is_nccl_available()
         if cuda:
             torch.cuda.set_device(local % torch.cuda.device_count())
-        stores: Any = dist  # whose stubs leave its stores out
-        store = _store(self.index, self.count)
-        # A prefix for each attempt: after a restart by torchrun the keys of the last attempt are still in the store.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        self.shared = shared_store(self.index, self.count)
+        self.words = attempt_store(self.shared, self.index, self.count)
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if cuda else "gloo",
-            store=stores.PrefixStore(f"tether/{attempt}", store),
+            store=self.words,
             rank=self.index,
             world_size=self.count,
             timeout=PATIENCE,
         )
+        self.heartbeat = Heartbeat(self.index, self.count, self._end_for_silence)
         # Whether passes exchange something in their middle. Then a rank that fails there leaves the others waiting, and
         # has to end at once: the broken connection ends them.
         self.interleaved = False
-        self.words: Any = stores.PrefixStore(f"words/{attempt}", store)
 
     def close(self) -> None:
         """Leave the group; the other ranks have left it, or will, by themselves."""
+        self.heartbeat.close()
         with suppress(Exception):
             dist.destroy_process_group()
 
@@ -180,37 +185,46 @@ class ProcessGroup:
     def _lost(self) -> RankLost:
         return RankLost(
             self._anyones_words()
-            or "another rank ended in the middle of a step (killed, or its machine went away): resume the "
-            "run, with as many ranks as you like"
+            or f"another rank ended in the middle of a step (killed, or its machine went away){advice()}"
         )
+
+    def _end_for_silence(self, rank: int, seconds: float) -> None:
+        """End this process, whose main thread waits for a rank that is silent; all others then end as well."""
+        lost = RankLost(f"rank {rank} has not answered for {seconds:g} s (distributed.timeout){advice()}")
+        self.report(lost)
+        if 0 in (rank, self.index):  # else rank 0 says it
+            print(f"tether: {lost}", file=sys.stderr, flush=True)
+        end_process(RankLost.exit_code)
 
     def report(self, error: BaseException) -> None:
         """Leave word of why this rank ends, for rank 0 to say."""
         with suppress(Exception):
             message, code = judge(error)
-            self.words.set(str(self.index), json.dumps({"message": message, "code": code}))
+            self.words.set(_words(self.index), json.dumps({"message": message, "code": code}))
 
     def last_words(self, rank: int) -> str:
         """Why another rank ended, in a sentence."""
         with suppress(Exception):
-            self.words.wait([str(rank)], timedelta(seconds=LAST_WORDS))
-            return f"rank {rank}: {json.loads(self.words.get(str(rank)))['message']}"
+            self.words.wait([_words(rank)], timedelta(seconds=LAST_WORDS))
+            return f"rank {rank}: {json.loads(self.words.get(_words(rank)))['message']}"
         return f"rank {rank} ended without saying why"
 
     def _anyones_words(self) -> str:
         for rank in range(self.count):
             with suppress(Exception):
-                if rank != self.index and self.words.check([str(rank)]):
+                if rank != self.index and self.words.check([_words(rank)]):
                     return self.last_words(rank)
         return ""
 
 
-def _store(rank: int, count: int) -> Any:
-    """Where ranks find each other: the launcher's own store under torchrun, else one that rank 0 holds."""
-    from_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE", "") == "True"
-    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    stores: Any = dist  # whose stubs leave its stores out
-    return stores.TCPStore(address, port, count, rank == 0 and not from_agent, timeout=timedelta(minutes=10))
+def _words(rank: int) -> str:
+    """The key under which a rank says why it ends."""
+    return f"words/{rank}"
+
+
+def advice() -> str:
+    """What the user does about a lost rank, unless the launcher does it."""
+    return "" if starts_again() else ": resume the run, with as many ranks as you like"
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

@@ -80,6 +80,7 @@ class GroupRanks(Ranks):
         """Have this training's work dealt over all ranks."""
         self.reduction = recipe.distributed.reduction
         training.learner.ranks = self
+        self.group.heartbeat.start(recipe.distributed.timeout)
         assert hasattr(training, "parts")
         parts: Any = training.parts  # pyright: ignore[reportAttributeAccessIssue]
         if parts.shared is not None:

@@ -42,6 +42,8 @@ class Ranks:
 
     index = 0
     count = 1
+    launch = ""  # the id of what started this process, and starts it again when a rank is lost; empty: nothing does
+    fault = ""  # why it was started again, if it was
 
     def runs(self, number: int) -> bool:  # noqa: ARG002
         """Whether this rank runs the piece of work with this global number."""

@@ -22,6 +22,7 @@ HEADER = "run.json"  # the recipe with a digest: see tether.store.header
 FINISHED = "finished.json"
 FORKED = "forked.json"  # the origin of a forked run; written before the recipe
 UNSTARTED = "no-step-yet.json"  # exists until the first step is complete: a run that died before it frees its name
+LAUNCH = "launch.json"  # the launcher that started a run, so that it resumes its own run when it starts ranks again
 DEMO = "demo.json"  # a folder with this file is a demo, with one run for each stage
 
 
@@ -73,10 +74,13 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def begin(cls, recipe: Recipe, origin: dict[str, Any] | None = None, root: Path | None = None) -> RunFolder:
+    def begin(
+        cls, recipe: Recipe, origin: dict[str, Any] | None = None, root: Path | None = None, launch: str = ""
+    ) -> RunFolder:
         """Create the folder of a new run; a folder that already holds a run is refused. `origin` describes a fork.
 
-        `root` is the folder that the user ran from; the default is the working folder. The folder of a run that
+        `root` is the folder that the user ran from; the default is the working folder. `launch` is the id of a launcher
+        that starts ranks again. The folder of a run that
         completed no step is used again, unless a process is still training it.
         """
         from tether.store.header import RunHeader
@@ -94,6 +98,8 @@ class RunFolder:
             shutil.rmtree(folder.checkpoints, ignore_errors=True)  # left by a fork that died before its first step
             folder.write(UNSTARTED, {"steps": 0})
             folder.write(FORKED, origin or {})
+            (folder.path / LAUNCH).unlink(missing_ok=True)
+            folder.write(LAUNCH, {"launch": launch} if launch else {})
             (folder.path / SEAL).unlink(missing_ok=True)
             folder.write(SEAL, seal_record(code_names(recipe), (root or Path.cwd()).resolve()))
             (folder.path / FINISHED).unlink(missing_ok=True)
@@ -160,6 +166,14 @@ class RunFolder:
             return dict(header.forked) or None
         file = self.path / FORKED
         return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else None
+
+    @property
+    def launch(self) -> str:
+        """The id of the launcher that started the run; empty where it starts nothing again."""
+        try:
+            return str(read_plain_json(self.path / LAUNCH)["launch"])
+        except (OSError, ValueError, KeyError, TypeError):
+            return ""
 
     @property
     def is_finished(self) -> bool:

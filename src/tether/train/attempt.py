@@ -13,6 +13,7 @@ from tether.files import recover
 from tether.models.save import save_model
 from tether.protocols import StepHook, StepOutcome
 from tether.store.checkpoints import Checkpoint
+from tether.store.database.records import steps_logged
 from tether.train.checkpointing import BestModel, Checkpointer, StepRecorder
 from tether.train.failures import FaultRecorder, Watchdog
 from tether.train.hooks import (
@@ -64,6 +65,7 @@ class Attempt:
         self._with_heartbeat = [hook for hook in run.hooks if type(hook).heartbeat is not StepHook.heartbeat]
 
     def __enter__(self) -> Attempt:
+        self._steps_before = steps_logged(self.run.path)  # a run that starts over clears its log
         for place in (self.run.folder.best_path, self.run.folder.model_path):
             recover(place)
         try:
@@ -113,6 +115,15 @@ class Attempt:
         self.checkpointer.save()
         self.run.event("forked", f"forked after {self.run.done} steps of another run")
         return self.run.done
+
+    def note_restart(self, fault: str, ranks: int) -> None:
+        """Record and say what a fault cost, where ranks were started again after it."""
+        run = self.run
+        again = max(0, self._steps_before - run.done)
+        place = f"the checkpoint of step {run.done}" if run.done else "the beginning"
+        text = f"{fault}: started again from {place} with {ranks} ranks; {again} recorded steps are taken again"
+        run.notify(text)
+        run.event("restarted", text, step=run.done, data={"fault": fault, "ranks": ranks, "steps_again": again})
 
     def _restore_hooks(self, checkpoint: Checkpoint) -> None:
         self.run.done = checkpoint.step

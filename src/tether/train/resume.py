@@ -15,6 +15,7 @@ from tether.config.recipes import Recipe, RecordsRecipe, RLRecipe
 from tether.config.rewards import ModelPart
 from tether.config.sections import PromptSettings, TaskSettings
 from tether.errors import ConfigError, UsageError
+from tether.learner.ranks import current_ranks
 from tether.models.load import resolve_device
 from tether.models.precision import AUTO
 from tether.models.save import save_model
@@ -91,6 +92,22 @@ def resumable_recipe(folder: Path) -> Recipe:
     return recipe
 
 
+def start(recipe: Recipe, *, json_output: bool) -> int:
+    """Start a run. Where a launcher starts lost ranks again, resume the run that they began."""
+    if (begun := begun_before(recipe)) is None:
+        return run_recipe(recipe, json_output=json_output)
+    named = recipe.run.model_copy(update={"name": begun.name if recipe.run.name is None else recipe.run.name})
+    return start_or_resume(recipe.model_copy(update={"run": named}), json_output=json_output)
+
+
+def begun_before(recipe: Recipe) -> Path | None:
+    """The folder of the run that this process's launcher began, where it starts the ranks again."""
+    if not (launch := current_ranks().launch):
+        return None
+    named = [run_path(recipe)] if recipe.run.name is not None else Path(recipe.run.directory).glob("*")
+    return next((folder for folder in named if RunFolder(folder).launch == launch), None)
+
+
 def start_or_resume(recipe: Recipe, *, json_output: bool) -> int:
     """`--resume auto`: resume the run of this name if there is one, else start it."""
     if recipe.run.name is None:
@@ -123,6 +140,9 @@ def _check_resumable(recipe: Recipe, folder: Path) -> None:
 def fork_run(words: str, directory: str, step: int | None, flags: Sequence[str], *, json_output: bool) -> int:
     """Continue from one of a run's checkpoints with changed settings, as a run of its own."""
     child, forked = forked_recipe(run_folder(words, directory), step, flags)
+    begun = begun_before(child)
+    if begun is not None and not RunFolder(begun).is_free:
+        return run_recipe(resumable_recipe(begun), json_output=json_output, resume=True)
     return run_recipe(child, json_output=json_output, forked=forked)
 
 

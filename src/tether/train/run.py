@@ -226,10 +226,14 @@ def _train(
     check_room(recipe, planned.plan, training, free_memory(policy.model.device), notify)
     # The folder appears only after everything in the recipe has been checked.
     origin = forked.record() if forked is not None else None
-    folder = RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin, consent.current().root)
+    folder = (
+        RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin, consent.current().root, ranks.launch)
+    )
     run = RunContext(recipe, folder, training, policy, notify, resumes=resume)
     with Attempt(run, planned, loaded, objects) as attempt:
         start = attempt.resume() if resume else attempt.fork(forked.checkpoint, unusable) if forked is not None else 0
+        if ranks.fault:
+            attempt.note_restart(ranks.fault, ranks.count)
         ranks.begin(training, start)
         begin(training.total, start)
 

@@ -83,7 +83,7 @@ def plain(text: str) -> str:
 # -- the log of a run ---------------------------------------------------------------------------------------------
 
 FILE = "records.jsonl"
-ATTEMPT_EVENTS = ("failed", "stopped", "resumed", "forked")  # events of an attempt, not of a step
+ATTEMPT_EVENTS = ("failed", "stopped", "resumed", "restarted", "forked")  # events of an attempt, not of a step
 LINE = re.compile(rb'(\{.*),"sha256":"([0-9a-f]{64})"\}', re.DOTALL)
 
 
@@ -196,6 +196,12 @@ def line_of(kind: str, data: Mapping[str, Any]) -> bytes:
         "ascii"
     )
     return body + b',"sha256":"' + hashlib.sha256(body).hexdigest().encode() + b'"}\n'
+
+
+def steps_logged(run_folder: Path) -> int:
+    """Number of steps that a run's log comes to."""
+    log = read_log(run_folder)
+    return max(log.steps, default=-1) + 1 if log is not None else 0
 
 
 def read_log(run_folder: Path) -> Logged | None:
