@@ -142,6 +142,13 @@ class RewardSettings(Settings):
         default=None, description="Score of an answer without an end token, in place of its own."
     )
     clip: PositiveFloat | None = Field(default=None, description="Scores are clamped to [-clip, clip].")
+    overlong_buffer: Positive | None = Field(
+        default=None,
+        description="Tokens before rollout.max_new_tokens over which a penalty on the score grows (DAPO); null: none.",
+    )
+    overlong_penalty: PositiveFloat = Field(
+        default=1.0, description="Subtracted from the score of an answer of max_new_tokens, for overlong_buffer."
+    )
     whiten: bool = Field(default=False, description="Divide per-token rewards by their deviation; keeps the mean.")
     max_failure_rate: Fraction = Field(
         default=0.1,

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.algorithms.algorithm import PolicyGradientWeights
+from tether.algorithms.estimators import PolicyGradientWeights
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
 from tether.conformance.adapter import Grid, Mask, Row
 from tether.conformance.two_parameters import early_stop, ppo_trace, trpo_step

@@ -13,9 +13,9 @@ import torch
 
 from tether.algorithms.algorithm import ExtraGradient
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
+from tether.config.methods import DPOSettings
 from tether.config.recipes import (
     DPORecipe,
-    DPOSettings,
     PPORecipe,
     Recipe,
     RecordsRecipe,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tether.algorithms.algorithm import Algorithm, Controllers, ExtraGradient, TokenObjective
-from tether.algorithms.objectives import Clip, PolicyObjective
+from tether.algorithms.objectives import GSPO, Clip, PolicyObjective
 from tether.data.order import DataOrder
 from tether.data.rows import collate
 from tether.device_transfer import brought
@@ -22,7 +22,6 @@ from tether.mask_cache import true_positions
 from tether.models.roles import Roles
 from tether.models.shared_backbone import SharedBackbone
 from tether.ops.kl import log_ratio
-from tether.ops.losses import clip_cases
 from tether.protocols import RewardFn, RolloutEngine, Sampling, StepOutcome
 from tether.rewards.combine import failure_errors, part_metrics
 from tether.rewards.function import score_rollouts
@@ -184,7 +183,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
             elsewhere=learner.elsewhere,
         )
         begin("update")
-        experience, sums = algorithm.advantages(evaluated, coefficients.reference)
+        experience, sums = algorithm.advantages(evaluated, coefficients.reference, coefficients.baseline)
         stats = TokenStats(experience, learner.ranks)
         objective = algorithm.objective_at(step, coefficients)
         sums.merge(update(parts, step, stats, objective))
@@ -199,7 +198,10 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
         metrics["critic_warmup"] = 1.0
     else:
         controllers = controllers.after(
-            kl_reference=metrics.get("kl_ref_k3"), approx_kl=metrics.get("approx_kl_after"), samples=len(made.batch)
+            kl_reference=metrics.get("kl_ref_k3"),
+            approx_kl=metrics.get("approx_kl_after"),
+            samples=len(made.batch),
+            mean_return=metrics.get("mean_return"),
         )
     return StepResult(
         step,
@@ -335,17 +337,9 @@ class TokenStats:
     def clipped(self, objective: TokenObjective) -> Tensor | None:
         """(B, T) bool, whether the clip had removed the token's gradient; None where the objective has no clip."""
         surrogate = objective.surrogate if isinstance(objective, PolicyObjective) else None
-        if not isinstance(surrogate, Clip):
+        if not isinstance(surrogate, Clip | GSPO):
             return None
-        cases = clip_cases(
-            self.logprobs,
-            self.experience.old_logprobs,
-            self.experience.advantages,
-            clip_low=surrogate.low,
-            clip_high=surrogate.high,
-            dual_clip=surrogate.dual,
-        )
-        return cases.clipped & self.experience.response_mask
+        return surrogate.cases(self.logprobs, self.experience).clipped & self.experience.response_mask
 
 
 @dataclass(frozen=True)
