@@ -218,9 +218,9 @@ class Algorithm:
         scores = clip_scores(batch.scores, rules.score_clip)
         scores = missing_eos_penalty(scores, batch.truncated, rules.missing_eos_penalty)
         if rules.overlong is not None:
-            scores = scores + rules.overlong.penalty * overlong_penalty(
-                mask.sum(dim=1), max_length=rules.overlong.max_length, buffer=rules.overlong.buffer
-            )
+            limits = {"max_length": rules.overlong.max_length, "buffer": rules.overlong.buffer}
+            overlong = overlong_penalty(mask.sum(dim=1), **limits).to(scores.dtype)
+            scores = scores + rules.overlong.penalty * overlong
         kl = None
         if rules.kl_apply_to == "reward":
             assert batch.ref_logprobs is not None

@@ -41,7 +41,7 @@ def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor
 
     `lengths` (B,) are sampled tokens.
     """
-    return ((max_length - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+    return ((max_length - buffer - widened(lengths)) / buffer).clamp(-1.0, 0.0)
 
 
 def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
