@@ -18,6 +18,7 @@ CHUNKED = ("--distributed.rollout_chunk", "1")
 FAST = ("--distributed.reduction", "fast")
 # A row at a time, so that a step has several micro-batches and the last round fewer of them than there are ranks.
 FEW = ("--optimizer.micro_batch_tokens", "16", "--run.steps", "3")
+REFILLED = ("--rollout.dynamic_sampling_rounds", "3", "--task.reward", "coarse_reward:reward")
 RECORDS = {name: (f"--{name}.batch_size", "5") for name in ("sft", "reward", "dpo")}
 CASES = {
     "ppo": ("ppo", ()),
@@ -25,6 +26,9 @@ CASES = {
     "ppo with a shared backbone": ("ppo", TOP),
     "ppo with a value head": ("ppo", ("--roles.critic", "head", *CHUNKED)),
     "grpo": ("grpo", CHUNKED),
+    "grpo with dynamic sampling": ("grpo", (*CHUNKED, *REFILLED)),
+    "gspo": ("grpo", ("--grpo.objective", "gspo", "--grpo.epochs", "2")),
+    "reinforce with a moving average": ("reinforce", ("--reinforce.baseline", "moving_average")),
     "trpo": ("trpo", ()),
     "sft": ("sft", RECORDS["sft"]),
     "sft with a shared backbone": ("sft", (*RECORDS["sft"], *TOP)),

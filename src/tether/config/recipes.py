@@ -139,6 +139,11 @@ class RLRecipe(Recipe):
                 f"reward.overlong_buffer is {buffer}, above rollout.max_new_tokens {rollout.max_new_tokens}: no answer "
                 "is without a penalty; lower it"
             )
+        if rollout.dynamic_sampling_rounds and rollout.samples_per_prompt < 2:
+            raise ValueError(
+                "rollout.dynamic_sampling_rounds replaces groups whose answers all have one score, and "
+                "rollout.samples_per_prompt is 1: set it to 2 or more, or the rounds to 0"
+            )
         return self
 
 

@@ -109,6 +109,11 @@ class RolloutSettings(Settings):
 
     prompts_per_step: Positive = Field(default=64, description="Prompts per iteration.")
     samples_per_prompt: Positive = Field(default=1, description="Answers to each prompt; a group, for RLOO and GRPO.")
+    dynamic_sampling_rounds: Count = Field(
+        default=0,
+        description="Dynamic sampling (DAPO): at most this many further rounds in an iteration sample other prompts in "
+        "place of those whose answers all have one score; 0: none.",
+    )
     max_new_tokens: Positive = Field(default=64, description="Maximum length of an answer; longer ones are truncated.")
     temperature: float = Field(
         default=1.0, ge=0.01, le=100, description="Sampling temperature; training log-probs use it too."

@@ -188,6 +188,7 @@ def build_rl(
         evaluate_every=recipe.evaluation.every,
         shared=sharing.shared,
         top_logprobs=recipe.store.top_logprobs,
+        dynamic_sampling_rounds=rollout.dynamic_sampling_rounds,
         top_logprobs_every=recipe.store.rollouts_every,  # the store keeps no answers of other steps
     )
 

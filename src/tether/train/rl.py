@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from tether.rewards.combine import failure_errors, part_metrics
 from tether.rewards.function import score_rollouts
 from tether.rollout.native import check_rollouts
 from tether.seeds import derive_seed
+from tether.train.dynamic_sampling import refill
 from tether.types import Experience, Loss, Metrics, Prompt, Rollout, Score, TokenOutputs, extend
 
 Heartbeat = Callable[[str], None]
@@ -57,6 +59,7 @@ class RLParts:
     shared: SharedBackbone | None = None  # layers that remember what they were run on
     top_logprobs: int = 0  # most probable tokens to keep beside each sampled one
     top_logprobs_every: int = 1  # in steps; 0: never
+    dynamic_sampling_rounds: int = 0  # further rounds of sampling in place of groups without spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,6 +164,11 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
     parts.engine.release()
     begin("scores")
     scores = score(parts, rollouts)
+    refills: dict[str, float] = {}
+    if parts.dynamic_sampling_rounds:
+        again = partial(sample_again, parts, step, begin)
+        rounds = parts.dynamic_sampling_rounds
+        rollouts, scores, refills = refill((rollouts, scores), again, prompts=parts.prompts, step=step, rounds=rounds)
     made = collate(
         rollouts,
         scores,
@@ -188,7 +196,7 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
         objective = algorithm.objective_at(step, coefficients)
         sums.merge(update(parts, step, stats, objective))
 
-    metrics = sums.values() | made.dropped | part_metrics(scores)
+    metrics = sums.values() | made.dropped | part_metrics(scores) | refills
     metrics |= {"kl_coef": coefficients.reference} if algorithm.needs_reference else {}
     metrics |= {"penalty_coef": coefficients.old} if coefficients.old else {}
     counted = {"learned": made.batch.attention_mask, "sampled": made.batch.response_mask}
@@ -216,6 +224,23 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
     )
 
 
+def sample_again(
+    parts: RLParts, step: int, begin: Callable[[str], None], prompts: Sequence[Prompt], number: int
+) -> tuple[list[Rollout], list[Score]]:
+    """The answers of a further round of dynamic sampling, and their scores."""
+    begin("rollout")
+    rollouts = parts.engine.generate(
+        prompts,
+        parts.sampling,
+        samples_per_prompt=parts.samples_per_prompt,
+        seed=derive_seed(parts.seed, "rollout", step, number),
+    )
+    check_rollouts(parts.engine, rollouts, prompts, parts.samples_per_prompt)
+    parts.engine.release()
+    begin("scores")
+    return rollouts, score(parts, rollouts)
+
+
 def update(parts: RLParts, step: int, stats: TokenStats, objective: TokenObjective) -> Metrics:
     """Learn from the experience of one iteration, and collect `stats`. Critic warm-up mixes in no PTX gradient."""
     generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
@@ -230,6 +255,8 @@ GIB = 2**30
 
 class Timers:
     """Seconds and, on CUDA, peak memory of consecutive phases: each starts where the one before it ends.
+
+    A phase that is entered again adds to its seconds.
 
     Starting a phase resets the peak statistics of the device. To measure an iteration from outside, read `memory/...`
     in its metrics, not `torch.cuda.max_memory_allocated`.
@@ -258,10 +285,12 @@ class Timers:
     def _end(self) -> None:
         now = time.perf_counter()
         if self._name is not None:
-            self._found[f"seconds/{self._name}"] = now - self._phase_began
+            seconds = f"seconds/{self._name}"
+            self._found[seconds] = self._found.get(seconds, 0.0) + now - self._phase_began
             if self._device is not None:
                 held = torch.cuda.max_memory_allocated(self._device) + self._beside
-                self._found[f"memory/{self._name}"] = held / GIB
+                memory = f"memory/{self._name}"
+                self._found[memory] = max(self._found.get(memory, 0.0), held / GIB)
         self._phase_began = now
         self._beside = 0
 
