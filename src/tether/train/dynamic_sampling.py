@@ -22,7 +22,7 @@ Answers = tuple[Sequence[Rollout], Sequence[Score]]
 
 
 @dataclass(frozen=True)
-class Group:
+class AnswerGroup:
     """The answers to one prompt, with their scores."""
 
     rollouts: list[Rollout]
@@ -30,7 +30,7 @@ class Group:
     spread: bool  # whether two usable scores differ
 
 
-def groups_of(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[Group]:
+def groups_of(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[AnswerGroup]:
     """One group for each prompt, in the order of the prompts."""
     members: dict[int, list[int]] = {}
     for place, rollout in enumerate(rollouts):
@@ -40,7 +40,7 @@ def groups_of(rollouts: Sequence[Rollout], scores: Sequence[Score]) -> list[Grou
     numbers = torch.tensor([rollouts[place].group_id for place in usable])
     different = set(numbers[has_spread(values, numbers)].tolist()) if usable else set[int]()
     return [
-        Group([rollouts[place] for place in places], [scores[place] for place in places], number in different)
+        AnswerGroup([rollouts[place] for place in places], [scores[place] for place in places], number in different)
         for number, places in members.items()
     ]
 
