@@ -19,6 +19,21 @@ from conformance.oracle.advantages import (
     total_return,
 )
 from conformance.oracle.aggregation import aggregate, aggregate_micro_batches, sft_loss
+from conformance.oracle.baselines import (
+    batch_mean_weights,
+    decoupled_gae,
+    length_adaptive_gae,
+    moving_average,
+    n_step_returns,
+)
+from conformance.oracle.group_variants import (
+    cispo_loss,
+    dapo,
+    dr_grpo,
+    dynamic_sampling,
+    gspo_loss,
+    overlong_penalty,
+)
 from conformance.oracle.masks import masked_mean, masked_variance, position_ids, response_mask, whiten
 from conformance.oracle.objectives import clip_loss, kl_penalty_loss, reinforce_loss, unclipped_loss, value_loss
 from conformance.oracle.ppo_update import ppo_trace
@@ -33,21 +48,32 @@ __all__ = [
     "adaptive_kl",
     "aggregate",
     "aggregate_micro_batches",
+    "batch_mean_weights",
+    "cispo_loss",
     "clip_loss",
     "conjugate_gradient",
+    "dapo",
+    "decoupled_gae",
     "dpo_loss",
+    "dr_grpo",
+    "dynamic_sampling",
     "early_stop",
     "exact_kl",
     "gae",
     "group_advantages",
+    "gspo_loss",
     "kl_estimate",
     "kl_penalty_loss",
     "kwise_loss",
     "leave_one_out",
+    "length_adaptive_gae",
     "masked_mean",
     "masked_variance",
     "missing_eos_penalty",
+    "moving_average",
     "n_step",
+    "n_step_returns",
+    "overlong_penalty",
     "pairwise_loss",
     "position_ids",
     "ppo_trace",

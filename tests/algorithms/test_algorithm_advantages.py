@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from tether.algorithms.algorithm import GAE, AdvantageSettings, Algorithm, GroupRelative, LeaveOneOut, MinibatchEpochs
+from tether.algorithms.algorithm import AdvantageSettings, Algorithm, MinibatchEpochs
+from tether.algorithms.estimators import GAE, GroupRelative, LeaveOneOut
 from tether.algorithms.objectives import Clip, PolicyObjective, Reinforce, Unclipped
 from tether.errors import ConfigError
 from tether.ops.losses import Aggregation

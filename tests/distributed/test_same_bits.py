@@ -21,6 +21,7 @@ LAG = ("--rollout.lag", "1", "--rollout.importance_sampling_cap", "2")
 FAST = ("--distributed.reduction", "fast")
 # A row at a time, so that a step has several micro-batches and the last round fewer of them than there are ranks.
 FEW = ("--optimizer.micro_batch_tokens", "16", "--run.steps", "3")
+REFILLED = ("--rollout.dynamic_sampling_rounds", "3", "--task.reward", "coarse_reward:reward")
 RECORDS = {name: (f"--{name}.batch_size", "5") for name in ("sft", "reward", "dpo")}
 CASES = {
     "ppo": ("ppo", ()),
@@ -28,6 +29,9 @@ CASES = {
     "ppo with a shared backbone": ("ppo", TOP),
     "ppo with a value head": ("ppo", ("--roles.critic", "head", *CHUNKED)),
     "grpo": ("grpo", CHUNKED),
+    "grpo with dynamic sampling": ("grpo", (*CHUNKED, *REFILLED)),
+    "gspo": ("grpo", ("--grpo.objective", "gspo", "--grpo.epochs", "2")),
+    "reinforce with a moving average": ("reinforce", ("--reinforce.baseline", "moving_average")),
     "trpo": ("trpo", ()),
     "ppo with a lag": ("ppo", (*LAG, *CHUNKED)),
     "ppo with a lag and a shared backbone": ("ppo", (*LAG, *TOP)),

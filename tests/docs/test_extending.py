@@ -72,8 +72,8 @@ def test_the_commands_run(lines, folder, capsys):
     runs = [file.parent for file in Path("runs").glob("*/finished.json")]
     assert len(runs) == lines.count("tether train")
     shown = capsys.readouterr()
-    if "my_cispo.yaml" in lines:
-        assert "cispo/capped" in tether.load_run(runs[0]).metrics_rows()[-1]
+    if "my_sapo.yaml" in lines:
+        assert "sapo/slope" in tether.load_run(runs[0]).metrics_rows()[-1]
     if "my_engine.yaml" in lines:
         assert "PlainEngine samples without a cache: it is slow." in " ".join(shown.err.split())
     if "my_tracker.yaml" in lines:

@@ -9,7 +9,7 @@ import torch
 
 from tether.algorithms.algorithm import Algorithm
 from tether.algorithms.ppo import ppo
-from tether.config.recipes import PPOSettings
+from tether.config.methods import PPOSettings
 from tether.config.sections import KLSettings, RewardSettings
 from tether.hub.tiny_model import tiny_model
 from tether.learner.batching import evaluate_tokens

@@ -25,7 +25,8 @@ from tether.types import Prompt
 
 MINE = """
 from dataclasses import replace
-from tether.algorithms.algorithm import AdvantageSettings, LeaveOneOut
+from tether.algorithms.algorithm import AdvantageSettings
+from tether.algorithms.estimators import LeaveOneOut
 from tether.algorithms.objectives import Clip, PolicyObjective
 from tether.doctor.findings import Finding
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer

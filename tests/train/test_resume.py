@@ -44,6 +44,12 @@ def three_epochs(method: str, workspace, *flags: str):
         *((method, ()) for method in RECORDS + ROLLOUTS),
         *((method, TOP) for method in (*RECORDS, "ppo")),
         ("grpo", ("--task.reward", "drawing_reward:reward")),
+        ("grpo", ("--grpo.objective", "gspo", "--grpo.epochs", "2", *TOP)),
+        ("grpo", ("--grpo.objective", "cispo", "--grpo.epochs", "2", *LORA, "--reward.overlong_buffer", "2")),
+        ("reinforce", ("--reinforce.baseline", "moving_average", *LORA)),
+        ("reinforce", ("--reinforce.weighting", "n_step", "--reinforce.n_steps", "2", *TOP)),
+        ("ppo", ("--ppo.critic_lam", "1.0", "--ppo.lam_alpha", "0.5", *TOP)),
+        ("ppo", ("--ppo.n_steps", "2", *LORA)),
         ("ppo", (*LORA, "--roles.critic", "head", "--kl.controller", "proportional", "--ppo.objective", "kl_penalty")),
     ],
 )

@@ -1,8 +1,7 @@
 """`Algorithm`: an advantage estimator, an objective, an update rule and where the KL is applied.
 
-The module also has the advantage estimators, which map rewards (B, T) to `(advantages, returns)`, and the update rule
-`MinibatchEpochs`, which turns a batch of experience into optimizer steps. Helpers at the end read a recipe's choice of
-loss aggregation, KL and advantages.
+The module also has the update rule `MinibatchEpochs`, which turns a batch of experience into optimizer steps. Helpers
+at the end read a recipe's choice of loss aggregation, KL and advantages. The estimators are in `estimators.py`.
 """
 
 from __future__ import annotations
@@ -19,16 +18,8 @@ from tether.config.sections import AggregationSettings, KLSettings, PenaltySetti
 from tether.errors import ConfigError
 from tether.learner.batching import minibatches
 from tether.learner.learner import Learner
-from tether.ops.advantages import (
-    clip_scores,
-    gae,
-    group_advantages,
-    leave_one_out,
-    missing_eos_penalty,
-    reward_to_go,
-    token_rewards,
-    total_return,
-)
+from tether.ops.advantages import clip_scores, missing_eos_penalty, overlong_penalty, token_rewards
+from tether.ops.baselines import MovingAverage, less_baseline, mean_return
 from tether.ops.kl import AdaptiveKL, Estimator, FixedKL, KLController, ProportionalKL, kl_estimate
 from tether.ops.losses import Aggregation, masked_importance, sequence_importance, truncated_importance
 from tether.ops.masks import masked_mean, masked_variance, whiten
@@ -45,28 +36,38 @@ ExtraGradient = Callable[[Learner], Metrics]
 
 @dataclass(frozen=True)
 class Coefficients:
-    """The KL weights that controllers change from step to step."""
+    """The numbers that controllers change from step to step: the KL weights, and a moving average."""
 
     reference: float  # weight of the KL to the reference
     old: float  # weight of the KL(old || new) penalty
+    baseline: float = 0.0  # average return of earlier steps, where it is the baseline
 
 
 @dataclass(frozen=True)
 class Controllers:
-    """The state of both KL controllers."""
+    """The state of both KL controllers, and of a baseline that is averaged over steps."""
 
     reference: KLController
     old: KLController
+    baseline: MovingAverage | None = None
 
     def coefficients(self) -> Coefficients:
-        """The current weights."""
-        return Coefficients(self.reference.coef, self.old.coef)
+        """The current numbers."""
+        return Coefficients(self.reference.coef, self.old.coef, 0.0 if self.baseline is None else self.baseline.value)
 
-    def after(self, *, kl_reference: float | None, approx_kl: float | None, samples: int) -> Controllers:
-        """The controllers after a step; a KL of None leaves its controller unchanged."""
+    def after(
+        self,
+        *,
+        kl_reference: float | None,
+        approx_kl: float | None,
+        samples: int,
+        mean_return: float | None = None,
+    ) -> Controllers:
+        """The controllers after a step; a number of None leaves its controller unchanged."""
         return Controllers(
             self.reference if kl_reference is None else self.reference.after(kl_reference, samples),
             self.old if approx_kl is None else self.old.after(approx_kl, samples),
+            self.baseline if self.baseline is None or mean_return is None else self.baseline.after(mean_return),
         )
 
 
@@ -95,6 +96,15 @@ class UpdateRule(Protocol):
 
 
 @dataclass(frozen=True)
+class Overlong:
+    """A penalty on the score of an answer that comes close to the length limit."""
+
+    max_length: int  # the limit, in sampled tokens
+    buffer: int  # tokens before the limit over which the penalty grows
+    penalty: float  # at the limit
+
+
+@dataclass(frozen=True)
 class AdvantageSettings:
     """How scores and KL become rewards, and how rewards and advantages are normalized."""
 
@@ -102,9 +112,11 @@ class AdvantageSettings:
     kl_estimator: Estimator = "k1"
     missing_eos_penalty: float | None = None
     score_clip: float | None = None
+    overlong: Overlong | None = None
     whiten_rewards: bool = False
     whiten_advantages: bool = False
     bootstrap_truncated: bool = False
+    baseline: Literal["none", "batch_mean", "moving_average"] = "none"  # subtracted from the estimator's weights
     importance_sampling_cap: float | None = (
         None  # maximum of the weight old / behavior on each token's policy loss; None: no weights
     )
@@ -200,11 +212,18 @@ class Algorithm:
             raise ConfigError(f"{name} returned no returns, and needs_critic is True: the critic has no target")
         return advantages, returns
 
-    def advantages(self, batch: EvaluatedBatch, kl_coef: float) -> tuple[Experience, Metrics]:
-        """Rewards, advantages and returns of a batch. Baselines use the whole batch, never a minibatch."""
+    def advantages(self, batch: EvaluatedBatch, kl_coef: float, baseline: float = 0.0) -> tuple[Experience, Metrics]:
+        """Rewards, advantages and returns of a batch. Baselines use the whole batch, never a minibatch.
+
+        `baseline` is the average return of earlier steps, for the setting `moving_average`.
+        """
         rules, mask = self.advantage_settings, batch.response_mask
         scores = clip_scores(batch.scores, rules.score_clip)
         scores = missing_eos_penalty(scores, batch.truncated, rules.missing_eos_penalty)
+        if rules.overlong is not None:
+            limits = {"max_length": rules.overlong.max_length, "buffer": rules.overlong.buffer}
+            overlong = overlong_penalty(mask.sum(dim=1), **limits).to(scores.dtype)
+            scores = scores + rules.overlong.penalty * overlong
         kl = None
         if rules.kl_apply_to == "reward":
             assert batch.ref_logprobs is not None
@@ -219,7 +238,14 @@ class Algorithm:
             rewards, mask, values=batch.values, final_values=final_values, group_ids=batch.group_ids
         )
         advantages, returns = self._checked(estimated, mask)
+        mean = None if rules.baseline == "none" else float(mean_return(advantages, mask))
+        if mean is not None:
+            baseline = mean if rules.baseline == "batch_mean" else baseline
+            advantages = less_baseline(advantages, mask, baseline)
         metrics = advantage_metrics(batch, scores, advantages, returns)
+        if mean is not None:
+            metrics.add("mean_return", mean)
+            metrics.add("baseline", baseline)
         if rules.whiten_advantages:
             advantages = whiten(advantages, mask)
         if rules.importance_sampling_cap is not None:
@@ -362,10 +388,16 @@ def kl_in_loss(kl: KLSettings, coefficients: Coefficients) -> float:
 
 
 def advantage_settings(
-    kl: KLSettings, reward: RewardSettings, *, whiten_advantages: bool = False, bootstrap_truncated: bool = False
+    kl: KLSettings,
+    reward: RewardSettings,
+    *,
+    whiten_advantages: bool = False,
+    bootstrap_truncated: bool = False,
+    baseline: Literal["none", "batch_mean", "moving_average"] = "none",
 ) -> AdvantageSettings:
     """How this recipe turns scores into advantages."""
     return AdvantageSettings(
+        baseline=baseline,
         kl_apply_to=kl.apply_to,
         kl_estimator=kl.estimator,
         missing_eos_penalty=reward.missing_eos_penalty,
@@ -388,85 +420,3 @@ def reference_controller(kl: KLSettings) -> KLController:
 def penalty_controller(penalty: PenaltySettings) -> KLController:
     """The controller of the penalty on KL(old || new)."""
     return AdaptiveKL(penalty.coef, penalty.target) if penalty.adaptive else FixedKL(penalty.coef)
-
-
-@dataclass(frozen=True)
-class GAE:
-    """Generalized advantage estimation; the returns are the critic's targets."""
-
-    gamma: float
-    lam: float
-
-    def __call__(
-        self, rewards: Tensor, mask: Tensor, *, values: Tensor | None, final_values: Tensor | None, group_ids: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """A_t = sum_k (gamma lam)^k delta_(t+k)."""
-        del group_ids
-        if values is None:
-            raise ConfigError("GAE reads the critic's values, and this algorithm has no critic: set needs_critic=True")
-        return gae(rewards, values, mask, gamma=self.gamma, lam=self.lam, final_values=final_values)
-
-
-Weighting = Literal["total", "to_go", "baselined", "advantage"]
-
-
-@dataclass(frozen=True)
-class PolicyGradientWeights:
-    """The weight of grad log pi, in four variants: total return, reward to go, reward to go minus V, or GAE."""
-
-    weighting: Weighting
-    gamma: float
-    lam: float
-
-    def __call__(
-        self, rewards: Tensor, mask: Tensor, *, values: Tensor | None, final_values: Tensor | None, group_ids: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """The weights, and the critic's targets where the variant has a critic."""
-        if self.weighting == "total":
-            return total_return(rewards, mask, gamma=self.gamma), None
-        if self.weighting == "advantage":
-            estimate = GAE(self.gamma, self.lam)
-            return estimate(rewards, mask, values=values, final_values=final_values, group_ids=group_ids)
-        to_go = reward_to_go(rewards, mask, gamma=self.gamma)
-        if self.weighting == "to_go":
-            return to_go, None
-        assert values is not None, "a baseline needs a critic"
-        return (to_go - values).masked_fill(~mask, 0.0), to_go
-
-
-def _sequence_rewards(rewards: Tensor, mask: Tensor) -> Tensor:
-    return rewards.masked_fill(~mask, 0.0).sum(dim=1)
-
-
-def _on_every_token(advantages: Tensor, mask: Tensor) -> Tensor:
-    return advantages[:, None].expand(mask.shape).masked_fill(~mask, 0.0)
-
-
-@dataclass(frozen=True)
-class LeaveOneOut:
-    """RLOO: a sequence's total reward minus the mean of its siblings', on each of its tokens."""
-
-    def __call__(
-        self, rewards: Tensor, mask: Tensor, *, values: Tensor | None, final_values: Tensor | None, group_ids: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """(advantages, None): there is no critic."""
-        del values, final_values
-        return _on_every_token(leave_one_out(_sequence_rewards(rewards, mask), group_ids), mask), None
-
-
-@dataclass(frozen=True)
-class GroupRelative:
-    """GRPO: a sequence's total reward minus its group's mean, optionally divided by the group's std, per token."""
-
-    scale_by_std: bool
-    epsilon: float
-
-    def __call__(
-        self, rewards: Tensor, mask: Tensor, *, values: Tensor | None, final_values: Tensor | None, group_ids: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
-        """(advantages, None): there is no critic."""
-        del values, final_values
-        advantages = group_advantages(
-            _sequence_rewards(rewards, mask), group_ids, scale_by_std=self.scale_by_std, epsilon=self.epsilon
-        )
-        return _on_every_token(advantages, mask), None

@@ -1,31 +1,41 @@
-"""GRPO (Shao et al. 2024) and its common variants of normalization."""
+"""GRPO (Shao et al. 2024), and by settings Dr. GRPO, DAPO, GSPO and CISPO."""
 
 from __future__ import annotations
 
 from tether.algorithms.algorithm import (
     Algorithm,
     Controllers,
-    GroupRelative,
     MinibatchEpochs,
     advantage_settings,
     aggregation,
     kl_in_loss,
     reference_controller,
 )
-from tether.algorithms.objectives import Clip, PolicyObjective
-from tether.config.recipes import GRPOSettings
+from tether.algorithms.estimators import GroupRelative
+from tether.algorithms.objectives import CISPO, GSPO, Clip, PolicyObjective, Surrogate
+from tether.config.methods import GRPOSettings
 from tether.config.sections import KLSettings, RewardSettings
 from tether.ops.kl import FixedKL
 
 
+def surrogate(settings: GRPOSettings) -> Surrogate:
+    """The clipped ratio of each token, that of the whole answer (GSPO), or a clipped weight (CISPO)."""
+    low, high = settings.clip_range, settings.clip_range_high or settings.clip_range
+    if settings.objective == "gspo":
+        return GSPO(low, high)
+    if settings.objective == "cispo":
+        return CISPO(low, high)
+    return Clip(low, high, settings.dual_clip)
+
+
 def grpo(settings: GRPOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
     """GRPO: each sample relative to its group's mean and standard deviation."""
-    clip = Clip(settings.clip_range, settings.clip_range_high or settings.clip_range, settings.dual_clip)
+    chosen = surrogate(settings)
     return Algorithm(
         name="grpo",
         estimator=GroupRelative(settings.scale_by_std, settings.std_epsilon),
         objective=lambda coefficients: PolicyObjective(
-            surrogate=clip,
+            surrogate=chosen,
             aggregation=aggregation(settings.aggregation),
             entropy_coef=settings.entropy_coef,
             kl_coef=kl_in_loss(kl, coefficients),

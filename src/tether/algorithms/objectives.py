@@ -10,18 +10,22 @@ from torch import Tensor
 
 from tether.errors import ConfigError
 from tether.mask_cache import loss_size
-from tether.ops.kl import Estimator, kl_estimate, ratio_clamped
+from tether.ops.kl import Estimator, kl_estimate, log_ratio, ratio_clamped
 from tether.ops.losses import (
     Aggregation,
+    ClipCases,
+    cispo_loss,
     clip_cases,
     clip_loss,
     count_ranked_prompts,
     dpo_losses,
     dpo_margins,
+    gspo_loss,
     kl_penalty_loss,
     kwise_total,
     ranked_pairs,
     reinforce_loss,
+    sequence_log_ratio,
     unclipped_loss,
     value_loss,
 )
@@ -81,13 +85,67 @@ class Clip:
 
     def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
         """The fraction of tokens in each case, and of tokens whose gradient the clip removed."""
-        cases = clip_cases(
+        add_clip_cases(self.cases(logprobs, batch), batch, metrics)
+
+    def cases(self, logprobs: Tensor, batch: Experience) -> ClipCases:
+        """Which case each token is in."""
+        return clip_cases(
             logprobs, batch.old_logprobs, batch.advantages, clip_low=self.low, clip_high=self.high, dual_clip=self.dual
         )
-        tokens = batch.response_mask.sum()
-        for name in ("positive_high", "positive_low", "negative_high", "negative_low"):
-            metrics.add(f"clip/{name}", (getattr(cases, name) & batch.response_mask).sum(), tokens)
-        metrics.add("clip_fraction", (cases.clipped & batch.response_mask).sum(), tokens)
+
+
+def add_clip_cases(cases: ClipCases, batch: Experience, metrics: Metrics) -> None:
+    """Add the fraction of tokens in each case, and of tokens whose gradient the clip removed."""
+    tokens = batch.response_mask.sum()
+    for name in ("positive_high", "positive_low", "negative_high", "negative_low"):
+        metrics.add(f"clip/{name}", (getattr(cases, name) & batch.response_mask).sum(), tokens)
+    metrics.add("clip_fraction", (cases.clipped & batch.response_mask).sum(), tokens)
+
+
+@dataclass(frozen=True)
+class GSPO:
+    """-min(s A, clip(s) A) with one ratio s for each answer; counts the four cases of sign and side, in tokens."""
+
+    low: float
+    high: float
+
+    def __call__(self, logprobs: Tensor, batch: Experience) -> Tensor:
+        """(B, T)."""
+        return gspo_loss(
+            logprobs,
+            batch.old_logprobs,
+            batch.advantages,
+            batch.response_mask,
+            clip_low=self.low,
+            clip_high=self.high,
+        )
+
+    def cases(self, logprobs: Tensor, batch: Experience) -> ClipCases:
+        """Which case each token is in; the tokens of an answer share its ratio."""
+        log_s = sequence_log_ratio(logprobs, batch.old_logprobs, batch.response_mask)
+        return clip_cases(log_s, torch.zeros_like(log_s), batch.advantages, clip_low=self.low, clip_high=self.high)
+
+    def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
+        """The fraction of tokens in each case, and of tokens whose gradient the clip removed."""
+        add_clip_cases(self.cases(logprobs, batch), batch, metrics)
+
+
+@dataclass(frozen=True)
+class CISPO:
+    """-sg(clip(r)) A log pi; counts the tokens whose weight was clipped."""
+
+    low: float
+    high: float
+
+    def __call__(self, logprobs: Tensor, batch: Experience) -> Tensor:
+        """(B, T)."""
+        return cispo_loss(logprobs, batch.old_logprobs, batch.advantages, clip_low=self.low, clip_high=self.high)
+
+    def measure(self, logprobs: Tensor, batch: Experience, metrics: Metrics) -> None:
+        """The fraction of tokens whose weight the clip changed; they keep their gradient."""
+        mask, ratio = batch.response_mask, log_ratio(logprobs, batch.old_logprobs).exp()
+        outside = (ratio < 1.0 - self.low) | (ratio > 1.0 + self.high)
+        metrics.add("weight_clip_fraction", (outside & mask).sum(), mask.sum())
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from tether.algorithms.algorithm import (
-    GAE,
     Algorithm,
     Coefficients,
     Controllers,
@@ -15,10 +14,19 @@ from tether.algorithms.algorithm import (
     penalty_controller,
     reference_controller,
 )
+from tether.algorithms.estimators import GAE, NStep
 from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped, ValueObjective
-from tether.config.recipes import PPOSettings
+from tether.config.methods import PPOSettings
 from tether.config.sections import KLSettings, RewardSettings
 from tether.ops.kl import FixedKL
+from tether.protocols import AdvantageEstimator
+
+
+def estimator(settings: PPOSettings) -> AdvantageEstimator:
+    """GAE, or the n-step advantage."""
+    if settings.n_steps is not None:
+        return NStep(settings.gamma, settings.n_steps)
+    return GAE(settings.gamma, settings.lam, settings.critic_lam, settings.lam_alpha)
 
 
 def ppo(settings: PPOSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
@@ -34,7 +42,7 @@ def ppo(settings: PPOSettings, kl: KLSettings, reward: RewardSettings) -> Algori
 
     return Algorithm(
         name="ppo",
-        estimator=GAE(settings.gamma, settings.lam),
+        estimator=estimator(settings),
         objective=lambda coefficients: PolicyObjective(
             surrogate=surrogate(coefficients),
             aggregation=aggregation(settings.aggregation),

@@ -1,4 +1,4 @@
-"""REINFORCE (Williams 1992), with four choices of the weight on grad log pi."""
+"""REINFORCE (Williams 1992), with a choice of the weight on grad log pi and of its baseline."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ from tether.algorithms.algorithm import (
     Algorithm,
     Controllers,
     MinibatchEpochs,
-    PolicyGradientWeights,
     advantage_settings,
     aggregation,
     kl_in_loss,
     reference_controller,
 )
+from tether.algorithms.estimators import PolicyGradientWeights
 from tether.algorithms.objectives import PolicyObjective, Reinforce
-from tether.config.recipes import ReinforceSettings
+from tether.config.methods import ReinforceSettings
 from tether.config.sections import KLSettings, RewardSettings
+from tether.ops.baselines import MovingAverage
 from tether.ops.kl import FixedKL
 
 
 def reinforce(settings: ReinforceSettings, kl: KLSettings, reward: RewardSettings) -> Algorithm:
-    """REINFORCE: -A log pi with one of four weights, one pass over each batch."""
+    """REINFORCE: -A log pi with the chosen weight, one pass over each batch."""
     return Algorithm(
         name="reinforce",
-        estimator=PolicyGradientWeights(settings.weighting, settings.gamma, settings.lam),
+        estimator=PolicyGradientWeights(settings.weighting, settings.gamma, settings.lam, settings.n_steps),
         objective=lambda coefficients: PolicyObjective(
             surrogate=Reinforce(),
             aggregation=aggregation(settings.aggregation),
@@ -33,7 +34,13 @@ def reinforce(settings: ReinforceSettings, kl: KLSettings, reward: RewardSetting
         ),
         update=MinibatchEpochs(1, settings.minibatch_size),
         minibatch_size=settings.minibatch_size,
-        advantage_settings=advantage_settings(kl, reward, whiten_advantages=settings.whiten_advantages),
-        controllers=Controllers(reference_controller(kl), FixedKL(0.0)),
+        advantage_settings=advantage_settings(
+            kl, reward, whiten_advantages=settings.whiten_advantages, baseline=settings.baseline
+        ),
+        controllers=Controllers(
+            reference_controller(kl),
+            FixedKL(0.0),
+            MovingAverage(settings.baseline_decay) if settings.baseline == "moving_average" else None,
+        ),
         needs_critic=settings.needs_critic,
     )

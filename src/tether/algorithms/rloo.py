@@ -5,15 +5,15 @@ from __future__ import annotations
 from tether.algorithms.algorithm import (
     Algorithm,
     Controllers,
-    LeaveOneOut,
     MinibatchEpochs,
     advantage_settings,
     aggregation,
     kl_in_loss,
     reference_controller,
 )
+from tether.algorithms.estimators import LeaveOneOut
 from tether.algorithms.objectives import Clip, PolicyObjective, Reinforce
-from tether.config.recipes import RLOOSettings
+from tether.config.methods import RLOOSettings
 from tether.config.sections import KLSettings, RewardSettings
 from tether.ops.kl import FixedKL
 

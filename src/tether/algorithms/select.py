@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from tether.algorithms.algorithm import Algorithm
+from tether.algorithms.algorithm import Algorithm, Overlong
 from tether.algorithms.grpo import grpo
 from tether.algorithms.ppo import ppo
 from tether.algorithms.reinforce import reinforce
@@ -30,9 +30,11 @@ def build_algorithm(recipe: RLRecipe) -> Algorithm:
         raise ValueError(f"{recipe.method} does not learn from rollouts")
     own: Any = getattr(recipe, recipe.method)
     algorithm = BUILDERS[recipe.method](own, recipe.kl, recipe.reward)
+    buffer, rollout = recipe.reward.overlong_buffer, recipe.rollout
     advantage_settings = replace(
         algorithm.advantage_settings,
-        importance_sampling_cap=recipe.rollout.importance_sampling_cap,
-        importance_sampling=recipe.rollout.importance_sampling,
+        importance_sampling_cap=rollout.importance_sampling_cap,
+        importance_sampling=rollout.importance_sampling,
+        overlong=None if buffer is None else Overlong(rollout.max_new_tokens, buffer, recipe.reward.overlong_penalty),
     )
     return replace(algorithm, advantage_settings=advantage_settings)

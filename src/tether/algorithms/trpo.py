@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tether.algorithms.algorithm import (
-    GAE,
     Algorithm,
     Controllers,
     ExtraGradient,
@@ -20,8 +19,9 @@ from tether.algorithms.algorithm import (
     advantage_settings,
     reference_controller,
 )
+from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import PolicyObjective, Unclipped, ValueObjective
-from tether.config.recipes import TRPOSettings
+from tether.config.methods import TRPOSettings
 from tether.config.sections import KLSettings, RewardSettings
 from tether.learner.batching import within_memory
 from tether.learner.learner import Learner

@@ -6,13 +6,23 @@ of their own.
 
 from __future__ import annotations
 
-from typing import ClassVar, Literal
+from typing import ClassVar
 
 from pydantic import Field, model_validator
 
-from tether.config.base import CodeReference, Count, Fraction, NonNegative, Paths, Positive, PositiveFloat, Settings
+from tether.config.base import CodeReference, Count, Fraction, Positive, PositiveFloat, Settings
+from tether.config.methods import (
+    DPOSettings,
+    GRPOSettings,
+    PPOSettings,
+    PtxSettings,
+    ReinforceSettings,
+    RewardModelSettings,
+    RLOOSettings,
+    SFTSettings,
+    TRPOSettings,
+)
 from tether.config.sections import (
-    AggregationSettings,
     CheckpointSettings,
     DataSettings,
     DistributedSettings,
@@ -20,7 +30,6 @@ from tether.config.sections import (
     KLSettings,
     ModelSettings,
     OptimizerSettings,
-    PenaltySettings,
     PreferenceEvaluationSettings,
     PromptSettings,
     RecordsEvaluationSettings,
@@ -32,141 +41,6 @@ from tether.config.sections import (
     StoreSettings,
     TaskSettings,
 )
-
-
-class UpdateSettings(Settings):
-    """How often a batch of rollouts is reused."""
-
-    epochs: Positive = Field(default=4, description="Passes over each batch of rollouts.")
-    minibatch_size: Positive = Field(default=64, description="Sequences per optimizer step.")
-    target_kl: PositiveFloat | None = Field(
-        default=None, description="Stop the update before a step whose KL(old || new) per token exceeds this."
-    )
-
-
-class PPOSettings(UpdateSettings):
-    """Proximal Policy Optimization (Schulman et al. 2017)."""
-
-    objective: Literal["clip", "unclipped", "kl_penalty"] = Field(
-        default="clip", description="The surrogate objective."
-    )
-    clip_range: PositiveFloat = Field(default=0.2, description="Lower clip bound of the ratio: 1 - clip_range.")
-    clip_range_high: PositiveFloat | None = Field(
-        default=None, description="Upper clip bound of the ratio: 1 + this; defaults to clip_range."
-    )
-    dual_clip: float | None = Field(default=None, gt=1, description="Where A < 0, limit the loss to this times |A|.")
-    penalty: PenaltySettings = Field(default_factory=PenaltySettings, description="For objective: kl_penalty.")
-    gamma: Fraction = Field(default=1.0, description="Discount per sampled token.")
-    lam: Fraction = Field(default=0.95, description="GAE lambda: 0 is the TD residual, 1 is Monte Carlo.")
-    bootstrap_truncated: bool = Field(default=False, description="Bootstrap truncated answers with the critic's value.")
-    whiten_advantages: bool = Field(default=True, description="Scale to mean 0, deviation 1 over the sampled tokens.")
-    value_coef: NonNegative = Field(default=0.5, description="Weight of the value loss.")
-    value_clip: PositiveFloat | None = Field(default=0.2, description="Clip range of the value loss; null disables it.")
-    critic_warmup: Count = Field(default=0, description="Iterations at the start that train only the critic.")
-    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
-    aggregation: AggregationSettings = Field(
-        default_factory=AggregationSettings, description="What the loss is averaged over."
-    )
-
-
-class PtxSettings(Settings):
-    """Pretraining or SFT gradients added to every step (PPO-ptx, Ouyang et al. 2022)."""
-
-    data: Paths | None = Field(default=None, description="Records with text, messages, or prompt and completion.")
-    coef: NonNegative = Field(default=1.0, description="Weight of their log-likelihood loss.")
-    batch_size: Positive = Field(default=16, description="Records added to one optimizer step.")
-    max_length: Positive = Field(default=512, description="Maximum row length in tokens.")
-
-
-class ReinforceSettings(Settings):
-    """REINFORCE / vanilla policy gradient (Williams 1992): one pass over each batch of rollouts."""
-
-    weighting: Literal["total", "to_go", "baselined", "advantage"] = Field(
-        default="to_go", description="The weight of grad log pi; the last two train a critic."
-    )
-    minibatch_size: Positive = Field(default=64, description="Sequences per optimizer step.")
-    gamma: Fraction = Field(default=1.0, description="Discount per sampled token.")
-    lam: Fraction = Field(default=0.95, description="GAE lambda, for weighting: advantage.")
-    whiten_advantages: bool = Field(default=False, description="Scale to mean 0, deviation 1 over the sampled tokens.")
-    value_coef: NonNegative = Field(default=0.5, description="Weight of the value loss, if there is a critic.")
-    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
-    aggregation: AggregationSettings = Field(
-        default_factory=AggregationSettings, description="What the loss is averaged over."
-    )
-
-    @property
-    def needs_critic(self) -> bool:
-        """Whether the weighting uses values."""
-        return self.weighting in ("baselined", "advantage")
-
-
-class RLOOSettings(UpdateSettings):
-    """REINFORCE leave-one-out (Kool et al. 2019; Ahmadian et al. 2024)."""
-
-    epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
-    objective: Literal["reinforce", "clip"] = Field(default="reinforce", description="-A log pi, or the clipped ratio.")
-    clip_range: PositiveFloat = Field(default=0.2, description="For objective: clip.")
-    whiten_advantages: bool = Field(default=False, description="Scale to mean 0, deviation 1 over the sampled tokens.")
-    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
-    aggregation: AggregationSettings = Field(
-        default_factory=AggregationSettings, description="What the loss is averaged over."
-    )
-
-
-class GRPOSettings(UpdateSettings):
-    """Group Relative Policy Optimization (Shao et al. 2024) and its variants."""
-
-    epochs: Positive = Field(default=1, description="Passes over each batch of rollouts.")
-    scale_by_std: bool = Field(default=True, description="Divide by the standard deviation of the group.")
-    std_epsilon: PositiveFloat = Field(default=1e-4, description="Added to the standard deviation.")
-    clip_range: PositiveFloat = Field(default=0.2, description="Lower clip bound of the ratio: 1 - clip_range.")
-    clip_range_high: PositiveFloat | None = Field(
-        default=None, description="Upper clip bound of the ratio: 1 + this; defaults to clip_range."
-    )
-    dual_clip: float | None = Field(default=None, gt=1, description="Where A < 0, limit the loss to this times |A|.")
-    entropy_coef: NonNegative = Field(default=0.0, description="Weight of the entropy bonus.")
-    aggregation: AggregationSettings = Field(
-        default_factory=lambda: AggregationSettings(over="sequence"), description="What the loss is averaged over."
-    )
-
-
-class TRPOSettings(Settings):
-    """Trust Region Policy Optimization (Schulman et al. 2015): a hard bound on KL(old || new)."""
-
-    max_kl: PositiveFloat = Field(default=0.01, description="The bound on the mean exact KL(old || new).")
-    damping: NonNegative = Field(default=0.1, description="Added to the diagonal of the Fisher matrix.")
-    cg_iterations: Positive = Field(default=10, description="Conjugate-gradient iterations.")
-    backtrack: float = Field(default=0.8, gt=0, lt=1, description="Factor on the step length per line-search trial.")
-    max_backtracks: Count = Field(default=15, description="Maximum number of line-search trials.")
-    gamma: Fraction = Field(default=1.0, description="Discount per sampled token.")
-    lam: Fraction = Field(default=0.95, description="GAE lambda.")
-    bootstrap_truncated: bool = Field(default=False, description="Bootstrap truncated answers with the critic's value.")
-    whiten_advantages: bool = Field(default=True, description="Scale to mean 0, deviation 1 over the sampled tokens.")
-    critic_epochs: Positive = Field(default=4, description="Critic passes over each batch.")
-    minibatch_size: Positive = Field(default=64, description="Sequences per critic step.")
-
-
-class DPOSettings(Settings):
-    """Direct Preference Optimization (Rafailov et al. 2023)."""
-
-    beta: PositiveFloat = Field(default=0.1, description="Strength of the tie to the reference.")
-    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5, description="Assumed probability of a flipped label.")
-    batch_size: Positive = Field(default=32, description="Records per optimizer step, with all their pairs.")
-
-
-class SFTSettings(Settings):
-    """Supervised fine-tuning: the answer's tokens, the end token included."""
-
-    batch_size: Positive = Field(default=32, description="Records per optimizer step.")
-
-
-class RewardModelSettings(Settings):
-    """A reward model from pairs or rankings; all pairs of one prompt are one example."""
-
-    batch_size: Positive = Field(default=32, description="Prompts per optimizer step.")
-    center_on: Paths | None = Field(
-        default=None, description="Demonstrations whose mean score is shifted to 0 after training."
-    )
 
 
 def need_group(samples_per_prompt: int, method: str) -> None:
@@ -284,6 +158,21 @@ class RLRecipe(Recipe):
             raise ValueError("kl.estimator k1 in the loss has a gradient of mean zero for any KL: use k2 or k3 there")
         return self
 
+    @model_validator(mode="after")
+    def _answers_that_fit(self) -> RLRecipe:
+        rollout, buffer = self.rollout, self.reward.overlong_buffer
+        if buffer is not None and buffer > rollout.max_new_tokens:
+            raise ValueError(
+                f"reward.overlong_buffer is {buffer}, above rollout.max_new_tokens {rollout.max_new_tokens}: no answer "
+                "is without a penalty; lower it"
+            )
+        if rollout.dynamic_sampling_rounds and rollout.samples_per_prompt < 2:
+            raise ValueError(
+                "rollout.dynamic_sampling_rounds replaces groups whose answers all have one score, and "
+                "rollout.samples_per_prompt is 1: set it to 2 or more, or the rounds to 0"
+            )
+        return self
+
 
 class PPORecipe(RLRecipe):
     """PPO: clipped, unclipped or with a KL penalty."""
@@ -299,7 +188,7 @@ class PPORecipe(RLRecipe):
 
 
 class ReinforceRecipe(RLRecipe):
-    """REINFORCE with any of four weightings."""
+    """REINFORCE with a choice of weighting and baseline."""
 
     method: ClassVar[str] = "reinforce"
     reinforce: ReinforceSettings = Field(default_factory=ReinforceSettings)

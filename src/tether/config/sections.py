@@ -110,6 +110,11 @@ class RolloutSettings(WorkerSettings):
 
     prompts_per_step: Positive = Field(default=64, description="Prompts per iteration.")
     samples_per_prompt: Positive = Field(default=1, description="Answers to each prompt; a group, for RLOO and GRPO.")
+    dynamic_sampling_rounds: Count = Field(
+        default=0,
+        description="Dynamic sampling (DAPO): at most this many further rounds in an iteration sample other prompts in "
+        "place of those whose answers all have one score; 0: none.",
+    )
     max_new_tokens: Positive = Field(default=64, description="Maximum length of an answer; longer ones are truncated.")
     temperature: float = Field(
         default=1.0, ge=0.01, le=100, description="Sampling temperature; training log-probs use it too."
@@ -153,6 +158,13 @@ class RewardSettings(Settings):
         default=None, description="Score of an answer without an end token, in place of its own."
     )
     clip: PositiveFloat | None = Field(default=None, description="Scores are clamped to [-clip, clip].")
+    overlong_buffer: Positive | None = Field(
+        default=None,
+        description="Tokens before rollout.max_new_tokens over which a penalty on the score grows (DAPO); null: none.",
+    )
+    overlong_penalty: PositiveFloat = Field(
+        default=1.0, description="Subtracted from the score of an answer of max_new_tokens, for overlong_buffer."
+    )
     whiten: bool = Field(default=False, description="Divide per-token rewards by their deviation; keeps the mean.")
     max_failure_rate: Fraction = Field(
         default=0.1,

@@ -116,6 +116,52 @@ class Adapter(Protocol):
         """`advantages` and `returns` (B,T): A_t = delta_t + gamma * lam * A_(t+1); returns = A + V."""
         ...
 
+    def n_step_returns(
+        self, rewards: Grid, values: Grid, mask: Mask, gamma: float, n: int, final_values: Row | None
+    ) -> dict[str, Any]:
+        """`advantages` (B,T) as in `n_step`; `returns` (B,T), the critic's targets: advantages + values."""
+        ...
+
+    def decoupled_gae(
+        self,
+        rewards: Grid,
+        values: Grid,
+        mask: Mask,
+        gamma: float,
+        lam: float,
+        critic_lam: float,
+        final_values: Row | None,
+    ) -> dict[str, Any]:
+        """`advantages` (B,T) of GAE(gamma, lam); `returns` (B,T), the critic's targets: GAE(gamma, critic_lam) + V."""
+        ...
+
+    def length_adaptive_gae(
+        self,
+        rewards: Grid,
+        values: Grid,
+        mask: Mask,
+        gamma: float,
+        alpha: float,
+        critic_lam: float,
+        final_values: Row | None,
+    ) -> dict[str, Any]:
+        """`lambdas` (B,): 1 - 1 / (alpha * True tokens of the row), at least 0; `advantages` (B,T) of GAE with the
+        row's lambda; `returns` as in `decoupled_gae`.
+        """
+        ...
+
+    def batch_mean_weights(self, rewards: Grid, mask: Mask, gamma: float, weighting: str) -> dict[str, Any]:
+        """`baseline`: the mean, over rows with a True token, of the row's total return; `weights` (B,T): the "total" or
+        "to_go" weight minus it.
+        """
+        ...
+
+    def moving_average(self, decay: float, means: Row) -> dict[str, Any]:
+        """`baselines`: before each step and after the last. The first is 0; each other one is the mean of the earlier
+        `means`, of which the latest has weight 1, the one before decay, the one before that decay^2.
+        """
+        ...
+
     def reinforce_weights(
         self, rewards: Grid, values: Grid | None, mask: Mask, gamma: float, lam: float, weighting: str
     ) -> dict[str, Any]:
@@ -164,6 +210,37 @@ class Adapter(Protocol):
         """
         ...
 
+    def gspo_loss(
+        self,
+        logprobs: Grid,
+        old_logprobs: Grid,
+        advantages: Row,
+        mask: Mask,
+        clip_low: float,
+        clip_high: float,
+    ) -> dict[str, Any]:
+        """One ratio for a row: s = exp(mean over True tokens of logprobs - old_logprobs), `ratios` (B,).
+
+        `loss` (B,): -min(s A, clip(s, 1 - clip_low, 1 + clip_high) A), A (B,); `grad` (B,T): of the sum of `loss`;
+        `clipped`: the fraction of rows whose gradient the clip removed.
+        """
+        ...
+
+    def cispo_loss(
+        self,
+        logprobs: Grid,
+        old_logprobs: Grid,
+        advantages: Grid,
+        mask: Mask,
+        clip_low: float,
+        clip_high: float,
+    ) -> dict[str, Any]:
+        """`loss`, `grad`: -w A log pi with w = clip(r, 1 - clip_low, 1 + clip_high) taken as a constant.
+
+        `clipped`: the fraction of True tokens with w != r. `loss` and `grad` are undefined off the mask.
+        """
+        ...
+
     def kl_penalty_loss(
         self, logprobs: Grid, old_logprobs: Grid, advantages: Grid, beta: float, estimator: str
     ) -> dict[str, Any]:
@@ -190,6 +267,55 @@ class Adapter(Protocol):
         self, losses: Grid, mask: Mask, mode: str, fixed_length: int | None, micro_batches: list[list[int]]
     ) -> dict[str, Any]:
         """`loss`: of the whole batch, by gradient accumulation over the given row sets; equals `aggregate`."""
+        ...
+
+    # -- groups of answers, from scores to the loss: `advantages` (B,), `loss`, `grad` (B,T) by the new log-probs ------
+    def dr_grpo(
+        self,
+        logprobs: Grid,
+        old_logprobs: Grid,
+        mask: Mask,
+        scores: Row,
+        group_ids: list[int],
+        clip_low: float,
+        clip_high: float,
+        fixed_length: int,
+    ) -> dict[str, Any]:
+        """A = score - group mean; the clip loss of every True token, summed and divided by rows * fixed_length."""
+        ...
+
+    def dapo(
+        self,
+        logprobs: Grid,
+        old_logprobs: Grid,
+        mask: Mask,
+        scores: Row,
+        group_ids: list[int],
+        clip_low: float,
+        clip_high: float,
+        epsilon: float,
+        max_length: int,
+        buffer: int,
+        penalty: float,
+    ) -> dict[str, Any]:
+        """s = score + penalty * `overlong_penalty` of the row's True tokens; A = (s - group mean) / (group std, n - 1,
+        + epsilon); the clip loss of every True token, summed and divided by the number of True tokens.
+        """
+        ...
+
+    def overlong_penalty(self, lengths: list[int], max_length: int, buffer: int) -> dict[str, Any]:
+        """`penalties` (B,): 0 up to max_length - buffer tokens, (max_length - buffer - length) / buffer up to
+        max_length, -1 beyond.
+        """
+        ...
+
+    def dynamic_sampling(self, groups: Grid, rounds: list[Grid]) -> dict[str, Any]:
+        """`groups[place]` and `rounds[r][candidate]` are the scores of one group's answers.
+
+        In each round, the first place whose scores are all equal takes the first candidate whose scores are not, and so
+        on. `chosen`: [round, candidate] of each place, with round 0 for a place that keeps its group; `missing`: the
+        number of places with equal scores before each round and after the last.
+        """
         ...
 
     # -- updates --------------------------------------------------------------------------------------------------

@@ -8,12 +8,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.algorithms.algorithm import PolicyGradientWeights
+from tether.algorithms.estimators import GAE, NStep, PolicyGradientWeights
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
 from tether.conformance.adapter import Grid, Mask, Row
+from tether.conformance.group_steps import cispo_loss, dynamic_sampling, grpo_step, gspo_loss
 from tether.conformance.two_parameters import early_stop, ppo_trace, trpo_step
-from tether.ops import advantages, kl, logprobs, losses, masks, trust_region
+from tether.ops import advantages, baselines, kl, logprobs, losses, masks, trust_region
+from tether.ops.baselines import MovingAverage
 from tether.ops.losses import Aggregation
+from tether.protocols import AdvantageEstimator
 from tether.types import PairBatch, RankedBatch, ScoreOutputs, Sequences, TokenOutputs
 
 
@@ -133,6 +136,58 @@ class TetherAdapter:
         )
         return {"advantages": found, "returns": returns}
 
+    def n_step_returns(
+        self, rewards: Grid, values: Grid, mask: Mask, gamma: float, n: int, final_values: Row | None
+    ) -> dict[str, Any]:
+        return self.estimated(NStep(gamma, n), rewards, values, mask, final_values)
+
+    def decoupled_gae(
+        self,
+        rewards: Grid,
+        values: Grid,
+        mask: Mask,
+        gamma: float,
+        lam: float,
+        critic_lam: float,
+        final_values: Row | None,
+    ) -> dict[str, Any]:
+        return self.estimated(GAE(gamma, lam, critic_lam), rewards, values, mask, final_values)
+
+    def length_adaptive_gae(
+        self,
+        rewards: Grid,
+        values: Grid,
+        mask: Mask,
+        gamma: float,
+        alpha: float,
+        critic_lam: float,
+        final_values: Row | None,
+    ) -> dict[str, Any]:
+        lambdas = advantages.length_adaptive_lambda(torch.tensor(mask), alpha=alpha, dtype=self.dtype)
+        estimate = GAE(gamma, 0.95, critic_lam, lam_alpha=alpha)
+        return {"lambdas": lambdas} | self.estimated(estimate, rewards, values, mask, final_values)
+
+    def estimated(
+        self, estimate: AdvantageEstimator, rewards: Grid, values: Grid, mask: Mask, final_values: Row | None
+    ) -> dict[str, Any]:
+        """The advantages and returns of an estimator that reads values."""
+        columns = {"values": self.floats(values), "final_values": self.final(final_values)}
+        rows = torch.zeros(len(rewards))
+        found, returns = estimate(self.floats(rewards), torch.tensor(mask), group_ids=rows, **columns)
+        return {"advantages": found, "returns": returns}
+
+    def batch_mean_weights(self, rewards: Grid, mask: Mask, gamma: float, weighting: Any) -> dict[str, Any]:
+        weights, sampled = self.reinforce_weights(rewards, None, mask, gamma, 1.0, weighting), torch.tensor(mask)
+        baseline = baselines.mean_return(weights["weights"], sampled)
+        return {"baseline": baseline, "weights": baselines.less_baseline(weights["weights"], sampled, baseline)}
+
+    def moving_average(self, decay: float, means: Row) -> dict[str, Any]:
+        average, found = MovingAverage(decay), [0.0]
+        for mean in means:
+            average = average.after(mean)
+            found.append(average.value)
+        return {"baselines": found}
+
     def reinforce_weights(
         self, rewards: Grid, values: Grid | None, mask: Mask, gamma: float, lam: float, weighting: Any
     ) -> dict[str, Any]:
@@ -185,6 +240,28 @@ class TetherAdapter:
         }
         return self.with_gradient(losses.clip_loss(*columns, **options), new) | fractions
 
+    def gspo_loss(
+        self,
+        logprobs: Grid,
+        old_logprobs: Grid,
+        advantages: Row,
+        mask: Mask,
+        clip_low: float,
+        clip_high: float,
+    ) -> dict[str, Any]:
+        return gspo_loss(self.dtype, logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
+
+    def cispo_loss(
+        self,
+        logprobs: Grid,
+        old_logprobs: Grid,
+        advantages: Grid,
+        mask: Mask,
+        clip_low: float,
+        clip_high: float,
+    ) -> dict[str, Any]:
+        return cispo_loss(self.dtype, logprobs, old_logprobs, advantages, mask, clip_low, clip_high)
+
     def kl_penalty_loss(
         self, logprobs: Grid, old_logprobs: Grid, advantages: Grid, beta: float, estimator: Any
     ) -> dict[str, Any]:
@@ -210,6 +287,48 @@ class TetherAdapter:
         size = mean.size(sampled)
         parts = [mean.total(values[rows], sampled[rows]) / size for rows in micro_batches]
         return {"loss": torch.stack(parts).sum()}
+
+    # -- groups of answers ----------------------------------------------------------------------------------------
+    def dr_grpo(
+        self,
+        logprobs: Grid,
+        old_logprobs: Grid,
+        mask: Mask,
+        scores: Row,
+        group_ids: list[int],
+        clip_low: float,
+        clip_high: float,
+        fixed_length: int,
+    ) -> dict[str, Any]:
+        settings: dict[str, Any] = {"scale_by_std": False, "clip_range": clip_low, "clip_range_high": clip_high}
+        settings["aggregation"] = {"over": "fixed", "fixed_length": fixed_length}
+        return grpo_step(self.dtype, {"grpo": settings}, logprobs, old_logprobs, mask, scores, group_ids)
+
+    def dapo(
+        self,
+        logprobs: Grid,
+        old_logprobs: Grid,
+        mask: Mask,
+        scores: Row,
+        group_ids: list[int],
+        clip_low: float,
+        clip_high: float,
+        epsilon: float,
+        max_length: int,
+        buffer: int,
+        penalty: float,
+    ) -> dict[str, Any]:
+        settings: dict[str, Any] = {"std_epsilon": epsilon, "clip_range": clip_low, "clip_range_high": clip_high}
+        settings["aggregation"] = {"over": "token"}
+        recipe: dict[str, Any] = {"grpo": settings, "reward": {"overlong_buffer": buffer, "overlong_penalty": penalty}}
+        recipe["rollout"] = {"samples_per_prompt": 2, "max_new_tokens": max_length}
+        return grpo_step(self.dtype, recipe, logprobs, old_logprobs, mask, scores, group_ids)
+
+    def overlong_penalty(self, lengths: list[int], max_length: int, buffer: int) -> dict[str, Any]:
+        return {"penalties": advantages.overlong_penalty(torch.tensor(lengths), max_length=max_length, buffer=buffer)}
+
+    def dynamic_sampling(self, groups: list[Row], rounds: list[list[Row]]) -> dict[str, Any]:
+        return dynamic_sampling(groups, rounds)
 
     def early_stop(self, minibatches: list[dict[str, Any]], limit: float) -> dict[str, Any]:
         return early_stop(minibatches, limit, self.dtype)

@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tether.algorithms.algorithm import GAE, AdvantageSettings, Algorithm, MinibatchEpochs
+from tether.algorithms.algorithm import AdvantageSettings, Algorithm, MinibatchEpochs
+from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import Clip, PolicyObjective, Unclipped
 from tether.algorithms.trpo import TrustRegion, TrustRegionStep, surrogate_at_old
-from tether.config.recipes import TRPOSettings
+from tether.config.methods import TRPOSettings
 from tether.learner.learner import Learner, LearnerSettings
 from tether.ops.trust_region import conjugate_gradient
 from tether.types import EvaluatedBatch, Experience, Sequences, TokenOutputs, extend

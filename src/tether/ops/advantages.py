@@ -32,6 +32,18 @@ def missing_eos_penalty(scores: Tensor, truncated: Tensor, penalty: float | None
     return scores if penalty is None else torch.where(truncated, penalty, scores)
 
 
+def overlong_penalty(lengths: Tensor, *, max_length: int, buffer: int) -> Tensor:
+    """(B,) the soft overlong punishment of DAPO (Yu et al. 2025), from 0 down to -1.
+
+        0                                       l <= max_length - buffer
+        (max_length - buffer - l) / buffer      in between
+        -1                                      l > max_length
+
+    `lengths` (B,) are sampled tokens.
+    """
+    return ((max_length - buffer - widened(lengths)) / buffer).clamp(-1.0, 0.0)
+
+
 def clip_scores(scores: Tensor, limit: float | None) -> Tensor:
     """(B,) clamped to [-limit, limit]; None: no change."""
     return scores if limit is None else scores.clamp(-limit, limit)
@@ -66,7 +78,7 @@ def gae(
     mask: Tensor,
     *,
     gamma: float,
-    lam: float,
+    lam: float | Tensor,
     final_values: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (Schulman et al. 2016): `(advantages, returns)`.
@@ -75,7 +87,8 @@ def gae(
         A_t     = delta_t + gamma * lam * A_(t+1)
         returns = A + V
 
-    lam = 0 is the TD residual; lam = 1 is Monte Carlo: reward to go minus value. `final_values` is (B,).
+    lam = 0 is the TD residual; lam = 1 is Monte Carlo: reward to go minus value. `lam` may be one number for each row,
+    (B,). `final_values` is (B,).
     """
     advantages = torch.zeros_like(rewards)
     next_value = torch.zeros_like(values[:, 0]) if final_values is None else final_values
@@ -87,6 +100,37 @@ def gae(
         next_value = torch.where(sampled, values[:, t], next_value)
         advantages[:, t] = torch.where(sampled, following, 0.0)
     return advantages, (advantages + values).masked_fill(~mask, 0.0)
+
+
+def decoupled_gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float | Tensor,
+    critic_lam: float | Tensor,
+    final_values: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GAE with a lambda of its own for the critic (Yuan et al. 2025): `(advantages, returns)`.
+
+        advantages = GAE(gamma, lam)
+        returns    = GAE(gamma, critic_lam) + V
+
+    critic_lam = 1 gives the critic unbiased targets; lam < 1 still trades bias for variance in the policy's gradient.
+    """
+    advantages, _ = gae(rewards, values, mask, gamma=gamma, lam=lam, final_values=final_values)
+    _, returns = gae(rewards, values, mask, gamma=gamma, lam=critic_lam, final_values=final_values)
+    return advantages, returns
+
+
+def length_adaptive_lambda(mask: Tensor, *, alpha: float, dtype: torch.dtype | None = None) -> Tensor:
+    """(B,) lambda = 1 - 1 / (alpha * l) for an answer of l sampled tokens, at least 0 (VAPO, Yue et al. 2025).
+
+    The weights of GAE then sum to about alpha * l, in proportion to the answer's length.
+    """
+    lengths = mask.sum(dim=1).clamp_min(1).to(dtype or torch.get_default_dtype())
+    return (1.0 - 1.0 / (alpha * lengths)).clamp_min(0.0)
 
 
 def td_residuals(
@@ -101,8 +145,10 @@ def n_step(
 ) -> Tensor:
     """A_t = sum_{k<n} gamma^k r_(t+k) + gamma^n V_(t+n) - V_t.
 
-    Where only m < n steps remain, the sum has m terms and gamma^m * final value closes it. n = 1 is the TD residual.
+    Where only m < n steps remain, the sum has m terms and gamma^m * final value closes it. n = 1 is the TD residual; an
+    n of at least the answer's length is Monte Carlo.
     """
+    n = min(n, mask.shape[1])  # no row has more steps
     order = torch.argsort((~mask).to(torch.int8), dim=1, stable=True)  # sampled tokens first, in their order
     sampled = mask.gather(1, order)
     ends = torch.zeros_like(values[:, :1]) if final_values is None else final_values[:, None]

@@ -99,6 +99,45 @@ def clip_loss(
     return loss
 
 
+def sequence_log_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
+    """(B, T) log s = (1/l) sum_t (log pi - log pi_old) over a row's l sampled tokens, on every token of the row.
+
+    s is the ratio of the probabilities of the whole answer to the power 1/l: the geometric mean of its tokens' ratios
+    (GSPO, Zheng et al. 2025).
+    """
+    difference = (logprobs - old_logprobs).masked_fill(~mask, 0.0)
+    mean = difference.sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp_min(1)
+    return mean.expand_as(logprobs)
+
+
+def gspo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """-min(s A, clip(s, 1 - clip_low, 1 + clip_high) A): the clip of the answer's ratio (GSPO, Zheng et al. 2025).
+
+    (B, T), the same on every token of a row whose tokens share A, so its mean over sequences is GSPO's. The clip keeps
+    or removes the gradient of a whole answer, -s A / l at each token. For answers of one token it is PPO's.
+    """
+    log_s = sequence_log_ratio(logprobs, old_logprobs, mask)
+    return clip_loss(log_s, torch.zeros_like(log_s), advantages, clip_low=clip_low, clip_high=clip_high)
+
+
+def cispo_weight(logprobs: Tensor, old_logprobs: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
+    """clip(r, 1 - clip_low, 1 + clip_high), without a gradient; a clip_low of 1 or more is no lower bound."""
+    return torch.exp(log_ratio(logprobs, old_logprobs)).clamp(1.0 - clip_low, 1.0 + clip_high).detach()
+
+
+def cispo_loss(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """-sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi (CISPO, MiniMax 2025).
+
+    The clip bounds the weight of a token and removes no token's gradient. At r = 1 it is `reinforce_loss`.
+    """
+    weight = cispo_weight(logprobs, old_logprobs, clip_low=clip_low, clip_high=clip_high)
+    return -weight * advantages * logprobs
+
+
 @dataclass(frozen=True)
 class ClipCases:
     """(B, T) bool each: where the ratio lies outside the range, by the sign of A and the side; and where that bound."""

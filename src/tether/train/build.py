@@ -13,9 +13,9 @@ import torch
 
 from tether.algorithms.algorithm import ExtraGradient
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
+from tether.config.methods import DPOSettings
 from tether.config.recipes import (
     DPORecipe,
-    DPOSettings,
     PPORecipe,
     Recipe,
     RecordsRecipe,
@@ -181,6 +181,7 @@ def build_rl(
         evaluate_every=recipe.evaluation.every,
         shared=sharing.shared,
         top_logprobs=recipe.store.top_logprobs,
+        dynamic_sampling_rounds=rollout.dynamic_sampling_rounds,
         top_logprobs_every=recipe.store.rollouts_every,  # the store keeps no answers of other steps
         queue=RolloutQueue(rollout.lag),
     )

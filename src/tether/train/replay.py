@@ -94,7 +94,7 @@ def replay_step(run: RecordedRun, before: RLRecipe, after: RLRecipe, step: int) 
     columns = columns_of(stored)
     evaluated = EvaluatedBatch(**{name: columns[name] for name in EvaluatedBatch.__dataclass_fields__})
     coefficients = _coefficients(after, before, metrics)
-    now, _ = build_algorithm(after).advantages(evaluated, coefficients.reference)
+    now, _ = build_algorithm(after).advantages(evaluated, coefficients.reference, coefficients.baseline)
     outputs = _outputs(stored, rollouts)
     return Replayed(
         step,
@@ -110,7 +110,7 @@ def _coefficients(recipe: RLRecipe, before: RLRecipe, metrics: Mapping[str, floa
     """The controllers' weights at that step; a changed KL begins with its own."""
     start = build_algorithm(recipe).controllers.coefficients()
     reference = metrics.get("kl_coef", start.reference) if recipe.kl == before.kl else start.reference
-    return Coefficients(reference, metrics.get("penalty_coef", start.old))
+    return Coefficients(reference, metrics.get("penalty_coef", start.old), metrics.get("baseline", start.baseline))
 
 
 def _losses(

@@ -5,14 +5,14 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 
 import torch
 from torch import Tensor
 
 from tether.algorithms.algorithm import Algorithm, Coefficients, Controllers, ExtraGradient, TokenObjective
-from tether.algorithms.objectives import Clip, PolicyObjective
+from tether.algorithms.objectives import GSPO, Clip, PolicyObjective
 from tether.data.examples import DataOrder
 from tether.data.rows import Collated, collate
 from tether.device_transfer import brought
@@ -23,12 +23,12 @@ from tether.mask_cache import true_positions
 from tether.models.roles import Roles
 from tether.models.shared_backbone import SharedBackbone
 from tether.ops.kl import log_ratio
-from tether.ops.losses import clip_cases
 from tether.protocols import RewardFn, RolloutEngine, Sampling, StepOutcome
 from tether.rewards.scoring import failure_errors, part_metrics, score_rollouts
 from tether.rollout.ahead import RolloutQueue, RolloutRequest, staleness
 from tether.rollout.native import check_rollouts
 from tether.seeds import derive_seed
+from tether.train.dynamic_sampling import refill
 from tether.types import (
     EvaluatedBatch,
     Experience,
@@ -71,6 +71,7 @@ class RLParts:
     top_logprobs: int = 0  # most probable tokens to keep beside each sampled one
     top_logprobs_every: int = 1  # in steps; 0: never
     queue: RolloutQueue = field(default_factory=RolloutQueue)  # what was asked for, ahead of the step that takes it
+    dynamic_sampling_rounds: int = 0  # further rounds of sampling in place of groups without spread
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -167,6 +168,11 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
     parts.engine.release()
     begin("scores")
     scores = score(parts, rollouts)
+    refills: dict[str, float] = {}
+    if parts.dynamic_sampling_rounds:
+        again = partial(sample_again, parts, step, begin)
+        rounds = parts.dynamic_sampling_rounds
+        rollouts, scores, refills = refill((rollouts, scores), again, prompts=parts.prompts, step=step, rounds=rounds)
     made = collate(
         rollouts,
         scores,
@@ -179,18 +185,22 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
         begin("evaluation")
         evaluated = evaluate_batch(parts, step, made.batch)
         begin("update")
-        experience, sums = algorithm.advantages(evaluated, coefficients.reference)
+        experience, sums = algorithm.advantages(evaluated, coefficients.reference, coefficients.baseline)
         stats = TokenStats(experience, learner.ranks)
         objective = algorithm.objective_at(step, coefficients)
         sums.merge(update(parts, step, stats, objective))
 
-    metrics = sums.values() | made.dropped | part_metrics(scores) | step_metrics(parts, step, made, coefficients)
+    metrics = sums.values() | made.dropped | part_metrics(scores) | refills
+    metrics |= step_metrics(parts, step, made, coefficients)
     metrics |= phases.metrics()
     if warming:  # the policy has not moved, so the controllers have nothing to react to
         metrics["critic_warmup"] = 1.0
     else:
         controllers = controllers.after(
-            kl_reference=metrics.get("kl_ref_k3"), approx_kl=metrics.get("approx_kl_after"), samples=len(made.batch)
+            kl_reference=metrics.get("kl_ref_k3"),
+            approx_kl=metrics.get("approx_kl_after"),
+            samples=len(made.batch),
+            mean_return=metrics.get("mean_return"),
         )
     return StepResult(
         step,
@@ -237,6 +247,24 @@ def step_metrics(parts: RLParts, step: int, made: Collated, coefficients: Coeffi
     return metrics | ({"staleness": staleness(made.rollouts, step)} if parts.queue.lag else {})
 
 
+def sample_again(
+    parts: RLParts, step: int, begin: Callable[[str], None], prompts: Sequence[Prompt], number: int
+) -> tuple[list[Rollout], list[Score]]:
+    """The answers of a further round of dynamic sampling, and their scores."""
+    begin("rollout")
+    rollouts = parts.engine.generate(
+        prompts,
+        parts.sampling,
+        samples_per_prompt=parts.samples_per_prompt,
+        seed=derive_seed(parts.seed, "rollout", step, number),
+    )
+    check_rollouts(parts.engine, rollouts, prompts, parts.samples_per_prompt)
+    parts.engine.release()
+    begin("scores")
+    rollouts = [replace(rollout, step=step) for rollout in rollouts]
+    return rollouts, score(parts, rollouts)
+
+
 def update(parts: RLParts, step: int, stats: TokenStats, objective: TokenObjective) -> Metrics:
     """Learn from the experience of one iteration, and collect `stats`. Critic warm-up mixes in no PTX gradient."""
     generator = torch.Generator().manual_seed(derive_seed(parts.seed, "minibatches", step))
@@ -251,6 +279,8 @@ GIB = 2**30
 
 class Timers:
     """Seconds and, on CUDA, peak memory of consecutive phases: each starts where the one before it ends.
+
+    A phase that is entered again adds to its seconds.
 
     Starting a phase resets the peak statistics of the device. To measure an iteration from outside, read `memory/...`
     in its metrics, not `torch.cuda.max_memory_allocated`.
@@ -279,10 +309,12 @@ class Timers:
     def _end(self) -> None:
         now = time.perf_counter()
         if self._name is not None:
-            self._found[f"seconds/{self._name}"] = now - self._phase_began
+            seconds = f"seconds/{self._name}"
+            self._found[seconds] = self._found.get(seconds, 0.0) + now - self._phase_began
             if self._device is not None:
                 held = torch.cuda.max_memory_allocated(self._device) + self._beside
-                self._found[f"memory/{self._name}"] = held / GIB
+                memory = f"memory/{self._name}"
+                self._found[memory] = max(self._found.get(memory, 0.0), held / GIB)
         self._phase_began = now
         self._beside = 0
 
@@ -358,17 +390,9 @@ class TokenStats:
     def clipped(self, objective: TokenObjective) -> Tensor | None:
         """(B, T) bool, whether the clip had removed the token's gradient; None where the objective has no clip."""
         surrogate = objective.surrogate if isinstance(objective, PolicyObjective) else None
-        if not isinstance(surrogate, Clip):
+        if not isinstance(surrogate, Clip | GSPO):
             return None
-        cases = clip_cases(
-            self.logprobs,
-            self.experience.old_logprobs,
-            self.experience.advantages,
-            clip_low=surrogate.low,
-            clip_high=surrogate.high,
-            dual_clip=surrogate.dual,
-        )
-        return cases.clipped & self.experience.response_mask
+        return surrogate.cases(self.logprobs, self.experience).clipped & self.experience.response_mask
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -29,6 +29,7 @@ from tether.models.load import LoadedModel
 from tether.models.roles import ActorCritic
 from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import SharedBackbone
+from tether.ops.baselines import MovingAverage
 from tether.ops.kl import AdaptiveKL, FixedKL, KLController, ProportionalKL
 from tether.protocols import StepOutcome
 from tether.rollout.ahead import lag_notices
@@ -181,7 +182,10 @@ def build_training(
     return FromRecords(recipe, policy, inputs)
 
 
-CONTROLLERS: dict[str, type[Any]] = {kind.__name__: kind for kind in (FixedKL, AdaptiveKL, ProportionalKL)}
+CONTROLLERS: dict[str, type[Any]] = {
+    kind.__name__: kind for kind in (FixedKL, AdaptiveKL, ProportionalKL, MovingAverage)
+}
+Kind = TypeVar("Kind", KLController, MovingAverage)
 
 
 def capture(
@@ -229,26 +233,35 @@ def restore(
     saved = checkpoint.values["controllers"]
     if fresh is None or saved is None:
         return fresh
-    return Controllers(_controller(fresh.reference, saved["reference"]), _controller(fresh.old, saved["old"]))
+    baseline = saved.get("baseline")
+    return Controllers(
+        _controller(fresh.reference, saved["reference"]),
+        _controller(fresh.old, saved["old"]),
+        fresh.baseline if fresh.baseline is None or baseline is None else _controller(fresh.baseline, baseline),
+    )
 
 
-# -- KL controllers -----------------------------------------------------------------------------------------------
+# -- controllers --------------------------------------------------------------------------------------------------
 
 
 def controllers_as_json(start: Controllers, now: Controllers) -> dict[str, Any]:
-    """Both controllers' kinds and numbers, at first and now."""
-    return {"reference": _as_json(start.reference, now.reference), "old": _as_json(start.old, now.old)}
+    """The controllers' kinds and numbers, at first and now."""
+    return {
+        "reference": _as_json(start.reference, now.reference),
+        "old": _as_json(start.old, now.old),
+        "baseline": None if now.baseline is None else _as_json(start.baseline, now.baseline),
+    }
 
 
 def _as_json(start: Any, now: Any) -> dict[str, Any]:
     return {"kind": type(now).__name__, "start": asdict(start), "now": asdict(now)}
 
 
-def _controller(fresh: KLController, saved: Mapping[str, Any]) -> KLController:
+def _controller(fresh: Kind, saved: Mapping[str, Any]) -> Kind:
     """The saved controller if it started like the recipe's; otherwise the recipe's, as in a fork that changes it."""
     kind = CONTROLLERS.get(saved["kind"])
     if kind is None:
-        raise StorageError(f"the checkpoint has a KL controller of unknown kind {saved['kind']}")
+        raise StorageError(f"the checkpoint has a controller of unknown kind {saved['kind']}")
     return kind(**saved["now"]) if fresh == kind(**saved["start"]) else fresh
 
 
