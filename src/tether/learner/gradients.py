@@ -24,9 +24,11 @@ def total_norm(gradients: Sequence[Tensor], device: torch.device | str) -> Tenso
     if not gradients:
         return torch.zeros((), device=device)
     half = [gradient for gradient in gradients if gradient.dtype in HALF]
+    each_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    if not half and len({gradient.device for gradient in gradients}) == 1:  # torch's own, without its sorting by device
+        return torch.linalg.vector_norm(torch.stack(list(each_norm(gradients, 2.0))))
     if not half:
         return nn.utils.get_total_norm(gradients)
-    each_norm: Any = torch._foreach_norm  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
     norms = list(each_norm(half, 2.0, dtype=torch.float32))
     others = [gradient for gradient in gradients if gradient.dtype not in HALF]
     if others:
