@@ -98,6 +98,7 @@ def _table(*rows: tuple[str, str, str]) -> dict[str, Command]:
 # name, module of tether.commands, summary
 COMMANDS = _table(
     ("train", "train", "train a model: PPO and its neighbours, SFT, a reward model"),
+    ("control", "control", "PPO and TRPO on gymnasium's environments"),
     ("resume", "resume", "resume a run that was stopped or killed"),
     ("fork", "resume", "continue from a checkpoint with other settings"),
     ("replay", "resume", "recompute a step's advantages under other settings"),

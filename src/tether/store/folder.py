@@ -13,6 +13,7 @@ from typing import Any
 
 from tether.config import Recipe
 from tether.config.allowed_code import SEAL, code_names, seal_record
+from tether.config.control_recipe import ControlRecipe
 from tether.errors import ConfigError, StorageError
 from tether.files import read_plain_json, sealed, unsealed
 from tether.redact import redact_url, secret_in
@@ -60,7 +61,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def run_path(recipe: Recipe) -> Path:
+def run_path(recipe: Recipe | ControlRecipe) -> Path:
     """The folder of a recipe's run; the recipe must have a name."""
     assert recipe.run.name is not None
     return Path(recipe.run.directory) / recipe.run.name
@@ -73,7 +74,9 @@ class RunFolder:
         self.path = path
 
     @classmethod
-    def begin(cls, recipe: Recipe, origin: dict[str, Any] | None = None, root: Path | None = None) -> RunFolder:
+    def begin(
+        cls, recipe: Recipe | ControlRecipe, origin: dict[str, Any] | None = None, root: Path | None = None
+    ) -> RunFolder:
         """Create the folder of a new run; a folder that already holds a run is refused. `origin` describes a fork.
 
         `root` is the folder that the user ran from; the default is the working folder. The folder of a run that
@@ -193,7 +196,7 @@ class RunFolder:
             return None
 
 
-def recipe_record(recipe: Recipe) -> dict[str, Any]:
+def recipe_record(recipe: Recipe | ControlRecipe) -> dict[str, Any]:
     """A recipe as it is stored: every key resolved, and the method.
 
     A password in `store.url` is left out: PGPASSWORD or ~/.pgpass supplies it on resume. A secret in any other key
