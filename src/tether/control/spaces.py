@@ -49,13 +49,13 @@ def make(settings: EnvironmentSettings) -> Any:
 
 
 def near(name: str, package: Any) -> str:
-    """The registered ids that were most likely meant, the newest version first."""
-    known = [known for known in package.registry if "/" not in known or "/" in name]
+    """The registered environments that were most likely meant, each in its newest version."""
+    newest: dict[str, str] = {}
+    for known in sorted(package.registry, key=_version):
+        newest[known.rpartition("-v")[0] or known] = known
     base = name.rpartition("-v")[0] or name
-    same = [known_id for known_id in known if known_id.rpartition("-v")[0] == base]
-    lowered = {known_id.lower(): known_id for known_id in known}
-    close = [lowered[word] for word in get_close_matches(name.lower(), lowered, n=3, cutoff=0.6)]
-    found = list(dict.fromkeys([*sorted(same, key=_version, reverse=True)[:2], *close]))[:3]
+    lowered = {known.lower(): known for known in newest}
+    found = [newest[lowered[word]] for word in get_close_matches(base.lower(), lowered, n=3, cutoff=0.7)]
     return f"did you mean {' or '.join(found)}?" if found else "`gymnasium.pprint_registry()` lists all"
 
 
