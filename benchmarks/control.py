@@ -4,9 +4,9 @@
         [--version v5] [--steps 1000000] [--write docs/results.md] [--json]
 
 Every run is an ordinary one: stop this program at any time, and call it again to go on. The figure of a run is the mean
-total reward of its last 100 episodes, as in the paper. `--peer` measures the steps per second of stable-baselines3 and of
-Tether one after the other, in this process's own time, where stable-baselines3 is installed. What others published is in
-control_reference.json, with its source.
+total reward of its last 100 episodes, as in the paper. `--peer` measures the steps per second of processor time of
+stable-baselines3, where it is installed, and of Tether. What others published is in control_reference.json, with its
+source.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Ended:
 
 
 @dataclass(frozen=True)
-class Rollout:
+class Trajectories:
     """`steps` steps of each of N copies; by copy, then by step."""
 
     observations: NDArray[np.float32]  # (N, steps, O)
@@ -100,7 +100,7 @@ class Environments:
 
     # -- sampling -----------------------------------------------------------------------------------------------------
 
-    def rollout(self, policy: NumpyPolicy, generator: np.random.Generator, steps: int) -> Rollout:
+    def rollout(self, policy: NumpyPolicy, generator: np.random.Generator, steps: int) -> Trajectories:
         """Let the policy act for `steps` steps in every copy."""
         count = len(self.copies)
         noise = policy.noise(generator, steps, count)
@@ -109,7 +109,7 @@ class Environments:
             (count, steps), np.int64
         )  # fmt: skip
         rewards = np.zeros((count, steps), dtype=np.float32)
-        found = Rollout(observations, actions, rewards, [], [], [])
+        found = Trajectories(observations, actions, rewards, [], [], [])
         for step in range(steps):
             sampled = policy.sample(self.seen, noise[step])
             observations[:, step], actions[:, step] = self.seen, sampled
@@ -123,7 +123,7 @@ class Environments:
         found.ends.sort(key=lambda end: (end.copy, end.step))
         return found
 
-    def _step(self, sampled: Array, step: int, found: Rollout) -> list[float]:
+    def _step(self, sampled: Array, step: int, found: Trajectories) -> list[float]:
         """Step every copy; returns the rewards, normalized."""
         rewards, over, stretches = list[float](), list[bool](), list[tuple[int, bool]]()
         for copy, (environment, episode) in enumerate(zip(self.copies, self.episodes, strict=True)):

@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tether.control.environments import Rollout
+from tether.control.environments import Trajectories
 from tether.control.networks import NumpyPolicy
 from tether.ops.masks import masks_from_lengths
 from tether.types import EvaluatedBatch, Experience, TokenBatch, extend
@@ -29,7 +29,7 @@ class Stretches:
     final_observations: Tensor  # (B, O)
 
     @classmethod
-    def of(cls, rollout: Rollout) -> Stretches:
+    def of(cls, rollout: Trajectories) -> Stretches:
         """Of a rollout."""
         ends = rollout.ends
         before = [-1, *(end.step for end in ends[:-1])]
@@ -47,7 +47,7 @@ class Stretches:
         return rows
 
 
-def by_step(rollout: Rollout, policy: NumpyPolicy, order: Tensor) -> TokenBatch:
+def by_step(rollout: Trajectories, policy: NumpyPolicy, order: Tensor) -> TokenBatch:
     """(S, 1) the steps in `order`, a permutation of them."""
     observations = rollout.observations.reshape(order.numel(), -1)
     actions = rollout.actions.reshape(order.numel(), *rollout.actions.shape[2:])

@@ -14,7 +14,7 @@ from tether.algorithms.algorithm import Algorithm
 from tether.algorithms.select import BUILDERS
 from tether.config.control_recipe import ControlRecipe
 from tether.config.sections import KLSettings, RewardSettings
-from tether.control.environments import Environments, Rollout
+from tether.control.environments import Environments, Trajectories
 from tether.control.experience import Stretches, by_step, by_stretch, with_advantages
 from tether.control.networks import ControlModel, NumpyPolicy
 from tether.learner.batching import evaluate_tokens
@@ -111,7 +111,7 @@ class ControlTraining:
         """The generator of one stream in one iteration."""
         return np.random.default_rng(derive_seed(self.recipe.run.seed, stream, step))
 
-    def learn(self, step: int, rollout: Rollout) -> Metrics:
+    def learn(self, step: int, rollout: Trajectories) -> Metrics:
         """Evaluate, estimate advantages, update."""
         algorithm, learner = self.algorithm, self.learner
         order = torch.from_numpy(self.random(step, "order").permutation(self.recipe.steps_per_iteration))
@@ -134,7 +134,7 @@ class ControlTraining:
         sums.merge(algorithm.update_at(step)(learner, experience, objective, generator))
         return sums
 
-    def scores(self, step: int, rollout: Rollout) -> dict[str, float]:
+    def scores(self, step: int, rollout: Trajectories) -> dict[str, float]:
         """Total rewards and lengths of the episodes that ended, as the environment gave them."""
         metrics = {
             "episodes": float(len(rollout.scores)),
