@@ -72,7 +72,6 @@ def table(options: argparse.Namespace) -> tuple[str, dict[str, list[float]]]:
 
 def peer(environment: str, iterations: int) -> dict[str, float]:
     """Steps per second of processor time, of stable-baselines3 and of Tether, at one thread and the same settings."""
-    import gymnasium
     import torch
     from stable_baselines3 import PPO  # pyright: ignore[reportMissingImports]
     from stable_baselines3.common.vec_env import (  # pyright: ignore[reportMissingImports]
@@ -82,11 +81,12 @@ def peer(environment: str, iterations: int) -> dict[str, float]:
 
     from tether.config.control_recipe import ControlRecipe
     from tether.config.load import load_settings
+    from tether.control.spaces import gymnasium
     from tether.control.training import ControlTraining
 
     torch.set_num_threads(1)
     steps = 2048 * iterations
-    theirs = PPO("MlpPolicy", VecNormalize(DummyVecEnv([lambda: gymnasium.make(environment)])), device="cpu")
+    theirs = PPO("MlpPolicy", VecNormalize(DummyVecEnv([lambda: gymnasium().make(environment)])), device="cpu")
     theirs.learn(2048)
     began = time.process_time()
     theirs.learn(steps, reset_num_timesteps=False)
@@ -129,7 +129,7 @@ def main() -> None:
     Path(options.directory).mkdir(parents=True, exist_ok=True)
     pairs = [(f"{task}-{options.version}", seed) for seed in options.seeds for task in options.tasks]
     with ThreadPoolExecutor(options.jobs) as pool:
-        codes = list(pool.map(lambda pair: train(*pair, options), pairs))
+        codes = list(pool.map(lambda pair: train(pair[0], pair[1], options), pairs))
     failed = [f"{name}-{seed}" for (name, seed), code in zip(pairs, codes, strict=True) if code]
     text, found = table(options)
     print(json.dumps(found) if options.json else text)

@@ -8,6 +8,13 @@ from tether.errors import UsageError
 SUMMARY = "PPO and TRPO on gymnasium's environments, with the defaults of the PPO paper's control experiments"
 USAGE = "tether control ENV [RECIPE.yaml] [--section.key VALUE ...]"
 
+OPTIONS = """
+Options:
+  --json         print one JSON line an iteration, in place of the table
+  --resume auto  resume the run of this name if there is one
+  --help         this text
+"""
+
 
 def control_command(words: list[str]) -> int:
     """Train a policy for an environment."""
@@ -17,6 +24,7 @@ def control_command(words: list[str]) -> int:
         from tether.config.schema import print_fields
 
         print_fields(ControlRecipe, "control ENV", SUMMARY)
+        print(OPTIONS, end="")
         return 0
     json_output = "--json" in words
     words = [word for word in words if word != "--json"]
