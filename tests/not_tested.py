@@ -41,6 +41,7 @@ NEEDS = (
         f"{PIP} --require-hashes --no-deps -r locks/ci-reasoning.txt",
     ),
     Need(r"extra `ray`", "Ray", f"{PIP} 'ray>=2.50'"),
+    Need(r"extra `control`", "gymnasium", f"{PIP} 'gymnasium[mujoco]>=1.1'"),
     Need(r"cuda device", "a CUDA device"),
     Need(r"bitsandbytes", "bitsandbytes", f"{PIP} 'bitsandbytes>=0.46'"),
     Need(r"nginx", "nginx", "apt-get install nginx"),

@@ -22,7 +22,7 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ORDER = [
     *("config", "types", "protocols", "ops", "mask_cache", "accel", "data", "hub", "models", "store", "reports"),
     *("learner", "algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "distributed", "api"),
-    *("demo", "scale"),
+    *("demo", "control", "scale"),
     *("studio", "server", "commands", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}

@@ -30,6 +30,7 @@ IMPORTED_AS = {
     "wandb": {"wandb"},
     "trackio": {"trackio"},
     "bitsandbytes": {"bitsandbytes"},
+    "gymnasium": {"gymnasium", "mujoco"},
     "math-verify": {"math_verify", "latex2sympy2_extended"},
     "reasoning-gym": {"reasoning_gym"},
     "mkdocs-material": {"mkdocs"},

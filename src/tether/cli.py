@@ -124,6 +124,7 @@ def _table(*rows: tuple[str, str, str]) -> dict[str, Command]:
 # name, module of tether.commands, summary
 COMMANDS = _table(
     ("train", "train", "train a model: PPO and its neighbours, SFT, a reward model"),
+    ("control", "control", "PPO and TRPO on gymnasium's environments"),
     ("resume", "runs", "resume a run that was stopped or killed"),
     ("fork", "runs", "continue from a checkpoint with other settings"),
     ("replay", "runs", "recompute a step's advantages under other settings"),

@@ -140,6 +140,26 @@ class TrainedModel(Protocol):
         ...
 
 
+class Distribution(Protocol):
+    """N distributions over an action."""
+
+    def logprobs(self, actions: Tensor) -> Tensor:
+        """(N,) log pi(a)."""
+        ...
+
+    def entropy(self) -> Tensor:
+        """(N,) in nats."""
+        ...
+
+    def kl(self, new: Distribution) -> Tensor:
+        """(N,) KL(self || new), both of one kind."""
+        ...
+
+    def detach(self) -> Distribution:
+        """The same without gradients."""
+        ...
+
+
 class PolicyModel(TrainedModel, Protocol):
     """A trained model that is a policy over tokens."""
 
@@ -147,8 +167,8 @@ class PolicyModel(TrainedModel, Protocol):
         """Log-probs, entropy and, where there is a critic, values."""
         ...
 
-    def distributions(self, batch: Sequences) -> Tensor:
-        """(N, V) whole log-distributions at the N tokens of `batch.response_mask`, in row-major order."""
+    def distributions(self, batch: Sequences) -> Tensor | Distribution:
+        """At the N tokens of `batch.response_mask`, in row-major order; a tensor (N, V) holds log-probabilities."""
         ...
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any, Literal, NotRequired, Self, TypedDict, TypeVar
 
 import torch
@@ -116,16 +117,23 @@ BatchT = TypeVar("BatchT", bound="Sequences")
 class Sequences:
     """Padded rows of tokens. Padding may be on either side; `attention_mask` marks the real tokens.
 
-    `temperature` is the sampling temperature; every log-probability of the batch is computed at it.
+    `temperature` is the sampling temperature; every log-probability of the batch is computed at it. In a control task a
+    time step is a token: `tokens` holds the action, and `observations` the state that it was chosen in.
     """
 
-    tokens: Tensor  # (B, T) int64
+    tokens: Tensor  # (B, T) int64, or (B, T, A) float32 actions
     attention_mask: Tensor  # (B, T) bool, True on real tokens
     response_mask: Tensor  # (B, T) bool, True where the token is trained on
     temperature: float = 1.0
+    observations: Tensor | None = None  # (B, T, O) float32, in place of the tokens before t
 
     def __len__(self) -> int:
         return self.tokens.shape[0]
+
+    @property
+    def rows_are_groups(self) -> bool:
+        """Whether each row is its own group."""
+        return type(self).row_groups is Sequences.row_groups
 
     def row_groups(self) -> list[list[int]]:
         """Rows that must stay together in one micro-batch; here each row is its own group."""
@@ -145,6 +153,8 @@ class Sequences:
 
     def span(self) -> tuple[int, int]:
         """The columns [first, last) outside which every row is padding."""
+        if self.tokens.shape[1] == 1:
+            return 0, 1
         used = self.attention_mask.any(dim=0).nonzero()
         return (int(used[0]), int(used[-1]) + 1) if used.numel() else (0, self.tokens.shape[1])
 
@@ -272,7 +282,10 @@ class Metrics:
     def merge(self, other: Metrics) -> None:
         """Add the sums and counts of `other` to these."""
         for name, (total, weight) in other.weighted.items():
-            self.add(name, total, weight)
+            if name in self.weighted:
+                old_total, old_weight = self.weighted[name]
+                total, weight = old_total + total.to(old_total.device), old_weight + weight.to(old_weight.device)
+            self.weighted[name] = (total, weight)
         for name, number in other.counts.items():
             self.count(name, number)
 
@@ -295,7 +308,12 @@ def _scalar(value: Tensor | float) -> Tensor:
 
 def columns_of(batch: Sequences) -> dict[str, Any]:
     """The batch's fields by name, without copying."""
-    return {column.name: getattr(batch, column.name) for column in dataclasses.fields(batch)}
+    return {name: getattr(batch, name) for name in _column_names(type(batch))}
+
+
+@cache
+def _column_names(stage: type[Sequences]) -> tuple[str, ...]:
+    return tuple(column.name for column in dataclasses.fields(stage))
 
 
 def extend(batch: Sequences, stage: type[BatchT], **columns: Any) -> BatchT:

@@ -9,6 +9,7 @@ from pathlib import Path
 from tether.cli import COMMANDS
 from tether.commands.train import METHODS
 from tether.config import RECIPES
+from tether.config.control_recipe import ControlRecipe
 from tether.config.schema import describe
 
 FILE = Path(__file__).with_name("surface.json")
@@ -18,7 +19,10 @@ def surface() -> dict[str, object]:
     return {
         "commands": list(COMMANDS),
         "methods": list(METHODS),
-        "keys": {method: [leaf.key for leaf in describe(recipe)] for method, recipe in RECIPES.items()},
+        "keys": {
+            method: [leaf.key for leaf in describe(recipe)]
+            for method, recipe in {**RECIPES, "control": ControlRecipe}.items()
+        },
     }
 
 

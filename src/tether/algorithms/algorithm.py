@@ -229,6 +229,13 @@ class Algorithm:
             assert batch.ref_logprobs is not None
             kl = kl_estimate(batch.old_logprobs, batch.ref_logprobs, rules.kl_estimator)
         rewards = token_rewards(scores, kl, mask, kl_coef=kl_coef)
+        return self.estimate(batch, rewards, answer_metrics(batch, scores), baseline)
+
+    def estimate(
+        self, batch: EvaluatedBatch, rewards: Tensor, metrics: Metrics, baseline: float = 0.0
+    ) -> tuple[Experience, Metrics]:
+        """Advantages and returns of a batch whose rewards (B, T) are known; adds to `metrics`, and returns them."""
+        rules, mask = self.advantage_settings, batch.response_mask
         if rules.whiten_rewards:
             rewards = whiten(rewards, mask, shift_mean=False)
         final_values = None
@@ -242,10 +249,9 @@ class Algorithm:
         if mean is not None:
             baseline = mean if rules.baseline == "batch_mean" else baseline
             advantages = less_baseline(advantages, mask, baseline)
-        metrics = advantage_metrics(batch, scores, advantages, returns)
-        if mean is not None:
             metrics.add("mean_return", mean)
             metrics.add("baseline", baseline)
+        metrics.merge(advantage_metrics(batch, advantages, returns))
         if rules.whiten_advantages:
             advantages = whiten(advantages, mask)
         if rules.importance_sampling_cap is not None:
@@ -283,15 +289,21 @@ def importance_weights(
     return advantages * weights.masked_fill(~mask, 1.0)
 
 
-def advantage_metrics(batch: EvaluatedBatch, scores: Tensor, advantages: Tensor, returns: Tensor | None) -> Metrics:
-    """Metrics of a batch before the update."""
-    mask, metrics = batch.response_mask, Metrics()
-    tokens, rows = mask.sum(), len(batch)
+def answer_metrics(batch: EvaluatedBatch, scores: Tensor) -> Metrics:
+    """Metrics of whole answers, with the scores that rewards were made from."""
+    metrics, rows = Metrics(), len(batch)
     metrics.add("score", batch.scores.sum(), rows)
     metrics.add("score_used", scores.sum(), rows)  # after clipping and the missing-EOS penalty
     metrics.add("score_std", scores.std(correction=0))
-    metrics.add("response_length", tokens, rows)
+    metrics.add("response_length", batch.response_mask.sum(), rows)
     metrics.add("truncated", batch.truncated.sum(), rows)
+    return metrics
+
+
+def advantage_metrics(batch: EvaluatedBatch, advantages: Tensor, returns: Tensor | None) -> Metrics:
+    """Metrics of a batch's tokens before the update."""
+    mask, metrics = batch.response_mask, Metrics()
+    tokens, rows = mask.sum(), len(batch)
     metrics.add("advantage_std", masked_variance(advantages, mask).sqrt())
     gap = (batch.old_logprobs - batch.untruncated_logprobs).abs().masked_fill(~mask, 0.0)
     metrics.add("logprob_diff", gap.sum(), tokens)

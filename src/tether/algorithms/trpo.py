@@ -25,9 +25,10 @@ from tether.config.methods import TRPOSettings
 from tether.config.sections import KLSettings, RewardSettings
 from tether.learner.batching import within_memory
 from tether.learner.learner import Learner
-from tether.ops.kl import FixedKL, exact_kl, log_ratio
+from tether.ops.distributions import as_distribution
+from tether.ops.kl import FixedKL, log_ratio
 from tether.ops.trust_region import LineSearch, conjugate_gradient, fisher_vector_product, line_search, step_scale
-from tether.protocols import PolicyModel
+from tether.protocols import Distribution, PolicyModel
 from tether.types import Experience, Metrics
 
 
@@ -159,15 +160,19 @@ class TrustRegion:
         self.tokens = float(experience.response_mask.sum())
         self.micro_batches: list[Experience] = list(learner.micro_batches(experience))
         with torch.no_grad():
-            self.old = [self.model.distributions(micro) for micro in self.micro_batches]
+            self.old = [self.distributions(micro) for micro in self.micro_batches]
+
+    def distributions(self, micro: Experience) -> Distribution:
+        """The current policy's distribution at each sampled token."""
+        return as_distribution(self.model.distributions(micro))
 
     def curvature(self, vector: Tensor, *, damping: float) -> Tensor:
         """(P,) (F + damping I) v, by differentiating the exact KL twice; only plain attention kernels support that."""
 
         def share(micro: Experience) -> Callable[[], Tensor]:
             def mean_kl() -> Tensor:
-                new = self.model.distributions(micro)
-                return exact_kl(new.detach(), new).sum() / self.tokens
+                new = self.distributions(micro)
+                return new.detach().kl(new).sum() / self.tokens
 
             return mean_kl
 
@@ -180,9 +185,9 @@ class TrustRegion:
         """`(surrogate, kl)` of the current parameters, means over sampled tokens."""
         surrogate = kl = 0.0
         for micro, old in zip(self.micro_batches, self.old, strict=True):
-            new = self.model.distributions(micro)
-            sampled = micro.tokens[micro.response_mask][:, None]
-            ratio = torch.exp(log_ratio(new.gather(1, sampled), old.gather(1, sampled)))[:, 0]
+            new = self.distributions(micro)
+            sampled = micro.tokens[micro.response_mask]
+            ratio = torch.exp(log_ratio(new.logprobs(sampled), old.logprobs(sampled)))
             surrogate += float((ratio * micro.advantages[micro.response_mask]).double().sum())
-            kl += float(exact_kl(old, new).double().sum())
+            kl += float(old.kl(new).double().sum())
         return surrogate / self.tokens, kl / self.tokens

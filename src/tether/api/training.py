@@ -318,7 +318,10 @@ def go(
 ) -> Run:
     """Run a recipe to its end, or until it is stopped."""
     console = Console(stderr=True, quiet=not progress)
-    with interruptions(_interrupt) as asked, progress_bar(recipe, False, console) as bar:
+    with (
+        interruptions(_interrupt) as asked,
+        progress_bar(recipe.method, f"loading {recipe.model.path}", False, console) as bar,
+    ):
         watch = _StepWatch(bar, on_step)
         trained = train_watched(
             recipe,

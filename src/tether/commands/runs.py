@@ -92,6 +92,11 @@ def resume_command(words: list[str]) -> int:
 
             return resume_demo(folder, json_output=options.json)
 
+    from tether.control.run import is_control_run, resume_control
+
+    if is_control_run(options.run, options.workspace):
+        return resume_control(options.run, options.workspace, json_output=options.json)
+
     from tether.train.resume import resume_run
 
     return resume_run(options.run, options.workspace, json_output=options.json)

@@ -68,12 +68,13 @@ def train_command(words: list[str]) -> int:
     if method not in METHODS:
         raise UsageError(f"unknown method {method}: {suggestion(method, METHODS)}")
     if wants_help:
+        from tether.config.recipes import RECIPES
         from tether.config.schema import print_fields
 
-        print_fields(method, METHODS[method])
+        print_fields(RECIPES[method], f"train {method}", METHODS[method])
         return 0
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
-    resume = _take_resume(rest)
+    resume = take_resume(rest)
 
     from tether.config.load import load_recipe
 
@@ -86,7 +87,7 @@ def train_command(words: list[str]) -> int:
     return (start_or_resume if resume else start)(recipe, json_output=json_output)
 
 
-def _take_resume(words: list[str]) -> bool:
+def take_resume(words: list[str]) -> bool:
     """Whether `--resume auto` was given; the option is removed from the words."""
     for place, word in enumerate(words):
         if word.startswith("--resume="):

@@ -23,6 +23,7 @@ from urllib.parse import parse_qsl, urlencode
 
 import yaml
 
+from tether.config.control_recipe import ControlRecipe
 from tether.config.recipes import Recipe, RLRecipe
 from tether.config.rewards import FunctionPart, RemotePart
 from tether.config.sections import TaskSettings
@@ -173,11 +174,13 @@ def not_typed(names: Iterable[CodeName], flags: Sequence[str]) -> tuple[CodeName
     return tuple(name for name in names if name.field.partition("[")[0] not in keys)
 
 
-def code_names(recipe: Recipe) -> tuple[CodeName, ...]:
+def code_names(recipe: Recipe | ControlRecipe) -> tuple[CodeName, ...]:
     """All names in a recipe. A new key that holds a `CodeReference` is added here."""
     names = list(names_in(recipe.task, recipe.reward.parts) if isinstance(recipe, RLRecipe) else ())
     if recipe.store.url is not None:
         names.append(CodeName("store.url", without_secrets(recipe.store.url), is_address=True))
+    if isinstance(recipe, ControlRecipe):
+        return tuple(names)
     if recipe.model.loader is not None:
         names.append(CodeName("model.loader", recipe.model.loader))
     if isinstance(recipe, RLRecipe):
@@ -198,10 +201,11 @@ def is_code(word: str) -> bool:
 
 def names_of_record(record: Mapping[str, Any]) -> tuple[CodeName, ...]:
     """The same for the recipe that a run stored; empty where this version cannot read it."""
-    from tether.config.load import recipe_from_record
+    from tether.config.load import control_from_record, recipe_from_record
 
+    read = control_from_record if record.get("method") == ControlRecipe.method else recipe_from_record
     try:
-        return code_names(recipe_from_record(record))
+        return code_names(read(record))
     except ValueError:
         return ()
 

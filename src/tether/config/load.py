@@ -18,6 +18,7 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from tether.config.base import Settings
+from tether.config.control_recipe import ControlRecipe
 from tether.config.foreign import answer, leads_to
 from tether.config.read_yaml import RecipeLoader, in_one_line, kind_of, line_of, read_mapping, read_value
 from tether.config.recipes import RECIPES, Recipe
@@ -74,7 +75,8 @@ class Keys:
         if first in RECIPES and first not in self.sections:
             return f"it belongs to another method, and this is {self.method}"
         nearest = self.nearest(key)
-        return f"did you mean {dashes}{nearest}?" if nearest else f"`tether train {self.method} --help` lists them all"
+        command = f"tether train {self.method}" if self.method in RECIPES else f"tether {self.method}"
+        return f"did you mean {dashes}{nearest}?" if nearest else f"`{command} --help` lists them all"
 
 
 def load_recipe(
@@ -109,10 +111,21 @@ def recipe_from_record(record: Mapping[str, Any]) -> Recipe:
     if not isinstance(record, dict):
         raise ValueError("it is not a mapping of keys")
     method = record.get("method")
+    if method == ControlRecipe.method:
+        raise ConfigError("it is a run of `tether control`, which has no language model")
     if method not in RECIPES:
         raise ValueError(f"it names a method that this version does not have ({method})")
+    return _from_record(RECIPES[method], record)
+
+
+def control_from_record(record: Mapping[str, Any]) -> ControlRecipe:
+    """The recipe of a run of `tether control`. Raises ValueError where it is invalid."""
+    return _from_record(ControlRecipe, record)
+
+
+def _from_record(recipe_class: type[AnyRecipe], record: Mapping[str, Any]) -> AnyRecipe:
     rest = {name: value for name, value in record.items() if name != "method"}
-    return RECIPES[method].model_validate_json(json.dumps(rest), strict=True)
+    return recipe_class.model_validate_json(json.dumps(rest), strict=True)
 
 
 def change_settings(recipe: AnyRecipe, flags: Sequence[str], settings: Mapping[str, Any] | None = None) -> AnyRecipe:

@@ -214,14 +214,13 @@ def _summary(settings: type[BaseModel]) -> str:
     return (settings.__doc__ or "").strip().partition("\n")[0]
 
 
-def print_fields(method: str, summary: str) -> None:
-    """Print every key of a method's recipe, by section."""
-    recipe_class = RECIPES[method]
+def print_fields(recipe_class: type[BaseModel], command: str, summary: str) -> None:
+    """Print every key of a recipe, by section; `command` is how it is used."""
     console = Console(width=None if sys.stdout.isatty() or "COLUMNS" in os.environ else 120, highlight=False)
     leaves = list(describe(recipe_class))
     widths = [max(len(leaf.key) for leaf in leaves) + 2, max(len(leaf.default_text) for leaf in leaves)]
     with console.capture() as captured:  # rich would exit on a closed pipe
-        console.print(f"Usage: tether train {method} [RECIPE.yaml] [--section.key VALUE ...] [--json]", markup=False)
+        console.print(f"Usage: tether {command} [RECIPE.yaml] [--section.key VALUE ...] [--json]", markup=False)
         console.print(f"\n{summary[0].upper()}{summary[1:]}.", markup=False)
         abouts = {name: _summary(settings) for name, settings in sections(recipe_class).items()}
         abouts |= {"": NO_SECTION} if any("." not in leaf.key for leaf in leaves) else {}

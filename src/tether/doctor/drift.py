@@ -7,7 +7,18 @@ from collections.abc import Sequence
 import numpy as np
 
 from tether.doctor.answer_metrics import most_common_answer, repetition
-from tether.doctor.findings import Curve, Finding, Healthy, TooLittle, Verdict, curve, percent, setting, solved
+from tether.doctor.findings import (
+    Curve,
+    Finding,
+    Healthy,
+    TooLittle,
+    Verdict,
+    algorithm,
+    curve,
+    percent,
+    setting,
+    solved,
+)
 from tether.reports.charts import short
 from tether.store.recorded import RecordedRun, StoredRollout
 
@@ -117,7 +128,7 @@ def entropy_collapse(run: RecordedRun) -> Verdict:
         WHY_ENTROPY,
         (
             "optimizer.policy_lr: lower it, by a factor of three to ten",
-            f"{run.method}.entropy_coef: 0.001 to 0.01",
+            f"{algorithm(run)}.entropy_coef: 0.001 to 0.01",
             "kl.coef: raise it, so that the reference keeps answers varied",
             "rollout.temperature: 1.0, if it is lower",
         ),
@@ -171,7 +182,7 @@ def mode_collapse(run: RecordedRun) -> Verdict:
         (
             "reward.parts: the reward does not read the prompt, or one phrase satisfies it",
             "kl.coef: raise it",
-            f"{run.method}.entropy_coef: 0.001 to 0.01",
+            f"{algorithm(run)}.entropy_coef: 0.001 to 0.01",
             "optimizer.policy_lr: lower it",
         ),
         "answers/top_share",

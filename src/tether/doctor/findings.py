@@ -172,6 +172,11 @@ def setting(run: RecordedRun, key: str, default: Any) -> Any:
     return default if found is None else found
 
 
+def algorithm(run: RecordedRun) -> str:
+    """The section of the recipe with the algorithm's settings: its method, except in runs of `tether control`."""
+    return str(setting(run, "algorithm", "ppo")) if run.method == "control" else run.method
+
+
 def ceiling(run: RecordedRun) -> float | None:
     """The run's maximum reward, if its recipe implies one: rules and built-in tasks score 0 to 1."""
     parts = setting(run, "reward.parts", ())
@@ -204,7 +209,9 @@ def solved(run: RecordedRun) -> bool:
 
 
 def rows_per_step(run: RecordedRun) -> int:
-    """The number of answers per iteration."""
+    """The number of answers per iteration, or of steps of environments."""
+    if run.method == "control":
+        return int(setting(run, "environment.count", 1)) * int(setting(run, "rollout.steps", 2048))
     return int(setting(run, "rollout.prompts_per_step", 64)) * int(setting(run, "rollout.samples_per_prompt", 1))
 
 

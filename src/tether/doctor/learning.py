@@ -13,6 +13,7 @@ from tether.doctor.findings import (
     Healthy,
     TooLittle,
     Verdict,
+    algorithm,
     curve,
     percent,
     rows_per_step,
@@ -97,8 +98,8 @@ def clip(run: RecordedRun) -> Verdict:
             WHY_CLIPPED,
             (
                 "optimizer.policy_lr: lower it, by a factor of three to ten",
-                f"{run.method}.epochs: fewer passes over each batch",
-                f"{run.method}.target_kl: 0.02 stops an update before it goes too far",
+                f"{algorithm(run)}.epochs: fewer passes over each batch",
+                f"{algorithm(run)}.target_kl: 0.02 stops an update before it goes too far",
             ),
             "clip_fraction",
             late.first_step,
@@ -115,7 +116,7 @@ def clip(run: RecordedRun) -> Verdict:
             WHY_IDLE,
             (
                 f"optimizer.policy_lr: raise it (it is {setting(run, 'optimizer.policy_lr', 1e-5):g})",
-                f"{run.method}.epochs: more passes over each batch",
+                f"{algorithm(run)}.epochs: more passes over each batch",
             ),
             "clip_fraction",
             clipped.first_step,
@@ -133,10 +134,10 @@ def early_stop(run: RecordedRun) -> Verdict:
     part = float(late.values.mean())
     if part <= STOPPED_PART:
         return Healthy(f"{percent(part)} of the updates stopped early in the second half")
-    size = max(1, int(setting(run, f"{run.method}.minibatch_size", 64)))
-    planned = int(setting(run, f"{run.method}.epochs", 1)) * math.ceil(rows_per_step(run) / size)
+    size = max(1, int(setting(run, f"{algorithm(run)}.minibatch_size", 64)))
+    planned = int(setting(run, f"{algorithm(run)}.epochs", 1)) * math.ceil(rows_per_step(run) / size)
     mean = float(taken.half().values.mean()) if len(taken) else math.nan
-    limit = setting(run, f"{run.method}.target_kl", math.nan)
+    limit = setting(run, f"{algorithm(run)}.target_kl", math.nan)
     return Finding(
         "early-stop",
         "alarm" if mean < 0.5 else "warning",
@@ -146,8 +147,8 @@ def early_stop(run: RecordedRun) -> Verdict:
         WHY_STOPPED,
         (
             "optimizer.policy_lr: lower it, so that all steps of an update stay under the limit",
-            f"{run.method}.epochs: fewer",
-            f"{run.method}.target_kl: raise it; 0.01 to 0.05 is usual",
+            f"{algorithm(run)}.epochs: fewer",
+            f"{algorithm(run)}.target_kl: raise it; 0.01 to 0.05 is usual",
         ),
         "early_stop",
         late.first_step,
@@ -232,13 +233,13 @@ def not_training(run: RecordedRun) -> Verdict:
         return TooLittle(f"{MIN_ITERATIONS} steps")
     adapters = setting(run, "roles.mode", "separate") == "lora"
     several = len(taken) > 0 and float(np.median(taken.values)) > 1.0
-    warming = run.method == "ppo" and int(setting(run, "ppo.critic_warmup", 0)) >= length
+    warming = algorithm(run) == "ppo" and int(setting(run, "ppo.critic_warmup", 0)) >= length
     if warming:
         return TooLittle("an iteration after ppo.critic_warmup")
     still = len(norm) >= MIN_ITERATIONS and not np.any(norm.values)
     if still and solved(run):
         return Healthy("there is no gradient, because every answer has the maximum score: the task is solved")
-    if float(setting(run, f"optimizer.{key}", 1e-5)) == 0.0 and run.method != "trpo":
+    if float(setting(run, f"optimizer.{key}", 1e-5)) == 0.0 and algorithm(run) != "trpo":
         saw, cure = f"optimizer.{key} is 0 in all {length} steps.", f"optimizer.{key}: above 0"
     elif still:
         what = "the adapters" if adapters else "the weights"
@@ -255,7 +256,7 @@ def not_training(run: RecordedRun) -> Verdict:
         cure = "see not-finite and early-stop; with TRPO raise trpo.max_kl or trpo.damping"
     elif len(change) and float(np.abs(change.values).max()) == 0.0:
         saw, cure = f"weight_change/{group} is exactly 0 at all {len(change)} steps.", f"optimizer.{key}: raise it"
-    elif several and len(moved) >= MIN_ITERATIONS and float(moved.values.max()) == 0.0 and run.method != "trpo":
+    elif several and len(moved) >= MIN_ITERATIONS and float(moved.values.max()) == 0.0 and algorithm(run) != "trpo":
         saw = f"KL(old || new) is exactly 0 in all {len(moved)} updates, though each takes several steps."
         cure = f"optimizer.{key}: raise it (it is {setting(run, f'optimizer.{key}', 1e-5):g})"
     else:

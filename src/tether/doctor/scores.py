@@ -7,7 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from tether.doctor.findings import Curve, Finding, Healthy, TooLittle, Verdict, curve, percent, rows_per_step, solved
+from tether.doctor.findings import (
+    Curve,
+    Finding,
+    Healthy,
+    TooLittle,
+    Verdict,
+    algorithm,
+    curve,
+    percent,
+    rows_per_step,
+    solved,
+)
 from tether.reports.charts import short
 from tether.reports.run_report import MIN_POINTS, judge_overoptimisation
 from tether.store.recorded import RecordedRun
@@ -149,7 +160,7 @@ def score_collapse(run: RecordedRun) -> Verdict:
         (
             "optimizer.policy_lr: lower it, by a factor of three to ten",
             "optimizer.schedule: linear, so that late steps are small",
-            f"{run.method}.target_kl: 0.02 stops an update before it goes too far",
+            f"{algorithm(run)}.target_kl: 0.02 stops an update before it goes too far",
             "kl.coef: raise it",
             f"go back to step {int(score.steps[peak])}: tether fork, or evaluation.keep_best",
         ),

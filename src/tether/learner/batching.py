@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from itertools import chain, islice
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ from torch import Tensor
 from tether.device_transfer import brought
 from tether.errors import StorageError
 from tether.learner.ranks import ONE, Codec, Ranks
-from tether.models.roles import Roles, TokenEvaluation, onto
+from tether.models.roles import TokenEvaluation, onto
 from tether.types import EvaluatedBatch, Sequences, TokenBatch, extend
 
 
@@ -28,8 +29,12 @@ def minibatches(batch: Sequences, size: int, generator: torch.Generator | None =
     The first epoch is read in order, which is also how the old log-probs were evaluated: the same rows in the same
     micro-batches give the same bits, so that on the first step every ratio is exactly 1.
     """
-    groups = batch.row_groups()
-    order = torch.arange(len(groups)) if generator is None else torch.randperm(len(groups), generator=generator)
+    groups = None if batch.rows_are_groups else batch.row_groups()
+    count = len(batch) if groups is None else len(groups)
+    order = torch.arange(count) if generator is None else torch.randperm(count, generator=generator)
+    if groups is None:
+        yield from order.split(size) if count else ()
+        return
     for start in range(0, len(groups), size):
         yield torch.tensor([row for index in order[start : start + size].tolist() for row in groups[index]])
 
@@ -41,6 +46,9 @@ def micro_batches(batch: Sequences, max_tokens: int) -> Iterator[Tensor]:
     itself still goes, alone: the budget bounds memory, it does not drop data.
     """
     real = batch.attention_mask.cpu()
+    if len(batch) and batch.rows_are_groups and bool(real.all()):  # the cuts below, without a look at each row
+        yield from torch.arange(len(batch)).split(max(1, max_tokens // real.shape[1]))
+        return
     lengths = real.sum(dim=1).tolist()
     firsts = real.int().argmax(dim=1).tolist()
     lasts = (real.shape[1] - real.flip(1).int().argmax(dim=1)).tolist()
@@ -100,7 +108,8 @@ class Parts:
     def _cut(self, batch: Sequences, max_tokens: int) -> Iterator[BatchPart]:
         for number, rows in enumerate(micro_batches(batch, max_tokens)):
             if self.wanted(number):
-                selected = batch.select(rows)
+                whole = len(rows) == len(batch) and bool((rows[1:] > rows[:-1]).all())
+                selected = batch if whole else batch.select(rows)
                 yield BatchPart(onto(selected.trimmed(), self.device), rows, selected.span()[0], number)
 
 
@@ -181,13 +190,26 @@ EVALUATIONS = Codec[TokenEvaluation](
     lambda _, columns: TokenEvaluation(**{name: columns.get(name) for name in TokenEvaluation.__dataclass_fields__}),  # pyright: ignore[reportArgumentType]
 )
 
+
+class Evaluator(Protocol):
+    """Whatever holds the roles of a run."""
+
+    def present(self) -> AbstractContextManager[object]:
+        """A context in which every role is on its device."""
+        ...
+
+    def evaluate(self, batch: Any, *, ahead: bool = False, top_tokens: int = 0) -> TokenEvaluation:
+        """The roles' outputs for a micro-batch."""
+        ...
+
+
 ShrinkMicroBatch = Callable[[Sequence[Sequences]], int]
 """Makes the micro-batches of the given batches smaller, and returns their new maximum of tokens."""
 
 
 def evaluate_tokens(
     batch: TokenBatch,
-    roles: Roles,
+    roles: Evaluator,
     *,
     minibatch_size: int,
     micro_batch_tokens: int,
@@ -229,7 +251,7 @@ def evaluate_tokens(
 
 def _evaluate(
     batch: TokenBatch,
-    roles: Roles,
+    roles: Evaluator,
     parts: Sequence[Tensor],
     device: torch.device | str,
     top_tokens: int,
@@ -270,7 +292,7 @@ def _column(batch: TokenBatch, found: Sequence[tuple[Tensor, slice, Tensor | Non
     if not parts:
         return None
     by_token = parts[0].dim() >= 2
-    shape = (*batch.tokens.shape, *parts[0].shape[2:]) if by_token else (len(batch),)
+    shape = (*batch.response_mask.shape, *parts[0].shape[2:]) if by_token else (len(batch),)
     column = torch.zeros(shape, dtype=parts[0].dtype)
     for (places, span, _), part in zip(found, parts, strict=True):
         column[(places, span) if by_token else places] = part

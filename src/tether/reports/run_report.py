@@ -347,7 +347,7 @@ def _by_prompt(run: RecordedRun, steps: Sequence[int]) -> dict[str, StoredRollou
 def next_steps(summary: RunSummary, run: RecordedRun) -> tuple[NextStep, ...]:
     """Suggestions for what to do next."""
     steps: list[NextStep] = []
-    if (summary.folder / "model").is_dir() and summary.method != "reward":
+    if (summary.folder / "model").is_dir() and summary.method not in ("reward", "control"):
         steps.append(NextStep("Talk to it", "Chat with the final model of the run.", f"tether chat {summary.folder}"))
     if run.rollout_steps:
         command = f"tether show {summary.name} --step {run.rollout_steps[-1]} --sample 0"

@@ -33,6 +33,7 @@ from tether.config.allowed_code import (
     remember,
     user_folder,
 )
+from tether.config.control_recipe import ControlRecipe
 from tether.config.recipes import Recipe
 from tether.errors import ConfigError
 from tether.rewards.consent import current
@@ -265,12 +266,12 @@ def _chain(folders: Sequence[Path], module: str) -> Iterator[Path]:
 # -- who gave a name ----------------------------------------------------------------------------------------------
 
 
-def agree_to_recipe(recipe: Recipe, path: str | None, flags: Sequence[str]) -> None:
+def agree_to_recipe(recipe: Recipe | ControlRecipe, path: str | None, flags: Sequence[str]) -> None:
     """For `tether train`: names in flags, and in a recipe in the user's folder, are the user's own."""
     _agree_to(code_names(recipe), flags, _elsewhere(path))
 
 
-def agree_to_run(recipe: Recipe, folder: Path, flags: Sequence[str] = ()) -> None:
+def agree_to_run(recipe: Recipe | ControlRecipe, folder: Path, flags: Sequence[str] = ()) -> None:
     """For a resumed run: its names are the user's own if they started it from this folder."""
     agree_to_names(code_names(recipe), code_names(recipe), folder, flags)
 

@@ -13,6 +13,7 @@ from typing import Any
 
 from tether.config import Recipe
 from tether.config.allowed_code import SEAL, code_names, seal_record
+from tether.config.control_recipe import ControlRecipe
 from tether.errors import ConfigError, StorageError
 from tether.files import read_plain_json, sealed, unsealed
 from tether.redact import redact_url, secret_in
@@ -61,7 +62,7 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def run_path(recipe: Recipe) -> Path:
+def run_path(recipe: Recipe | ControlRecipe) -> Path:
     """The folder of a recipe's run; the recipe must have a name."""
     assert recipe.run.name is not None
     return Path(recipe.run.directory) / recipe.run.name
@@ -75,7 +76,11 @@ class RunFolder:
 
     @classmethod
     def begin(
-        cls, recipe: Recipe, origin: dict[str, Any] | None = None, root: Path | None = None, launch: str = ""
+        cls,
+        recipe: Recipe | ControlRecipe,
+        origin: dict[str, Any] | None = None,
+        root: Path | None = None,
+        launch: str = "",
     ) -> RunFolder:
         """Create the folder of a new run; a folder that already holds a run is refused. `origin` describes a fork.
 
@@ -207,7 +212,7 @@ class RunFolder:
             return None
 
 
-def recipe_record(recipe: Recipe) -> dict[str, Any]:
+def recipe_record(recipe: Recipe | ControlRecipe) -> dict[str, Any]:
     """A recipe as it is stored: every key resolved, and the method.
 
     A password in `store.url` is left out: PGPASSWORD or ~/.pgpass supplies it on resume. A secret in any other key

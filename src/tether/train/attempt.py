@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
@@ -40,27 +40,20 @@ class Attempt:
     best model is saved, and both come before the checkpoint that counts on them.
     """
 
-    def __init__(self, run: RunContext, planned: RunPlan, loaded: dict[str, Any], objects: Objects) -> None:
-        self.run, self.planned = run, planned
-        self.provenance = Provenance(loaded)
-        self.recorder, self.checkpointer = StepRecorder(), Checkpointer()
-        every = run.recipe.run.doctor_every
-        self.diagnosis = LiveDiagnosis(every, own_rules(objects.doctor_rules, "doctor_rules")) if every else None
-        run.hooks = [
-            self.provenance,
-            AnswerMetrics(),
-            self.recorder,
-            MetricTrackers(objects.trackers),
-            PlanMeasurements(planned.measured),
-            *([self.diagnosis] if self.diagnosis is not None else []),
-            RewardErrorNotices(),
-            LogprobMismatch(),
-            BestModel(),
-            *user_hooks(objects.hooks, name_of),
-            self.checkpointer,
-            FaultRecorder(run.path, run.warn),
-            Watchdog(run.recipe.run.hang_timeout, run.path),
-        ]
+    def __init__(
+        self,
+        run: RunContext,
+        hooks: Sequence[StepHook],
+        *,
+        check: Callable[[Checkpoint], None],
+        save: Callable[[dict[str, Any]], None],
+    ) -> None:
+        """`check` raises where a checkpoint cannot be resumed here; `save` writes the results and the report."""
+        self.run, self._check, self._save = run, check, save
+        run.hooks = hooks
+        self.recorder = next(hook for hook in hooks if isinstance(hook, StepRecorder))
+        self.checkpointer = next(hook for hook in hooks if isinstance(hook, Checkpointer))
+        self.diagnosis = next((hook for hook in hooks if isinstance(hook, LiveDiagnosis)), None)
         self._begun: list[StepHook] = []
         self._with_heartbeat = [hook for hook in run.hooks if type(hook).heartbeat is not StepHook.heartbeat]
 
@@ -97,7 +90,7 @@ class Attempt:
         unusable: Sequence[str] = ()
         checkpoint = self.checkpointer.newest()
         if checkpoint is not None:
-            self.provenance.check(checkpoint)
+            self._check(checkpoint)
             unusable = run.training.restore(checkpoint)
             run.ended_early = str(checkpoint.values.get("ended_early", ""))
             self._restore_hooks(checkpoint)
@@ -169,10 +162,7 @@ class Attempt:
             for hook in run.hooks:
                 hook.finish()
             with run.storing("the trained model"):
-                run.folder.write("report.json", report)
-                run.folder.write(PLAN, self.planned.as_json())
-                if run.recipe.run.save:
-                    save_model(run.training.model, run.policy.tokenizer, run.folder.model_path)
+                self._save(report)
         early = f"ended after {run.done} of {run.total} steps: {run.ended_early}" if run.done < run.total else ""
         run.event("done", early or f"all {run.done} steps are taken", step=run.done)
         if not run.flush():
@@ -182,3 +172,31 @@ class Attempt:
             )
         with run.storing("the note that all is done"):
             run.folder.finish(run.done)
+
+
+def training_attempt(run: RunContext, planned: RunPlan, loaded: dict[str, Any], objects: Objects) -> Attempt:
+    """An attempt at training a language model; `loaded` are the digests of the policy as it was loaded."""
+    provenance, every = Provenance(loaded), run.recipe.run.doctor_every
+    hooks: list[StepHook] = [
+        provenance,
+        AnswerMetrics(),
+        StepRecorder(),
+        MetricTrackers(objects.trackers),
+        PlanMeasurements(planned.measured),
+        *([LiveDiagnosis(every, own_rules(objects.doctor_rules, "doctor_rules"))] if every else []),
+        RewardErrorNotices(),
+        LogprobMismatch(),
+        BestModel(),
+        *user_hooks(objects.hooks, name_of),
+        Checkpointer(),
+        FaultRecorder(run.path, run.warn),
+        Watchdog(run.recipe.run.hang_timeout, run.path),
+    ]
+
+    def save(report: dict[str, Any]) -> None:
+        run.folder.write("report.json", report)
+        run.folder.write(PLAN, planned.as_json())
+        if run.recipe.run.save:
+            save_model(run.training.model, run.policy.tokenizer, run.folder.model_path)
+
+    return Attempt(run, hooks, check=provenance.check, save=save)

@@ -34,7 +34,7 @@ class StepRecorder(StepHook):
         self.recorder = RunRecorder(
             run.workspace,
             run.path,
-            RunStart(run.recipe.method, run.recipe.run.steps, run.config, run.environment, run.sources),
+            RunStart(run.recipe.method, run.total, run.config, run.environment, run.sources),
             resumes=run.resumes,
             pieces=run.token_text,
             keep=KeepRollouts(store.rollouts_every, store.rollouts_keep or None),

@@ -7,9 +7,10 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from tether.config.allowed_code import code_names, is_code
+from tether.config.control_recipe import ControlRecipe
 from tether.config.load import change_settings, recipe_from_record
 from tether.config.recipes import Recipe, RecordsRecipe, RLRecipe
 from tether.config.rewards import ModelPart
@@ -49,10 +50,20 @@ def stored_recipe(folder: Path, *, original: bool = False) -> Recipe:
     Raises ConfigError where `recipe.json` was changed; with `original` that is only a notice.
     """
     record = protected_recipe(folder, say, original=original)
+    if record.get("method") == ControlRecipe.method:
+        raise ConfigError(f"{folder} is a run of `tether control`: it has no language model, and only resuming goes on")
     try:
         recipe = recipe_from_record(record)
     except ValueError as error:
         raise ConfigError(f"{folder / RECIPE} is damaged, or of another version: {error}") from error
+    return located(recipe, folder)
+
+
+LocatedRecipe = TypeVar("LocatedRecipe", Recipe, ControlRecipe)
+
+
+def located(recipe: LocatedRecipe, folder: Path) -> LocatedRecipe:
+    """The recipe with the place where its run is now."""
     if recipe.run.name is not None and run_path(recipe).resolve() == folder.resolve():
         return recipe
     place, workspace = _workspace_around(folder, recipe.run.name)

@@ -33,7 +33,7 @@ from tether.rewards.pool import close_workers
 from tether.store.checkpoints import Checkpoint
 from tether.store.database.open import workspace_at
 from tether.store.folder import FINISHED, RunFolder, json_line, run_path
-from tether.train.attempt import Attempt
+from tether.train.attempt import training_attempt
 from tether.train.build import load_policy
 from tether.train.engines import close_pools
 from tether.train.hooks import RunContext
@@ -93,7 +93,10 @@ class Watch:
 def run_recipe(recipe: Recipe, *, json_output: bool, resume: bool = False, forked: Forked | None = None) -> int:
     """Train as the recipe says; 0 when every step was taken. Raises `Stopped` when interrupted, after a checkpoint."""
     console = Console(stderr=True)
-    with interruptions() as stop, progress_bar(recipe, json_output, console) as watch:
+    with (
+        interruptions() as stop,
+        progress_bar(recipe.method, f"loading {recipe.model.path}", json_output, console) as watch,
+    ):
         trained = train_watched(recipe, watch, console, stop=stop, resume=resume, forked=forked)
     place = trained.folder.path
     if trained.plan is not None and not json_output:
@@ -230,7 +233,7 @@ def _train(
         RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin, consent.current().root, ranks.launch)
     )
     run = RunContext(recipe, folder, training, policy, notify, resumes=resume)
-    with Attempt(run, planned, loaded, objects) as attempt:
+    with training_attempt(run, planned, loaded, objects) as attempt:
         start = attempt.resume() if resume else attempt.fork(forked.checkpoint, unusable) if forked is not None else 0
         if ranks.fault:
             attempt.note_restart(ranks.fault, ranks.count)
@@ -372,7 +375,7 @@ class Bar(Watch):
 
 
 @contextmanager
-def progress_bar(recipe: Recipe, json_output: bool, console: Console) -> Iterator[Watch]:
+def progress_bar(title: str, begins: str, json_output: bool, console: Console) -> Iterator[Watch]:
     """JSON for scripts, a bar on a terminal or in a notebook, plain lines in a file."""
     if json_output:
         yield JsonLines()
@@ -382,15 +385,15 @@ def progress_bar(recipe: Recipe, json_output: bool, console: Console) -> Iterato
         return
     in_notebook = console.is_jupyter and find_spec("ipywidgets") is not None  # without it rich shows no bar there
     if not in_notebook and (not console.is_terminal or console.is_dumb_terminal):
-        say(f"{recipe.method}: loading {recipe.model.path}")
-        yield PlainLines(recipe.method)
+        say(f"{title}: {begins}")
+        yield PlainLines(title)
         return
     columns = (
-        TextColumn(recipe.method),
+        TextColumn(title, markup=False),
         BarColumn(),
         MofNCompleteColumn(),
         TimeRemainingColumn(),
         TextColumn("{task.fields[numbers]}"),
     )
     with Progress(*columns, console=console) as progress:
-        yield Bar(recipe.method, progress)
+        yield Bar(title, progress)
