@@ -17,6 +17,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 
@@ -89,7 +90,8 @@ class WaitingEngine(RolloutEngine):
 
     def __init__(self, policy: LoadedModel, seconds: float) -> None:
         self.seconds = seconds
-        self.script = ScriptedEngine(policy.tokenizer, lambda prompt, sample: prompt.id[:4] + "abcd"[sample % 4])
+        tokenizer: Any = policy.tokenizer
+        self.script = ScriptedEngine(tokenizer, lambda prompt, sample: prompt.id[:4] + "abcd"[sample % 4])
         self.thread = ThreadPoolExecutor(1)
 
     def generate(

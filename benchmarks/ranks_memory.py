@@ -39,7 +39,7 @@ from tether.plan.table import _process_peak, _reset_process_peak  # noqa: E402  
 from tether.plan.workload import Lengths, Shape, work_of  # noqa: E402
 from tether.train import rl, run  # noqa: E402
 
-SHAPE = {
+SHAPE: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 512,
     "intermediate_size": 1408,
@@ -62,7 +62,7 @@ def save_model(folder: Path) -> Path:
     """A model of random weights with the tiny model's tokenizer."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
-    ends = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
+    ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
     LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **ends, **SHAPE)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
@@ -123,7 +123,8 @@ def watch(folder: Path) -> None:
         return exchanged
 
     rl.Timers.begin, rl.Timers.metrics = begun, measured
-    for module in (run, follow):
+    modules: list[Any] = [run, follow]
+    for module in modules:
         module.load_policy = loading(module.load_policy)
     for name in ("all_gather_single", "all_gather", "all_to_all_single", "all_reduce", "broadcast"):
         setattr(dist, name, timed(getattr(dist, name)))

@@ -18,8 +18,8 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rollout"))
 
 import torch
-from test_vllm import MODEL, gaps, model_folder, move, policy_of, pool_on
-from vllm_server import serving
+from test_vllm import MODEL, gaps, model_folder, move, policy_of, pool_on  # pyright: ignore[reportMissingImports]
+from vllm_server import serving  # pyright: ignore[reportMissingImports]
 
 from tether.protocols import Sampling
 from tether.rollout.chunks import in_chunks

@@ -22,10 +22,10 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "soak"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "rollout"))
 
 import torch
-from in_process import attempt, whole
-from same_runs import differences
-from tiny_recipes import tiny
-from worker_processes import TOKEN, workers
+from in_process import attempt, whole  # pyright: ignore[reportMissingImports]
+from same_runs import differences  # pyright: ignore[reportMissingImports]
+from tiny_recipes import tiny  # pyright: ignore[reportMissingImports]
+from worker_processes import TOKEN, workers  # pyright: ignore[reportMissingImports]
 
 from tether.store.folder import run_path
 

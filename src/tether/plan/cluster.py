@@ -164,7 +164,7 @@ def _candidates(cluster: Cluster, trainers: int, shape: Shape, shard: str) -> li
         found.append(("hybrid", node, 1))
     if shard in ("auto", "full") and (shard == "full" or trainers > 1):
         splits = [n for n in (1, 2, 4, 8) if trainers % n == 0 and n <= min(node, shape.heads)]
-        found += [("full", trainers // tensor, tensor) for tensor in splits]
+        found.extend(("full", trainers // tensor, tensor) for tensor in splits)
     return found
 
 

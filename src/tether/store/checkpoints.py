@@ -74,7 +74,7 @@ def write(folder: Path, checkpoint: Checkpoint, before_naming: Callable[[], obje
             begin(folder, checkpoint.step)
         if ERROR in checkpoint.written:
             raise OSError(checkpoint.written[ERROR])
-        files = checkpoint.written | write_part(unfinished, checkpoint.tensors)
+        files = {**checkpoint.written, **write_part(unfinished, checkpoint.tensors)}
         files |= {STATE: _write_file(unfinished / STATE, canonical(checkpoint.values))}
         _write_file(unfinished / MANIFEST, _sealed({"format": FORMAT, "step": checkpoint.step, "files": files}))
         sync_folder(unfinished)

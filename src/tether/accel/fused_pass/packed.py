@@ -95,10 +95,11 @@ def packed_states(
         # Gathered weights lie elsewhere in each pass, where no graph finds them.
         return fused_pass.run(DecoderSpec.from_model(backbone), inputs, recompute=recompute, captured=None)
 
+    run: Callable[[Tensor], Tensor] = run_fused
     for block in shared:  # the pass is one node, which needs all of them at once
-        run_fused = functools.partial(with_weights, block, run_fused)
+        run = functools.partial(with_weights, block, run)
     with at(hidden.device):
-        states = run_fused(hidden)
+        states = run(hidden)
     return packing.unpack(states, None if rows is None else rows.tokens)
 
 
