@@ -14,7 +14,7 @@ import pytest
 from same_runs import differences
 from tiny_recipes import demonstrations
 
-from tether.cli import _take_count
+from tether.cli import _take_count, main
 from tether.errors import RankLost, Stopped, UsageError
 from tether.store import checkpoints
 
