@@ -99,6 +99,13 @@ def _launched(command: str, words: list[str]) -> int | None:
         if restarts is not None or at_least is not None or address is not None:
             raise UsageError(f"{RESTARTS}, {MIN_NPROC} and {RAY} go with {NPROC} N, which starts N processes")
         return None
+    if command == "train" and address is None:  # machines of a cluster may have other files
+        from tether.commands.train import recipe_of
+
+        own = list(words)
+        _take_allowed(own)
+        if recipe_of(own) is None:
+            return COMMANDS[command].run(own)  # --help
     if address is not None:
         from tether.distributed.ray_launch import launch_on_ray
 

@@ -14,7 +14,7 @@ import pytest
 from same_runs import differences
 from tiny_recipes import demonstrations
 
-from tether.cli import _take_count
+from tether.cli import _take_count, main
 from tether.errors import RankLost, Stopped, UsageError
 from tether.store import checkpoints
 
@@ -99,3 +99,24 @@ def test_the_number_of_processes_is_read():
     for wrong in (["--nproc"], ["--nproc", "none"], ["--nproc", "0"]):
         with pytest.raises(UsageError, match="--nproc"):
             _take_count(wrong)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["train", "ppo", "--ppo.clip_rang", "0.1"], "did you mean --ppo.clip_range?"),
+        (["train", "ppq"], "unknown method ppq"),
+        (["train", "ppo", "nowhere.yaml"], "nowhere.yaml"),
+        (["train", "ppo", "--allow-code", "mine.py", "--run.steps", "x"], "run.steps"),
+    ],
+)
+def test_a_wrong_recipe_is_told_before_ranks_start(words, message, monkeypatch, capsys):
+    monkeypatch.setattr("tether.distributed.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    assert main([*words, "--nproc", "2"]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_help_starts_no_ranks(monkeypatch, capsys):
+    monkeypatch.setattr("tether.distributed.launch.launch", lambda *_: pytest.fail("ranks were started"))
+    assert main(["train", "ppo", "--nproc", "2", "--help"]) == 0
+    assert "ppo.clip_range" in capsys.readouterr().out

@@ -3,10 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Literal
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import (
+    Gemma3ForCausalLM,
+    Gemma3TextConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
 
 from tether.config.load import load_recipe
 from tether.hub.tiny_model import tiny_tokenizer
@@ -16,10 +26,18 @@ from tether.plan.memory import Held, memory_of, micro_pass
 from tether.plan.workload import Lengths, Shape, work_of
 from tether.types import Sequences
 
+FAMILIES = {
+    "llama": (LlamaForCausalLM, LlamaConfig, {}),
+    "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 32, "sliding_window": 512}),
+    "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config, {"head_dim": 32}),
+}
 
-def wide_model(kv_heads: int) -> LoadedModel:
+
+def wide_model(kv_heads: int, family: str = "llama") -> LoadedModel:
     """Wide enough that masks and angles count for little."""
-    config = LlamaConfig(
+    model_class, config_class, more = FAMILIES[family]
+    config = config_class(
         vocab_size=258,
         hidden_size=192,
         intermediate_size=512,
@@ -27,8 +45,9 @@ def wide_model(kv_heads: int) -> LoadedModel:
         num_attention_heads=6,
         num_key_value_heads=kv_heads,
         tie_word_embeddings=True,
+        **more,
     )
-    model = LlamaForCausalLM(config).eval()
+    model = model_class(config).eval()
     return LoadedModel(model, tiny_tokenizer(), end_id=257, pad_id=256, context_length=512)
 
 
@@ -54,6 +73,19 @@ def kept_bytes(run, parameters) -> int:
 @pytest.mark.parametrize("mode", ["separate", "lora", "shared_backbone"])
 @pytest.mark.parametrize("critic", ["separate", "head"])
 def test_activations_are_what_autograd_keeps(mode, critic, kv_heads):
+    predicted, measured = predicted_and_measured(wide_model(kv_heads), mode, critic)
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
+@pytest.mark.parametrize("kv_heads", [6, 2])
+@pytest.mark.parametrize("family", ["gemma3", "olmo2", "qwen3"])
+def test_norms_after_a_part_and_of_heads_keep_their_inputs(family, kv_heads):
+    predicted, measured = predicted_and_measured(wide_model(kv_heads, family), "separate", "separate")
+    assert predicted == pytest.approx(measured, rel=0.03)
+
+
+def predicted_and_measured(loaded: LoadedModel, mode: str, critic: Literal["separate", "head"]) -> tuple[int, int]:
+    """Bytes of activations: the plan's, and what autograd keeps."""
     rows, prompt, new = 8, 24, 40
     flags = {
         "model.dtype": "float32",
@@ -66,7 +98,6 @@ def test_activations_are_what_autograd_keeps(mode, critic, kv_heads):
         "ppo.minibatch_size": rows,
     }
     recipe = load_recipe("ppo", None, [f"--{key}={value}" for key, value in flags.items()])
-    loaded = wide_model(kv_heads)
     shape = Shape.of(loaded.model)
     sharing = build_sharing(loaded.model, recipe.roles, 0)
     actor = Roles.build(sharing, critic=critic, with_reference=True, seed=0).actor
@@ -80,8 +111,7 @@ def test_activations_are_what_autograd_keeps(mode, critic, kv_heads):
     work = work_of(recipe, Lengths.assumed(prompt, "as given"))
     memory = memory_of(recipe, shape, work, "cpu")
     assert (memory.micro_rows, memory.micro_batches) == (rows, 1)
-    predicted = sum(role.activations for role in memory.roles if role.gradients)
-    assert predicted == pytest.approx(measured, rel=0.03)
+    return sum(role.activations for role in memory.roles if role.gradients), measured
 
 
 def test_layers_that_are_run_again_keep_what_enters_them():

@@ -24,10 +24,12 @@ from tether.train.run import train_recipe
 from tether.types import Prompt
 
 MINE = """
-from dataclasses import replace
-from tether.algorithms.algorithm import AdvantageSettings
-from tether.algorithms.estimators import LeaveOneOut
-from tether.algorithms.objectives import Clip, PolicyObjective
+from dataclasses import dataclass, replace
+from tether.algorithms.algorithm import AdvantageSettings, Controllers, CriticWarmup
+from tether.algorithms.estimators import LeaveOneOut, PolicyGradientWeights
+from tether.algorithms.objectives import Clip, PolicyObjective, ValueObjective
+from tether.ops.kl import FixedKL
+from tether.types import Loss, Metrics
 from tether.doctor.findings import Finding
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.rollout.native import NativeEngine
@@ -62,6 +64,83 @@ def grouped(ppo):
 
 def class_inside(ppo):
     return replace(ppo, estimator=type(ppo.estimator))
+
+@dataclass(frozen=True)
+class Stair:
+    coef: float
+    height: float
+    def after(self, kl, samples):
+        return replace(self, coef=self.coef + self.height)
+
+@dataclass(frozen=True)
+class Unwritable:
+    coef: float
+    seen: tuple = (1.0, 2.0)
+    def after(self, kl, samples):
+        return self
+
+def stair(ppo):
+    return replace(ppo, controllers=Controllers(Stair(0.1, 0.05), FixedKL(0.0)))
+
+def unwritable(ppo):
+    return replace(ppo, controllers=Controllers(Unwritable(0.1), FixedKL(0.0)))
+
+def half_controller(ppo):
+    return replace(ppo, controllers=Controllers(FixedKL(0.1), 3))
+
+def deaf_to_kl(ppo):
+    return replace(ppo, objective=objective)
+
+def keeps_coefficients(ppo):
+    class Kept:
+        def __init__(self, coefficients):
+            self.coefficients = coefficients
+        def size(self, batch):
+            return ppo.objective(self.coefficients).size(batch)
+        def __call__(self, outputs, batch):
+            return ppo.objective(self.coefficients)(outputs, batch)
+    return replace(ppo, objective=lambda coefficients: Kept(coefficients))
+
+class Silent(PolicyObjective):
+    def __call__(self, outputs, batch):
+        super().__call__(outputs, batch)
+
+class Rowwise(PolicyObjective):
+    def __call__(self, outputs, batch):
+        return Loss(-outputs.logprobs.sum(dim=1), Metrics())
+
+def silent(ppo):
+    return replace(ppo, objective=lambda coefficients: Silent(Clip(0.2, 0.2)))
+
+def rowwise(ppo):
+    return replace(ppo, objective=lambda coefficients: Rowwise(Clip(0.2, 0.2)))
+
+def no_objective(ppo):
+    return replace(ppo, objective=lambda coefficients: None)
+
+def kl_without_reference(ppo):
+    own = lambda coefficients: PolicyObjective(Clip(0.2, 0.2), kl_coef=0.1)
+    return replace(ppo, objective=own, advantage_settings=AdvantageSettings(kl_apply_to="none"))
+
+def warmed_without_critic(ppo):
+    own = {"needs_critic": False, "estimator": LeaveOneOut(), "needs_groups": True}
+    return replace(ppo, **own, critic_warmup=CriticWarmup(1, ValueObjective(), ppo.update))
+
+def baselined(ppo):
+    own = {"needs_critic": False, "critic_warmup": None}
+    return replace(ppo, **own, estimator=PolicyGradientWeights("baselined", 1.0, 1.0))
+
+def n_step(ppo):
+    return replace(ppo, estimator=PolicyGradientWeights("n_step", 1.0, 1.0))
+
+def totl(ppo):
+    return replace(ppo, estimator=PolicyGradientWeights("totl", 1.0, 1.0))
+
+class PathTracker(list):
+    def __init__(self, path):
+        open(path)
+    def record(self, step, metrics): ...
+    def close(self): ...
 
 class Engine(NativeEngine):
     notices = ("my own engine",)
@@ -171,6 +250,9 @@ def test_changed_code_is_not_resumed_and_a_changed_tracker_is(mine):
         ({"algorithm": "mine.py:none"}, r"^algorithm: mine\.py:none takes 0 parameters"),
         ({"algorithm": "mine.py:broken"}, r"^algorithm: mine\.py:broken raised KeyError: 'lost' \(mine\.py, line \d+"),
         ({"algorithm": "mine.py:absent"}, r"^algorithm: mine\.py has no 'absent'"),
+        ({"algorithm": "mine.py:without_refernce"}, r"has no 'without_refernce': did you mean without_reference\?$"),
+        ({"algorithm": "mine.py:unwritable"}, r"controllers\.reference: Unwritable cannot be written to a checkpoint"),
+        ({"algorithm": "mine.py:half_controller"}, r"controllers\.old int needs the number coef, and after\(kl, sam"),
         ({"algorithm": "mine.py:class_inside"}, r"^algorithm ppo: estimator is the class GAE: pass an object of it"),
         (
             {"algorithm": "mine.py:grouped", "rollout.samples_per_prompt": 1},
@@ -220,6 +302,59 @@ def test_what_a_part_makes_is_checked(settings, pattern):
     with pytest.raises(ConfigError, match=pattern):
         train(settings, "refused")
     assert not Path("runs/refused").exists()
+
+
+@pytest.mark.parametrize(
+    ("name", "pattern"),
+    [
+        ("silent", r"^the objective returned a NoneType: it must return Loss\(total, metrics\)"),
+        ("rowwise", r"^the objective returned a total of shape \(4,\): it must be a sum"),
+        ("no_objective", r"^algorithm ppo: objective returned a NoneType: it must return an object with size"),
+        ("kl_without_reference", r"^PolicyObjective: kl_coef is not 0, and the algorithm has no reference policy"),
+        ("warmed_without_critic", r"^algorithm ppo: critic_warmup is set, and needs_critic is False"),
+        ("baselined", r"^the weighting baselined reads the critic's values, and this algorithm has no critic"),
+        ("n_step", r'PolicyGradientWeights\("n_step"\) needs n_steps'),
+        ("totl", r"PolicyGradientWeights of 'totl': use total, to_go, baselined, advantage, n_step"),
+    ],
+)
+def test_a_part_that_fails_in_the_first_step_is_told_in_one_sentence(name, pattern):
+    with pytest.raises(ConfigError, match=pattern):
+        train({"algorithm": f"mine.py:{name}"}, "refused")
+
+
+def test_an_objective_that_ignores_the_kl_in_the_loss_is_told():
+    settings = {"kl.apply_to": "loss", "kl.coef": 0.1, "kl.estimator": "k3"}
+    told = train(settings | {"algorithm": "mine.py:deaf_to_kl"}, "deaf", steps=1)
+    (notice,) = [text for text in told if "kl.apply_to" in text]
+    assert "is measured and not penalized" in notice
+    for number, more in enumerate([{}, {"algorithm": "mine.py:keeps_coefficients"}, {"kl.coef": 0.0}]):
+        assert not [text for text in train(settings | more, f"hears-{number}", steps=1) if "kl.apply_to" in text]
+
+
+def test_a_controller_of_the_users_own_is_in_the_checkpoint():
+    train({"algorithm": "mine.py:stair"}, "whole")
+    train({"algorithm": "mine.py:stair"}, "stopped", steps=1)
+    assert main(["resume", "runs/stopped"]) == 0
+    for name in ("whole", "stopped"):
+        coefs = [row["kl_coef"] for row in tether.load_run(name).metrics_rows()]
+        assert coefs == pytest.approx([0.1, 0.15, 0.2])
+
+
+def test_a_tracker_that_cannot_open_is_told_what_it_was_given():
+    told = train({"store.trackers": ["mine.py:PathTracker"]}, "tracked", steps=1)
+    (notice,) = [text for text in told if "could not be opened" in text]
+    assert "TrackedRun" in notice
+    assert notice.endswith("it is given the run, which has run.name, run.folder (a path) and run.config")
+
+
+def test_warnings_before_the_rewind_of_a_resume_stay_in_the_store():
+    train({"checkpoint.keep": 3}, "stopped", steps=2)
+    newest = max(Path("runs/stopped/checkpoints").iterdir())
+    weights = max(newest.rglob("*.safetensors"), key=lambda file: file.stat().st_size)
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert main(["resume", "runs/stopped"]) == 0
+    events = tether.load_run("stopped").events
+    assert [event.step for event in events if event.kind == "warning" and newest.name in event.text] == [1]
 
 
 def test_an_object_and_a_name_for_one_part_are_refused():

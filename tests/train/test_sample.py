@@ -163,3 +163,16 @@ def test_records_go_to_stdout_without_a_file(prompts: Path, capsys):
     sample(str(prompts), "-n", "2", "--limit", "2")
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["id"] for row in rows] == ["0", "b"] and rows[0]["prompt"][1] == Message(role="user", content="one")
+
+
+def test_a_runs_system_prompt_is_used_and_can_be_replaced(prompts: Path):
+    flags = ["--data.system_prompt", "Be kind.", "--data.overlong", "drop", "--rollout.max_new_tokens", "4"]
+    flags += ["--run.steps", "1", "--run.name", "kind", "--ppo.minibatch_size", "4", "--rollout.prompts_per_step", "4"]
+    assert main(["train", "ppo", *flags]) == 0
+    options = ["-n", "2", "--max-new-tokens", "4", "--device", "cpu", "--limit", "2"]
+    systems = {}
+    for name, more in (("own", []), ("other", ["--system", "Be brief!"]), ("none", ["--system", ""])):
+        assert main(["sample", "kind", "prompts.jsonl", "--out", f"{name}.jsonl", *more, *options]) == 0
+        systems[name] = [record["prompt"][0]["content"] for record in lines(Path(f"{name}.jsonl"))]
+    assert systems == {"own": ["be brief", "Be kind."], "other": ["be brief", "Be brief!"], "none": ["be brief", "two"]}
+    assert main(["sample", "kind", "prompts.jsonl", "--out", "own.jsonl", "--system", "Hi", *options]) == 2

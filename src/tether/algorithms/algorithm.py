@@ -6,10 +6,12 @@ at the end read a recipe's choice of loss aggregation, KL and advantages. The es
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, Protocol, cast
+from weakref import ref
 
 import torch
 from torch import Tensor
@@ -41,6 +43,20 @@ class Coefficients:
     reference: float  # weight of the KL to the reference
     old: float  # weight of the KL(old || new) penalty
     baseline: float = 0.0  # average return of earlier steps, where it is the baseline
+
+
+class _Watched(Coefficients):
+    """Coefficients that record which of them are read."""
+
+    @property
+    def reads(self) -> set[str]:
+        """The names that were read."""
+        return self.__dict__.setdefault("_reads", set())
+
+    def __getattribute__(self, name: str) -> Any:
+        if name in ("reference", "old", "baseline"):
+            self.reads.add(name)
+        return super().__getattribute__(name)
 
 
 @dataclass(frozen=True)
@@ -154,7 +170,15 @@ class Algorithm:
     def objective_at(self, step: int, coefficients: Coefficients) -> TokenObjective:
         """The objective that iteration `step` minimizes: during warm-up, the critic's loss alone."""
         warmup = self.warmup_at(step)
-        return self.objective(coefficients) if warmup is None else warmup.objective
+        if warmup is not None:
+            return warmup.objective
+        made: Any = self.objective(coefficients)
+        if not callable(made) or not callable(getattr(made, "size", None)):
+            raise ConfigError(
+                f"algorithm {self.name}: objective returned a {type(made).__name__}: it must return an object with "
+                "size(batch) and __call__(outputs, batch), such as PolicyObjective(...)"
+            )
+        return made
 
     def update_at(self, step: int) -> UpdateRule:
         """The update rule of iteration `step`."""
@@ -165,6 +189,18 @@ class Algorithm:
     def needs_reference(self) -> bool:
         """Whether the KL to the reference is used."""
         return self.advantage_settings.kl_apply_to != "none"
+
+    @property
+    def ignores_reference_kl(self) -> bool:
+        """Whether the KL belongs in the loss, and the objective neither reads nor keeps its coefficient."""
+        if self.advantage_settings.kl_apply_to != "loss":
+            return False
+        coefficients = _Watched(1.0, 1.0)
+        kept = ref(coefficients)
+        objective = self.objective(coefficients)  # alive while it is asked what it kept
+        was_read = "reference" in coefficients.reads
+        del coefficients
+        return not was_read and kept() is None and objective is not None
 
     @property
     def passes(self) -> Passes:
@@ -186,6 +222,12 @@ class Algorithm:
                 )
             if not callable(part):
                 raise ConfigError(f"{wrong} a {type(part).__name__}: pass a function, or an object that can be called")
+        for field, controller in (("reference", self.controllers.reference), ("old", self.controllers.old)):
+            _check_controller(f"algorithm {self.name}: controllers.{field}", controller)
+        if self.warmup_at(0) is not None and not self.needs_critic:
+            raise ConfigError(
+                f"algorithm {self.name}: critic_warmup is set, and needs_critic is False: set critic_warmup=None"
+            )
         size, rules = cast("tuple[Any, Any]", (self.minibatch_size, self.advantage_settings))
         if not isinstance(size, int) or size < 1:
             raise ConfigError(f"algorithm {self.name}: minibatch_size is {size!r}: it must be at least 1")
@@ -260,6 +302,23 @@ class Algorithm:
             )
         columns: dict[str, Any] = {"rewards": rewards, "advantages": advantages, "returns": returns}
         return extend(batch, Experience, **columns), metrics
+
+
+def _check_controller(field: str, controller: Any) -> None:
+    """Raise where a KL controller lacks a part, or where a checkpoint could not hold it."""
+    kind = type(controller).__name__
+    number: Any = getattr(controller, "coef", None)
+    if not isinstance(number, float | int) or not callable(getattr(controller, "after", None)):
+        raise ConfigError(f"{field} {kind} needs the number coef, and after(kl, samples) (tether.ops.kl.KLController)")
+    try:
+        restored = type(controller)(**json.loads(json.dumps(asdict(controller))))
+    except (TypeError, ValueError):
+        restored = None
+    if restored != controller:
+        raise ConfigError(
+            f"{field}: {kind} cannot be written to a checkpoint and read back: make it a frozen dataclass whose fields "
+            "are numbers, texts and flags"
+        )
 
 
 def importance_weights(

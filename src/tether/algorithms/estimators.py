@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, get_args
 
 from torch import Tensor
 
@@ -88,6 +88,12 @@ class PolicyGradientWeights:
     lam: float
     n_steps: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.weighting not in get_args(Weighting):
+            raise ConfigError(f"PolicyGradientWeights of {self.weighting!r}: use {', '.join(get_args(Weighting))}")
+        if self.weighting == "n_step" and self.n_steps is None:
+            raise ConfigError('PolicyGradientWeights("n_step") needs n_steps, such as n_steps=4')
+
     def __call__(
         self, rewards: Tensor, mask: Tensor, *, values: Tensor | None, final_values: Tensor | None, group_ids: Tensor
     ) -> tuple[Tensor, Tensor | None]:
@@ -98,13 +104,17 @@ class PolicyGradientWeights:
             estimate = GAE(self.gamma, self.lam)
             return estimate(rewards, mask, values=values, final_values=final_values, group_ids=group_ids)
         if self.weighting == "n_step":
-            assert self.n_steps is not None, "the weighting n_step needs n_steps"
+            assert self.n_steps is not None  # checked when it was made
             estimate = NStep(self.gamma, self.n_steps)
             return estimate(rewards, mask, values=values, final_values=final_values, group_ids=group_ids)
         to_go = reward_to_go(rewards, mask, gamma=self.gamma)
         if self.weighting == "to_go":
             return to_go, None
-        assert values is not None, "a baseline needs a critic"
+        if values is None:
+            raise ConfigError(
+                "the weighting baselined reads the critic's values, and this algorithm has no critic: set "
+                "needs_critic=True"
+            )
         return (to_go - values).masked_fill(~mask, 0.0), to_go
 
 

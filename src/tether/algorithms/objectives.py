@@ -207,7 +207,11 @@ class PolicyObjective:
         if self.entropy_coef != 0.0:
             loss = loss - self.entropy_coef * outputs.entropy
         if self.kl_coef != 0.0:
-            assert batch.ref_logprobs is not None
+            if batch.ref_logprobs is None:
+                raise ConfigError(
+                    "PolicyObjective: kl_coef is not 0, and the algorithm has no reference policy: set kl_apply_to of "
+                    'its AdvantageSettings to "loss"'
+                )
             loss = loss + self.kl_coef * kl_estimate(outputs.logprobs, batch.ref_logprobs, self.kl_estimator)
         metrics = self._measure(outputs, batch, policy)
         if outputs.values is not None and batch.returns is not None and batch.values is not None:
@@ -249,7 +253,11 @@ class ValueObjective:
 
     def __call__(self, outputs: TokenOutputs, batch: Experience) -> Loss:
         """The sum over a micro-batch."""
-        assert outputs.values is not None and batch.values is not None and batch.returns is not None
+        if outputs.values is None or batch.values is None or batch.returns is None:
+            raise ConfigError(
+                "ValueObjective trains a critic, and the algorithm has none, or its estimator returns no returns: set "
+                "needs_critic=True and return (advantages, returns)"
+            )
         losses = value_loss(outputs.values, batch.values, batch.returns, clip=self.clip)
         total, metrics = masked_sum(losses, batch.response_mask), Metrics()
         metrics.add("value_loss", total, batch.response_mask.sum())

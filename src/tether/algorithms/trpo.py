@@ -23,6 +23,7 @@ from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import PolicyObjective, Unclipped, ValueObjective
 from tether.config.methods import TRPOSettings
 from tether.config.sections import KLSettings, RewardSettings
+from tether.errors import ConfigError
 from tether.learner.batching import within_memory
 from tether.learner.learner import Learner
 from tether.ops.distributions import as_distribution
@@ -75,7 +76,8 @@ class TrustRegionStep:
         extra: ExtraGradient | None = None,
     ) -> Metrics:
         """s solves (F + damping I) s = g; step back from s * sqrt(2 max_kl / s^T (F + damping I) s) until it holds."""
-        assert extra is None, "a trust region covers the surrogate alone"
+        if extra is not None:
+            raise ConfigError("a trust region covers the surrogate alone: leave out ptx.data, or use MinibatchEpochs")
         refused = learner.skip_if_nonfinite(experience)
         if refused is not None:
             return refused

@@ -60,7 +60,7 @@ def ppo(
     task: str | Task | None = None,
     engine: Any = None,
     algorithm: Any = None,
-    trackers: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker | str] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
     hooks: Sequence[StepHook] = (),
@@ -71,7 +71,8 @@ def ppo(
     of the prompts to hold out. `reward` is a function `f(prompt, completion, **columns)` that returns a number, or any
     other form that docs/python.md lists. `settings` are keys of the recipe, such as {"rollout.samples_per_prompt": 4}.
     `on_step` is called with a `Step` after each step, and may return False to stop. `task` replaces prompts and reward.
-    `engine`, `algorithm`, `trackers`, `hooks`, `doctor_rules` and `loader` are your own parts: docs/extending.md.
+    `engine`, `algorithm`, `trackers`, `hooks`, `doctor_rules` and `loader` are your own parts: docs/extending.md. A
+    tracker may also be a name, such as "wandb", as in `store.trackers`.
 
     Ctrl-C stops the run after the current step and raises `Stopped`, whose `run` can be resumed.
     """
@@ -94,7 +95,7 @@ def grpo(
     task: str | Task | None = None,
     engine: Any = None,
     algorithm: Any = None,
-    trackers: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker | str] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
     hooks: Sequence[StepHook] = (),
@@ -116,7 +117,7 @@ def sft(
     seed: int = 0,
     on_step: OnStep | None = None,
     progress: bool = True,
-    trackers: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker | str] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
     hooks: Sequence[StepHook] = (),
@@ -138,7 +139,7 @@ def reward_model(
     seed: int = 0,
     on_step: OnStep | None = None,
     progress: bool = True,
-    trackers: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker | str] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
     hooks: Sequence[StepHook] = (),
@@ -163,7 +164,7 @@ def dpo(
     seed: int = 0,
     on_step: OnStep | None = None,
     progress: bool = True,
-    trackers: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker | str] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
     hooks: Sequence[StepHook] = (),
@@ -183,7 +184,7 @@ def train_recipe(
     task: str | Task | None = None,
     engine: Any = None,
     algorithm: Any = None,
-    trackers: Sequence[Tracker] = (),
+    trackers: Sequence[Tracker | str] = (),
     doctor_rules: Sequence[DoctorRule] = (),
     loader: ModelLoader | None = None,
     hooks: Sequence[StepHook] = (),
@@ -255,6 +256,10 @@ def _sets_reward(settings: Mapping[str, Any]) -> bool:
 def _objects(given: dict[str, Any], arguments: Mapping[str, Any]) -> Objects:
     """The objects among the arguments; what a recipe can say of them, such as the name of code, is put into `given`."""
     passed: dict[str, Any] = {name: arguments[name] for name in ("trackers", "hooks", "doctor_rules")}
+    if isinstance(trackers := passed["trackers"], list | tuple):
+        named = [one for one in trackers if isinstance(one, str)]
+        given["store.trackers"] = named or None
+        passed["trackers"] = [one for one in trackers if not isinstance(one, str)]
     if arguments.get("reward") is not None:
         given["reward.parts"], passed["rewards"] = reward_of(arguments["reward"])
     if (task := arguments.get("task")) is not None:

@@ -19,6 +19,7 @@ from tether.errors import StorageError, UsageError
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from tether.config.sections import PromptSettings
     from tether.evaluation.sample_answers import Sampled
     from tether.models.load import LoadedModel
     from tether.protocols import RewardFn, Sampling
@@ -52,6 +53,9 @@ def sample_command(words: list[str]) -> int:
         metavar="PART_OR_FOLDER",
         help="ranks the answers: a reward model's folder, or a part as in a recipe: ended, '{kind: length, max: 40}'",
     )
+    parser.add_argument(
+        "--system", metavar="TEXT", help="a system message (default: the one that the run trained with)"
+    )
     parser.add_argument("--out", metavar="FILE", help="a .jsonl file, continued if it exists (default: stdout)")
     parser.add_argument("--limit", type=count, metavar="N", help="only the first N prompts")
     parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy (1)")
@@ -81,6 +85,7 @@ def sample_and_write(options: argparse.Namespace) -> int:
     from tether.evaluation.sample_answers import unique_prompts
     from tether.ops.sampling import check_sampling
     from tether.protocols import Sampling
+    from tether.store.find import find_run_or_model
 
     if options.json and not options.out:
         raise UsageError("--json prints a summary on stdout, where the records go: name a file for them with --out")
@@ -88,8 +93,10 @@ def sample_and_write(options: argparse.Namespace) -> int:
         raise UsageError("--pairs needs at least two answers to a prompt: raise -n")
     sampling = Sampling(options.max_new_tokens, options.temperature, options.top_p)
     check_sampling(sampling)
-    prompts = unique_prompts(read_prompts(options.prompts))[: options.limit]
-    origin = _origin(options, sampling)
+    options.model = find_run_or_model(options.model)
+    reading = _reading(options)
+    prompts = unique_prompts(read_prompts(options.prompts, reading))[: options.limit]
+    origin = _origin(options, sampling, reading)
     target = Path(options.out).expanduser() if options.out else None
     done = _already_done(target, prompts, origin) if target is not None else 0
     totals = Totals()
@@ -158,10 +165,21 @@ def _reward(words: str, policy: LoadedModel, seed: int) -> RewardFn:
     return build_reward(parts, own=None, policy=policy, seed=seed)
 
 
-def _origin(options: argparse.Namespace, sampling: Sampling) -> dict[str, Any]:
+def _reading(options: argparse.Namespace) -> PromptSettings:
+    """How prompts become conversations: with the system message and the template options that the run trained with."""
+    from tether.config.sections import PromptSettings
+    from tether.store.find import run_config
+
+    data = run_config(options.model).get("data", {})
+    known = {name: data[name] for name in ("system_prompt", "chat_template_kwargs") if data.get(name)}
+    return PromptSettings.model_validate(known if options.system is None else known | {"system_prompt": options.system})
+
+
+def _origin(options: argparse.Namespace, sampling: Sampling, reading: PromptSettings) -> dict[str, Any]:
     """The sampling settings. Each record stores them, and all records of a file share them."""
     given = {"model": options.model, "n": options.samples, "seed": options.seed}
     given |= {"temperature": sampling.temperature, "top_p": sampling.top_p, "max_new_tokens": sampling.max_new_tokens}
+    given |= {"system_prompt": reading.system_prompt} if reading.system_prompt else {}
     return given | ({"reward": options.reward} if options.reward else {}) | ({"pairs": True} if options.pairs else {})
 
 

@@ -2,8 +2,16 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
 from tether.commands.options import columns, suggestion
 from tether.errors import UsageError
+
+if TYPE_CHECKING:
+    from tether.config.recipes import Recipe
+
+HELP = ("--help", "-h")
 
 METHODS = {
     "sft": "supervised fine-tuning on demonstrations",
@@ -53,38 +61,63 @@ Try: tether demo --seed 1 --name seed1
 """
 
 
+@dataclass(frozen=True)
+class Asked:
+    """A recipe, the words that it was made from, and the options beside them."""
+
+    recipe: Recipe
+    path: str | None
+    flags: list[str]
+    resume: bool
+    json_output: bool
+
+
 def train_command(words: list[str]) -> int:
     """Train from a recipe and flags."""
+    asked = recipe_of(words)
+    if asked is None:
+        return print_help(words)
+    from tether.rewards.agree import agree_to_recipe
+
+    agree_to_recipe(asked.recipe, asked.path, asked.flags)
+    from tether.train.resume import start, start_or_resume
+
+    return (start_or_resume if asked.resume else start)(asked.recipe, json_output=asked.json_output)
+
+
+def recipe_of(words: list[str]) -> Asked | None:
+    """The recipe that the words ask for, or None where they ask for help. Torch is not imported."""
     json_output = "--json" in words
-    words = [word for word in words if word != "--json"]
-    wants_help = any(word in ("--help", "-h") for word in words)
-    words = [word for word in words if word not in ("--help", "-h")]
-    if not words and wants_help:
-        print(TRAIN_HELP.format(methods=columns(METHODS)), end="")
-        return 0
+    wants_help = any(word in HELP for word in words)
+    words = [word for word in words if word not in ("--json", *HELP)]
+    if wants_help and not words:
+        return None
     if not words or words[0].startswith("-"):
         raise UsageError(f"train needs a method first: tether train METHOD [RECIPE.yaml], one of {', '.join(METHODS)}")
     method, *rest = words
     if method not in METHODS:
         raise UsageError(f"unknown method {method}: {suggestion(method, METHODS)}")
     if wants_help:
-        from tether.config.recipes import RECIPES
-        from tether.config.schema import print_fields
-
-        print_fields(RECIPES[method], f"train {method}", METHODS[method])
-        return 0
+        return None
     path = rest.pop(0) if rest and not rest[0].startswith("-") else None
     resume = take_resume(rest)
 
     from tether.config.load import load_recipe
 
-    recipe = load_recipe(method, path, rest)  # before torch is imported: a wrong key is reported at once
-    from tether.rewards.agree import agree_to_recipe
+    return Asked(load_recipe(method, path, rest), path, rest, resume, json_output)
 
-    agree_to_recipe(recipe, path, rest)
-    from tether.train.resume import start, start_or_resume
 
-    return (start_or_resume if resume else start)(recipe, json_output=json_output)
+def print_help(words: list[str]) -> int:
+    """Print the help of the command, or every key of a method."""
+    methods = [word for word in words if word in METHODS]
+    if not methods:
+        print(TRAIN_HELP.format(methods=columns(METHODS)), end="")
+        return 0
+    from tether.config.recipes import RECIPES
+    from tether.config.schema import print_fields
+
+    print_fields(RECIPES[methods[0]], f"train {methods[0]}", METHODS[methods[0]])
+    return 0
 
 
 def take_resume(words: list[str]) -> bool:

@@ -20,7 +20,7 @@ from tether.doctor.findings import (
     solved,
 )
 from tether.reports.charts import short
-from tether.reports.run_report import MIN_POINTS, judge_overoptimisation
+from tether.reports.run_report import MIN_POINTS, ScoreNames, judge_overoptimisation
 from tether.store.recorded import RecordedRun
 
 MIN_STEPS = 10  # iterations before a change of the score is more than chance
@@ -43,15 +43,13 @@ MAX_FAILURES = 0.05  # half of reward.max_failure_rate's default, at which a run
 FEW_PROMPTS = 8  # in a whole run
 REPEATED = 0.25  # fraction of a step's prompts that are distinct
 
-HELD_OUT_WORDS = {
-    "true score": "held-out score",
-    "the proxy": "the training score",
-    "The proxy": "The training score",
-    "the policy is over-optimised": "the policy is over-fitted to its prompts",
-    "stop there, raise the KL coefficient, or improve the reward model": "stop there, or train on more prompts",
-    "What the policy learned is not what the true rule rewards": "What the policy learned holds for its prompts only",
-}
-"""Replacements that turn a judgment of proxy and true score into one of training and held-out prompts."""
+HELD_OUT = ScoreNames(
+    proxy="the training score",
+    true="the held-out score",
+    over="the policy is over-fitted to its prompts",
+    repair="stop there, or train on more prompts",
+    learned="What the policy learned holds for its prompts only",
+)
 
 WHY_OVER = (
     "The proxy only approximates the true score. Once the true score turns, every further step makes answers worse "
@@ -77,8 +75,8 @@ def over_optimisation(run: RecordedRun) -> Verdict:
         if min(len(score), len(true)) < MIN_POINTS:
             continue
         said = judge_overoptimisation(score, _points(true))
-        if said.level == "warning" and not said.text.startswith("Both scores fell"):  # score_collapse reports that
-            unsure = "it never followed" in said.text and len(true) < SLOW_OR_NOT
+        if said.outcome in ("fell", "never_followed"):  # score_collapse reports that both fell
+            unsure = said.outcome == "never_followed" and len(true) < SLOW_OR_NOT
             return Finding(
                 "over-optimisation",
                 "note" if unsure else "warning",
@@ -114,17 +112,14 @@ def held_out(run: RecordedRun) -> Verdict:
     score, other = curve(run, "score"), curve(run, "held_out/score")
     if min(len(score), len(other)) < MIN_POINTS:
         return TooLittle(f"{MIN_POINTS} evaluations on held-out prompts (evaluation.every)")
-    said = judge_overoptimisation(_points(score), _points(other))
-    if said.level != "warning" or said.text.startswith("Both scores fell"):
+    said = judge_overoptimisation(_points(score), _points(other), HELD_OUT)
+    if said.outcome not in ("fell", "never_followed"):
         return Healthy(f"held-out score from {short(other.start)} to {short(other.end)}")
-    words = said.text
-    for theirs, ours in HELD_OUT_WORDS.items():
-        words = words.replace(theirs, ours)
     return Finding(
         "held-out",
         "warning",
         "Held-out prompts do not improve with training prompts",
-        words,
+        said.text,
         WHY_HELD_OUT,
         (
             "task.prompts: more prompts, and more varied ones",

@@ -1,17 +1,19 @@
-"""Clipping, and the search for values that are not finite."""
+"""The loss of a micro-batch, clipping, and the search for values that are not finite."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from tether.errors import ConfigError
 from tether.learner.batching import BatchPart
 from tether.learner.ranks import Codec
-from tether.types import ScoreOutputs, Sequences, TokenOutputs, columns_of
+from tether.protocols import Objective
+from tether.types import Loss, ScoreOutputs, Sequences, TokenOutputs, columns_of
 
 
 def clip(gradients: Sequence[Tensor], norm: float, limit: float) -> None:
@@ -23,6 +25,19 @@ def clip(gradients: Sequence[Tensor], norm: float, limit: float) -> None:
     if factor < 1.0:
         scale_all: Any = torch._foreach_mul_  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
         scale_all(list(gradients), factor)
+
+
+def loss_of(objective: Objective[Any, Any], outputs: Any, batch: Sequences) -> Loss:
+    """The loss of a micro-batch; raises where the user's objective returns anything but a sum with its metrics."""
+    loss: Any = objective(outputs, batch)
+    if not isinstance(loss, Loss):
+        raise ConfigError(
+            f"the objective returned a {type(loss).__name__}: it must return Loss(total, metrics) with a sum in it"
+        )
+    shape = tuple(loss.total.shape) if isinstance(cast("Any", loss.total), Tensor) else type(loss.total).__name__
+    if shape != ():
+        raise ConfigError(f"the objective returned a total of shape {shape}: it must be a sum, one number in a tensor")
+    return loss
 
 
 PLACES_KEPT = 8

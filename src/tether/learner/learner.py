@@ -37,6 +37,7 @@ from tether.learner.gradients import (
     clip,
     find_all,
     in_columns,
+    loss_of,
     read_all,
 )
 from tether.learner.learner_state import (
@@ -282,7 +283,7 @@ class Learner:
                         self.elsewhere(part.micro)
                         continue
                     outputs = self.model(part.micro)
-                    loss = objective(outputs, part.micro)
+                    loss = loss_of(objective, outputs, part.micro)
                     consume(loss.total / size, outputs, part)
                     seen.append((part.number, (loss.metrics, loss.total.detach())))
                 if self.ranks.fills(count_parts([batch], self.micro_batch_tokens)):
@@ -301,7 +302,7 @@ class Learner:
         """Run the last micro-batch, which another rank runs as well, and learn nothing from it."""
         number = count_parts([batch], self.micro_batch_tokens) - 1
         (last,) = Parts(self.device, lambda other: other == number).of(batch, self.micro_batch_tokens)
-        loss = objective(self.model(last.micro), last.micro).total
+        loss = loss_of(objective, self.model(last.micro), last.micro).total
         if loss.requires_grad:
             (loss * 0.0).backward()
 

@@ -10,7 +10,8 @@ queries, K of keys (and as many of values) and I inner ones, the fused pass on a
     H      input of the second norm
     2 I    gate and up
 
-plus float32 sums of attention and norms; normed states and the gated product are recomputed. Plain torch
+plus float32 sums of attention and norms, the inputs of norms over queries and keys, and those of norms after attention
+and the MLP, where a model has them; normed states and the gated product are recomputed. Plain torch
 (`plain_ops.py`) also keeps both normed states, repeats keys and values for every query head, and keeps the gate's
 activation and the product. A model's own modules also keep the float32 intermediates of their norms. In the last layer,
 only tokens whose states are read continue after keys and values. With gradient checkpointing only the input of each
@@ -68,7 +69,7 @@ class Pass:
         wanted = self.wanted if last else self.tokens
         single = 4 * (wanted * shape.heads + self.tokens + wanted)
         if self.backend == "modules":
-            single += 4 * shape.hidden * (self.tokens + wanted)
+            single += 2 * shape.norms * shape.hidden * (self.tokens + wanted)
         return (self.tokens * each + wanted * going_on) * self.width + single
 
     def _numbers(self, shape: Shape, last: bool) -> tuple[int, int]:
@@ -78,10 +79,13 @@ class Pass:
         if self.backend == "fused":
             raw = (queries, shape.keys) if shape.head_norms else (0, 0)
             each = hidden + 2 * shape.keys + raw[1] + 2 * self.rank
-            return each, 2 * queries + raw[0] + hidden + 2 * inner + thin
+            after = 2 * hidden if shape.norms_after else 0
+            return each, 2 * queries + raw[0] + hidden + after + 2 * inner + thin
         keys = 2 * (queries if shape.kv_heads < shape.heads else shape.keys)
-        each = 2 * hidden + keys + 2 * queries + 2 * self.rank  # all tokens enter attention, also in the last layer
-        return each, (2 * queries + hidden if last else 0) + 2 * hidden + 4 * inner + thin
+        raw = (queries, shape.keys) if shape.head_norms else (0, 0)
+        each = 2 * hidden + keys + 2 * queries + raw[1] + 2 * self.rank  # also in the last layer all enter attention
+        more = raw[0] + (shape.norms - 2) * hidden
+        return each, (2 * queries + hidden if last else 0) + 2 * hidden + more + 4 * inner + thin
 
     def rerun(self, shape: Shape) -> int:
         """Bytes of the one layer that is recomputed, with gradient checkpointing."""

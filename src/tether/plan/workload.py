@@ -54,6 +54,8 @@ class Shape:
     linears: tuple[tuple[str, int, int], ...]
     head_norms: bool  # whether queries and keys are normed per head
     packed: bool  # whether the packed pass supports this architecture
+    norms: int = 2  # norms of whole states in a layer
+    norms_after: bool = False  # whether what attention and the MLP give is normed, as in Gemma 2 and 3 and OLMo 2
 
     @property
     def parameters(self) -> int:
@@ -116,6 +118,8 @@ class Shape:
                 name.endswith(("q_norm.weight", "k_norm.weight")) for name, _ in layers[0].named_parameters()
             ),
             packed=training_unsupported(backbone) is None,
+            norms=sum(name.endswith("layernorm") for name, _ in layers[0].named_children()) or 2,
+            norms_after=hasattr(layers[0], "post_feedforward_layernorm"),
         )
 
 

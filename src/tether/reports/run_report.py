@@ -14,6 +14,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import yaml
 
@@ -57,49 +58,85 @@ class _Smooth:
         return 0 if abs(difference) <= self.margin else (1 if difference > 0.0 else -1)
 
 
-def judge_overoptimisation(proxy: Curve, true: Curve) -> ReportFinding:
+Outcome = Literal["too_little", "fell", "both_fell", "never_followed", "unclear", "levelled", "kept_pace", "no_change"]
+
+
+@dataclass(frozen=True)
+class Judgment(ReportFinding):
+    """What two curves of scores show, in a word and in a paragraph."""
+
+    outcome: Outcome
+
+
+@dataclass(frozen=True)
+class ScoreNames:
+    """What the two scores are called in a judgment, and what follows where the second one falls behind."""
+
+    proxy: str = "the proxy"
+    true: str = "the true score"
+    over: str = "the policy is over-optimised"
+    repair: str = "stop there, raise the KL coefficient, or improve the reward model"
+    learned: str = "What the policy learned is not what the true rule rewards"
+
+    @property
+    def first(self) -> str:
+        """The proxy at the start of a sentence."""
+        return self.proxy[0].upper() + self.proxy[1:]
+
+    @property
+    def second(self) -> str:
+        """The true score at the start of a sentence."""
+        return self.true[0].upper() + self.true[1:]
+
+
+def judge_overoptimisation(proxy: Curve, true: Curve, names: ScoreNames = ScoreNames()) -> Judgment:  # noqa: B008 (frozen)
     """The verdict on over-optimisation from two curves of (step, score); the numbers in it are smoothed."""
     proxy, true = _known(proxy), _known(true)
     if min(len(proxy), len(true)) < MIN_POINTS:
-        return ReportFinding(
+        return Judgment(
             "note",
             f"Too little data to judge over-optimisation. It takes at least {MIN_POINTS} measurements of both scores, "
-            f"and there are {len(proxy)} of the proxy and {len(true)} of the true score.",
+            f"and there are {len(proxy)} of {names.proxy} and {len(true)} of {names.true}.",
+            "too_little",
         )
     start, end = max(proxy[0][0], true[0][0]), min(proxy[-1][0], true[-1][0])
     if start >= end:
-        return ReportFinding(
+        return Judgment(
             "note",
             "Too little data to judge over-optimisation. The two scores were not measured over the same steps.",
+            "too_little",
         )
     near, far = _smooth(proxy), _smooth(true)
     peak = max(range(len(far.values)), key=lambda place: far.values[place])
     if far.change(far.steps[peak]) < 0:
-        return _fell(near, far, peak)
+        return _fell(near, far, peak, names)
     if near.rose and not far.rose:
-        return _did_not_follow(near, far, start)
+        return _did_not_follow(near, far, start, names)
     if near.rose and (levelled := _levelled_at(near, far)) is not None:
-        return ReportFinding(
+        return Judgment(
             "note",
-            f"The true score began to fall behind the proxy: it levelled off at about {short(far.values[-1])} from "
-            f"step {_step(levelled)}. Since then only the proxy has risen, from {_span(near, levelled)}, so more steps "
-            f"improve nothing but the proxy. The true score has not fallen ({_margin(far)}).",
+            f"{names.second} began to fall behind {names.proxy}: it levelled off at about {short(far.values[-1])} from "
+            f"step {_step(levelled)}. Since then only {names.proxy} has risen, from {_span(near, levelled)}, so more "
+            f"steps improve nothing but {names.proxy}. {names.second} has not fallen ({_margin(far)}).",
+            "levelled",
         )
     if far.rose:
-        return ReportFinding(
+        return Judgment(
             "good",
-            f"The true score kept pace with the proxy. The true score rose from {_span(far, start)}; the proxy went "
-            f"from {_span(near, start)}. The true score ends near its peak ({_margin(far)}).",
+            f"{names.second} kept pace with {names.proxy}. {names.second} rose from {_span(far, start)}; {names.proxy} "
+            f"went from {_span(near, start)}. {names.second} ends near its peak ({_margin(far)}).",
+            "kept_pace",
         )
-    return ReportFinding(
+    return Judgment(
         "note",
-        f"Neither score moved by more than its noise, so over-optimisation cannot be judged. The proxy went from "
-        f"{_span(near, start)} ({_margin(near)}), the true score from {_span(far, start)} "
+        f"Neither score moved by more than its noise, so over-optimisation cannot be judged. {names.first} went from "
+        f"{_span(near, start)} ({_margin(near)}), {names.true} from {_span(far, start)} "
         f"({_margin(far)}).",
+        "no_change",
     )
 
 
-def _fell(near: _Smooth, far: _Smooth, peak: int) -> ReportFinding:
+def _fell(near: _Smooth, far: _Smooth, peak: int, names: ScoreNames) -> Judgment:
     """The verdict if the true score ends well below its peak."""
     step, top, last = far.steps[peak], far.values[peak], far.values[-1]
     fall = (
@@ -108,33 +145,36 @@ def _fell(near: _Smooth, far: _Smooth, peak: int) -> ReportFinding:
     )
     direction = near.change(step)
     if direction < 0:
-        return ReportFinding(
+        return Judgment(
             "warning",
-            f"Both scores fell, so this is not over-optimisation: training became unstable. The true score {fall}; "
-            f"the proxy fell over the same steps from {_span(near, step)}. Look at KL, entropy and the learning rate.",
+            f"Both scores fell, so this is not over-optimisation: training became unstable. {names.second} {fall}; "
+            f"{names.proxy} fell over the same steps from {_span(near, step)}. Look at KL, entropy and the learning "
+            "rate.",
+            "both_fell",
         )
     went = "kept rising" if direction > 0 else "held"
-    return ReportFinding(
+    return Judgment(
         "warning",
-        f"The true score fell behind the proxy: the policy is over-optimised. The true score {fall}, while the proxy "
-        f"{went}, from {_span(near, step)}. The best model is near step {_step(step)}: stop there, "
-        "raise the KL coefficient, or improve the reward model.",
+        f"{names.second} fell behind {names.proxy}: {names.over}. {names.second} {fall}, while {names.proxy} "
+        f"{went}, from {_span(near, step)}. The best model is near step {_step(step)}: {names.repair}.",
+        "fell",
     )
 
 
-def _did_not_follow(near: _Smooth, far: _Smooth, start: float) -> ReportFinding:
+def _did_not_follow(near: _Smooth, far: _Smooth, start: float, names: ScoreNames) -> Judgment:
     """The verdict if only the proxy clearly rose."""
-    rose = f"The proxy rose from {_span(near, start)}, the true score went from {_span(far, start)}"
+    rose = f"{names.first} rose from {_span(near, start)}, {names.true} went from {_span(far, start)}"
     if far.values[-1] - far.at(start) > far.margin / 2.0:
-        return ReportFinding(
+        return Judgment(
             "note",
-            f"The true score seems to follow the proxy, but the change is within the noise. {rose} "
+            f"{names.second} seems to follow {names.proxy}, but the change is within the noise. {rose} "
             f"({_margin(far)}). Use more held-out prompts or more evaluations to decide.",
+            "unclear",
         )
-    return ReportFinding(
+    return Judgment(
         "warning",
-        f"The true score fell behind the proxy: it never followed. {rose} ({_margin(far)}). "
-        "What the policy learned is not what the true rule rewards.",
+        f"{names.second} fell behind {names.proxy}: it never followed. {rose} ({_margin(far)}). {names.learned}.",
+        "never_followed",
     )
 
 

@@ -13,6 +13,7 @@ import inspect
 import sys
 import threading
 from collections.abc import Sequence
+from difflib import get_close_matches
 from importlib.machinery import EXTENSION_SUFFIXES, SOURCE_SUFFIXES, ExtensionFileLoader, FileFinder, ModuleSpec
 from importlib.machinery import SourceFileLoader as _SourceFileLoader
 from importlib.util import module_from_spec, spec_from_file_location
@@ -216,7 +217,9 @@ def _attribute(found: Any, code: Code, place: str, name: str, field: str) -> Any
     """The object behind a name in a module; rejects objects that the module only imported from a library."""
     for step in name.split("."):
         if not hasattr(found, step):
-            raise ConfigError(f"{field}: {place} has no {name!r}")
+            close = get_close_matches(step, [known for known in dir(found) if not known.startswith("_")], n=1)
+            hint = f": did you mean {close[0]}?" if close else ""
+            raise ConfigError(f"{field}: {place} has no {name!r}{hint}")
         found = getattr(found, step)
         if isinstance(found, ModuleType):
             raise ConfigError(f"{field}: {place}:{name} leads through a module, {step}: name what is in {place}")

@@ -23,6 +23,7 @@ from tether.protocols import Tracker
 from tether.user_code import is_its_own
 
 MAX_WAITING = 1000  # steps
+GIVEN = ": it is given the run, which has run.name, run.folder (a path) and run.config"
 OPENING_SECONDS = 30.0  # time limit for a service to answer when a run starts
 
 
@@ -100,7 +101,8 @@ def open_trackers(
             if isinstance(error, ImportError) and name in TRACKERS:
                 notify(f"{name} is not installed, and gets no metrics: pip install 'tether-rl[{name}]' ({error})")
             else:
-                notify(f"{name} could not be opened, and gets no metrics ({type(error).__name__}: {error})")
+                repair = "" if name in TRACKERS else GIVEN
+                notify(f"{name} could not be opened, and gets no metrics ({type(error).__name__}: {error}){repair}")
     objects = [each for each in trackers if not isinstance(each, NamedTracker)]
     passed = {f"tracker {place + 1} ({type(each).__name__})": each for place, each in enumerate(objects)}
     return Trackers(opened | passed, notify)

@@ -87,6 +87,7 @@ class Attempt:
     def resume(self) -> int:
         """Restore the newest whole checkpoint, or start over where there is none; returns the steps taken."""
         run = self.run
+        run.unrecorded = []  # the rewind deletes the events of this step
         unusable: Sequence[str] = ()
         checkpoint = self.checkpointer.newest()
         if checkpoint is not None:
@@ -96,7 +97,10 @@ class Attempt:
             self._restore_hooks(checkpoint)
         if self.recorder.rewind() and self.diagnosis is not None:
             self.diagnosis.read_history()
-        if checkpoint is not None:  # after the rewind, which deletes events of this step
+        for text in run.unrecorded:
+            run.event("warning", text, step=run.done)
+        run.unrecorded = None
+        if checkpoint is not None:
             self._warn_of_unused(checkpoint, unusable)
         run.event("resumed", f"resumed after {run.done} steps")
         return run.done

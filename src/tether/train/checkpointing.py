@@ -43,8 +43,9 @@ class StepRecorder(StepHook):
             moved=run.identity.moved,
         )
         run.record_event, run.flush = self.recorder.event, self.recorder.flush
-        for text in run.identity.told:
-            run.warn(text)
+        for text in run.identity.told:  # without a step, so that the rewind of a resumed run keeps them
+            run.notify(text)
+            run.event("warning", text)
 
     def rewind(self) -> bool:
         """Delete the records of steps that will be taken again, and restore missing ones; False if the store failed."""

@@ -58,6 +58,8 @@ class RunContext:
     identity: Identity | None = None
     sources: Sequence[RecordSource] = ()
     environment: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    # Warnings of an attempt that resumes, told before the recorder rewinds: they are recorded after it.
+    unrecorded: list[str] | None = None
     # The recorder sets these.
     record_event: Callable[..., None] = lambda *args, **words: None  # noqa: ARG005
     flush: Callable[[], bool] = lambda: True
@@ -118,7 +120,10 @@ class RunContext:
     def warn(self, text: str) -> None:
         """Show a warning to the user, and record it with the run."""
         self.notify(text)
-        self.event("warning", text, step=self.done)
+        if self.unrecorded is None:
+            self.event("warning", text, step=self.done)
+        else:
+            self.unrecorded.append(text)
 
     def is_failure(self, error: BaseException | None) -> bool:
         """Whether the attempt failed; a resume that was refused before its first step leaves the run as it was."""

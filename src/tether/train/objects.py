@@ -65,6 +65,10 @@ class Objects:
         for place, tracker in enumerate(self.trackers):
             if isinstance(tracker, NamedTracker):
                 continue
+            if isinstance(tracker, str):
+                raise ConfigError(
+                    f"trackers[{place}]: {tracker} is a name: pass an object here, or set store.trackers to its name"
+                )
             label = f"trackers[{place}]: {name_of(tracker)}"
             check_tracker(tracker, label)
             if isinstance(tracker, type):

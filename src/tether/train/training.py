@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 
 from tether.algorithms.algorithm import Controllers
 from tether.config.recipes import Recipe, RLRecipe
-from tether.errors import StorageError
 from tether.learner.learner import Learner
 from tether.learner.learner_state import LearnerState
 from tether.learner.ranks import Packed
@@ -30,7 +29,7 @@ from tether.models.roles import ActorCritic
 from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import SharedBackbone
 from tether.ops.baselines import MovingAverage
-from tether.ops.kl import AdaptiveKL, FixedKL, KLController, ProportionalKL
+from tether.ops.kl import KLController
 from tether.protocols import StepOutcome
 from tether.rollout.ahead import lag_notices
 from tether.seeds import derive_seed
@@ -41,6 +40,10 @@ from tether.train.objects import Objects
 from tether.train.rl import rollout_request, train_rl
 from tether.train.supervised import train_supervised
 
+KL_IGNORED = (
+    "kl.apply_to is loss, and the objective of algorithm {} does not use coefficients.reference: the KL to the "
+    "reference is measured and not penalized. Add it, as in PolicyObjective(..., kl_coef=coefficients.reference)."
+)
 Stop = Callable[[], bool]
 Heartbeat = Callable[[str], None]
 
@@ -103,6 +106,8 @@ class FromRollouts:
         self.notices += getattr(self.parts.reward, "notices", ())
         cap = self.parts.algorithm.advantage_settings.importance_sampling_cap
         self.notices += lag_notices(self.parts.queue.lag, self.parts.engine, cap)
+        if recipe.kl.coef and self.parts.algorithm.ignores_reference_kl:
+            self.notices += (KL_IGNORED.format(self.parts.algorithm.name),)
         self.controllers = self.parts.algorithm.controllers
 
     def as_saved(self) -> AbstractContextManager[None]:
@@ -182,9 +187,6 @@ def build_training(
     return FromRecords(recipe, policy, inputs)
 
 
-CONTROLLERS: dict[str, type[Any]] = {
-    kind.__name__: kind for kind in (FixedKL, AdaptiveKL, ProportionalKL, MovingAverage)
-}
 Kind = TypeVar("Kind", KLController, MovingAverage)
 
 
@@ -259,9 +261,9 @@ def _as_json(start: Any, now: Any) -> dict[str, Any]:
 
 def _controller(fresh: Kind, saved: Mapping[str, Any]) -> Kind:
     """The saved controller if it started like the recipe's; otherwise the recipe's, as in a fork that changes it."""
-    kind = CONTROLLERS.get(saved["kind"])
-    if kind is None:
-        raise StorageError(f"the checkpoint has a controller of unknown kind {saved['kind']}")
+    kind: Any = type(fresh)
+    if saved["kind"] != kind.__name__ or saved["start"].keys() != asdict(fresh).keys():
+        return fresh
     return kind(**saved["now"]) if fresh == kind(**saved["start"]) else fresh
 
 
