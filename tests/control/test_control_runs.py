@@ -106,6 +106,10 @@ def test_the_command_and_what_reads_its_runs(tmp_path: Path, capsys: pytest.Capt
         (["module:Env-v0"], "whose code would run"),
         (["Blackjack-v1"], "observations of type Tuple: supported are Box and Discrete spaces"),
         (["CartPole-v1", "--environment.kwargs", "{foo: 1}"], "environment.kwargs"),
+        (["FrozenLake-v1", "--environment.kwargs", "{map_name: 5x5}"], "does not take them (KeyError: '5x5')"),
+        (["FrozenLake-v1", "--environment.kwargs", "{desc: 3}"], "environment.kwargs: FrozenLake-v1"),
+        (["Pendulum-v1", "--network.log_std", "1000"], "network.log_std"),
+        (["--environment.id="], "environment.id"),
         (["CartPole-v1", "--ppo.clip_rnge", "3"], "did you mean --ppo.clip_range?"),
         ([], "needs an environment first"),
     ],
@@ -114,6 +118,43 @@ def test_errors_name_the_repair(words: list[str], sentence: str, tmp_path: Path,
     assert main(["control", *words, *([f"--run.directory={tmp_path}"] if words else [])]) == 2
     assert sentence in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
+
+
+def test_a_suggestion_is_another_environment(capsys: pytest.CaptureFixture[str]):
+    """It is registered, and needs a package that cannot be imported."""
+    assert main(["control", "GymV26Environment-v0"]) == 2
+    assert "GymV26Environment-v0 or" not in capsys.readouterr().err.partition("did you mean")[2]
+
+
+@pytest.mark.parametrize("call", ["reset", "step"])
+def test_a_failing_environment_is_named(
+    call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    from gymnasium.envs.classic_control.pendulum import PendulumEnv
+
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("the motor is hot")
+
+    monkeypatch.setattr(PendulumEnv, call, fail)
+    assert main(["control", "Pendulum-v1", *SMALL, f"--run.directory={tmp_path}"]) == 5
+    told = capsys.readouterr().err
+    assert f"the environment Pendulum-v1 failed in its {call} (RuntimeError: the motor is hot)" in told
+    assert "Traceback" not in told
+
+
+def test_networks_without_hidden_layers_train(tmp_path: Path):
+    folder, _ = train_control(recipe(tmp_path, "linear", "--network.hidden=[]", "--run.environment_steps=80"))
+    assert folder.is_finished and SavedPolicy(folder.path).policy.layers[0][0].shape == (3, 1)
+
+
+def test_commands_for_language_models_name_a_control_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, _ = train_control(recipe(tmp_path / "runs", "one", "--run.environment_steps=80"))
+    for words in (["chat", str(folder.path)], ["chat", str(folder.model_path)], ["serve", str(folder.path)]):
+        assert main(words) == 2
+        told = capsys.readouterr().err
+        assert "is of `tether control`" in told and "tether export" not in told
+    assert main(["replay", str(folder.path)]) == 2
+    assert "a run of `tether control` has no language model" in capsys.readouterr().err
 
 
 def test_unsupported_spaces_are_named():

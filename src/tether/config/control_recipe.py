@@ -33,7 +33,7 @@ MODULE = "a part before a colon names a module whose code would run, which a rec
 class EnvironmentSettings(Settings):
     """The environment, and what is done to its observations and rewards."""
 
-    id: str = Field(description="Id of a gymnasium environment, such as Hopper-v5.")
+    id: str = Field(min_length=1, description="Id of a gymnasium environment, such as Hopper-v5.")
     count: Positive = Field(default=1, description="Number of copies that are stepped in turn.")
     kwargs: dict[str, Option] = Field(default_factory=dict, description="Passed to gymnasium.make.")
     max_episode_steps: Positive | None = Field(
@@ -62,7 +62,10 @@ class NetworkSettings(Settings):
     hidden: tuple[Positive, ...] = Field(default=(64, 64), description="Width of each hidden layer.")
     activation: Literal["tanh", "relu"] = Field(default="tanh", description="After each hidden layer.")
     log_std: float = Field(
-        default=0.0, description="Initial logarithm of the deviation of continuous actions; it is learned."
+        default=0.0,
+        ge=-20,
+        le=20,
+        description="Initial logarithm of the deviation of continuous actions; it is learned.",
     )
 
 

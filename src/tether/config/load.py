@@ -112,7 +112,7 @@ def recipe_from_record(record: Mapping[str, Any]) -> Recipe:
         raise ValueError("it is not a mapping of keys")
     method = record.get("method")
     if method == ControlRecipe.method:
-        raise ConfigError("it is a run of `tether control`, which has no language model")
+        raise ConfigError("a run of `tether control` has no language model and no answers: this takes other runs")
     if method not in RECIPES:
         raise ValueError(f"it names a method that this version does not have ({method})")
     return _from_record(RECIPES[method], record)

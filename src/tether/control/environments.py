@@ -21,7 +21,7 @@ from torch import Tensor
 from tether.config.control_recipe import EnvironmentSettings
 from tether.control.networks import NumpyPolicy
 from tether.control.normalizer import ObservationNormalizer, RewardNormalizer
-from tether.control.spaces import actions_of, make, observations_of
+from tether.control.spaces import actions_of, failure, make, observations_of
 from tether.seeds import derive_seed
 
 Array = NDArray[Any]
@@ -95,7 +95,10 @@ class Environments:
 
     def _reset(self, copy: int) -> Array:
         seed = derive_seed(self.seed, "episode", copy, self.episodes[copy].number) % 2**31  # some take 32 bits
-        observation, _ = self.copies[copy].reset(seed=seed)
+        try:
+            observation, _ = self.copies[copy].reset(seed=seed)
+        except Exception as error:
+            raise failure(self.name, "reset", error) from error
         return self.reader.read(observation)
 
     # -- sampling -----------------------------------------------------------------------------------------------------
@@ -128,7 +131,10 @@ class Environments:
         rewards, over, stretches = list[float](), list[bool](), list[tuple[int, bool]]()
         for copy, (environment, episode) in enumerate(zip(self.copies, self.episodes, strict=True)):
             action = self.writer.act(sampled[copy])
-            observation, reward, terminated, truncated, _ = environment.step(action)
+            try:
+                observation, reward, terminated, truncated, _ = environment.step(action)
+            except Exception as error:
+                raise failure(self.name, "step", error) from error
             self.raw[copy] = self.reader.read(observation)
             episode.actions.append(action)
             episode.score += float(reward)

@@ -46,6 +46,7 @@ class ControlModel(nn.Module):
 
     def __init__(self, observations: int, actions: int, settings: NetworkSettings, *, continuous: bool) -> None:
         super().__init__()
+        self.activation = settings.activation
         self.policy = perceptron(observations, actions, settings, gain=0.01)
         self.log_std = nn.Parameter(torch.full((actions,), settings.log_std)) if continuous else None
         self.critic = perceptron(observations, 1, settings, gain=1.0)
@@ -107,7 +108,7 @@ class NumpyPolicy:
     def __init__(self, model: ControlModel) -> None:
         linear = [layer for layer in model.policy if isinstance(layer, nn.Linear)]
         self.layers = [(layer.weight.detach().numpy().T, layer.bias.detach().numpy()) for layer in linear]
-        self.activation = np.tanh if isinstance(model.policy[1], nn.Tanh) else lambda x: np.maximum(x, 0.0)
+        self.activation = np.tanh if model.activation == "tanh" else lambda x: np.maximum(x, 0.0)
         self.log_std = None if model.log_std is None else model.log_std.detach().numpy()
 
     def outputs(self, observations: NDArray[np.float32]) -> NDArray[np.float32]:

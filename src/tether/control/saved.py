@@ -17,9 +17,10 @@ from tether.control.spaces import actions_of, make, observations_of
 from tether.control.training import ControlTraining
 from tether.errors import DataError
 from tether.files import read_plain_json, swap
+from tether.store.find import POLICY
 from tether.store.folder import write_whole
 
-WEIGHTS, ABOUT = "policy.safetensors", "policy.json"
+WEIGHTS, ABOUT = "policy.safetensors", POLICY
 LIMIT = 1_000_000  # bytes of policy.json
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tether.config.control_recipe import EnvironmentSettings
-from tether.errors import ConfigError
+from tether.errors import ConfigError, DataError
 
 Array = NDArray[Any]
 
@@ -38,14 +38,28 @@ def make(settings: EnvironmentSettings) -> Any:
             warnings.simplefilter("ignore", DeprecationWarning)  # the papers' versions are older than the newest
             return package.make(name, disable_env_checker=True, **limit, **settings.kwargs)
     except package.error.DependencyNotInstalled as error:
-        extra = EXTRA if "mujoco" in str(error).lower() else "install what its page in gymnasium's documentation names"
-        raise ConfigError(f"environment.id: {name} needs a missing package ({in_line(error)}): {extra}") from None
+        raise missing(name, error) from None
     except (package.error.UnregisteredEnv, package.error.Error) as error:
         raise ConfigError(f"environment.id: there is no {name}: {near(name, package)}") from error
     except ImportError as error:  # such as MuJoCo's environments of versions 2 and 3, which have moved
         raise ConfigError(f"environment.id: {name} cannot be made ({in_line(error)}): {near(name, package)}") from error
-    except TypeError as error:
-        raise ConfigError(f"environment.kwargs: {name} does not take them ({in_line(error)})") from error
+    except Exception as error:  # of the environment's own code, which checks its arguments in its own way
+        raise ConfigError(f"environment.kwargs: {name} does not take them ({described(error)})") from error
+
+
+def failure(name: str, call: str, error: Exception) -> Exception:
+    """The error to raise where a call of an environment raised one: a sentence, unless memory ran out."""
+    if isinstance(error, MemoryError):
+        return error
+    if isinstance(error, gymnasium().error.DependencyNotInstalled):
+        return missing(name, error)
+    return DataError(f"the environment {name} failed in its {call} ({described(error)})")
+
+
+def missing(name: str, error: Exception) -> ConfigError:
+    """The error of an environment that needs a package."""
+    extra = EXTRA if "mujoco" in str(error).lower() else "install what its page in gymnasium's documentation names"
+    return ConfigError(f"environment.id: {name} needs a missing package ({in_line(error)}): {extra}")
 
 
 def near(name: str, package: Any) -> str:
@@ -54,7 +68,7 @@ def near(name: str, package: Any) -> str:
     for known in sorted(package.registry, key=_version):
         newest[known.rpartition("-v")[0] or known] = known
     base = name.rpartition("-v")[0] or name
-    lowered = {known.lower(): known for known in newest}
+    lowered = {known.lower(): known for known in newest if newest[known] != name}
     found = [newest[lowered[word]] for word in get_close_matches(base.lower(), lowered, n=3, cutoff=0.7)]
     return f"did you mean {' or '.join(found)}?" if found else "`gymnasium.pprint_registry()` lists all"
 
@@ -62,6 +76,11 @@ def near(name: str, package: Any) -> str:
 def _version(name: str) -> int:
     number = name.rpartition("-v")[2]
     return int(number) if number.isdecimal() else -1
+
+
+def described(error: BaseException) -> str:
+    """The error's type and message on one line; the type alone tells what a message such as `'5x5'` is."""
+    return f"{type(error).__name__}: {in_line(error)}"
 
 
 def in_line(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -161,9 +161,10 @@ class ControlTraining:
             values={**checkpoint.values, ENVIRONMENTS: numbers},
         )
 
-    def restore(self, checkpoint: Checkpoint) -> None:
+    def restore(self, checkpoint: Checkpoint) -> Sequence[str]:
         """Restore them."""
         restored = restore(checkpoint, self.learner, fresh=self.algorithm.controllers)
         assert restored is not None
         self.controllers = restored
         self.environments.restore(checkpoint.tensors[ENVIRONMENTS], checkpoint.values[ENVIRONMENTS])
+        return ()

@@ -6,10 +6,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from tether.config.control_recipe import ControlRecipe
 from tether.errors import ConfigError
 from tether.hub.catalog import EMBEDDED, looks_like_path
 from tether.store.folder import is_run
-from tether.store.header import protected_recipe
+from tether.store.header import kept_recipe, protected_recipe
+
+POLICY = "policy.json"  # in the folder of a policy of `tether control`
 
 
 def find_model(name: str) -> str:
@@ -17,6 +20,11 @@ def find_model(name: str) -> str:
     folder = Path(name).expanduser()
     if (folder / "model" / "config.json").is_file() or (folder / "model" / "adapter_config.json").is_file():
         return str(folder / "model")
+    if (folder / POLICY).is_file() or (is_run(folder) and kept_recipe(folder).get("method") == ControlRecipe.method):
+        raise ConfigError(
+            f"{name} is of `tether control`: it holds a policy for an environment, which is no language model; "
+            "tether.control.saved.SavedPolicy reads it"
+        )
     if is_run(folder):
         raise ConfigError(
             f"{name} is a run without a saved model: it is not finished, or had run.save set to false; export its "
