@@ -116,7 +116,8 @@ def test_more_gpus_never_take_more_memory_by_rank(power, name, mode, rows):
 def test_layers_are_split_only_where_nothing_else_fits():
     small = placed(8, "qwen2.5-7b")
     assert (small.shard, small.tensor) == ("full", 1)
-    large = placed(32, "llama2-70b", "--model.gradient_checkpointing=true", gpu="h100")
+    flags = ("--model.gradient_checkpointing=true", "--optimizer.micro_batch_tokens=2560")
+    large = placed(32, "llama2-70b", *flags, gpu="h100")
     assert large.tensor > 1 and large.trainer_peak <= gpu_named("h100").machine.usable
 
 

@@ -15,6 +15,7 @@ from typing import Literal
 from tether.config.recipes import RLRecipe
 from tether.errors import ConfigError, UsageError
 from tether.plan.calibration import Gpu, network
+from tether.plan.gathered import gathered
 from tether.plan.memory import Held, Memory, memory_of
 from tether.plan.workload import Shape, Work
 
@@ -182,6 +183,8 @@ def _placed(
     part, other = sliced(shape, tensor), sliced(critic, tensor) if critic else None
     memory = memory_of(recipe, part, own, "cuda", other, None if kind == "none" else shards)
     cache = sum(role.cache for role in memory.roles)
+    if kind != "none" and shards > 1:
+        cache += gathered(recipe, part, other or part, own, Held.of(recipe, part, "cuda").width)["rollout"]
     always = memory.phases["rollout"] - cache  # beside the sampler's weights and cache
     engine = _engine(recipe, shape, work, cluster, trainers, samplers, 0 if samplers else always, kind)
     sampler_tensor, slots, weights, sampling = engine

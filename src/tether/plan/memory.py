@@ -255,6 +255,8 @@ def memory_of(
     micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_batch_tokens // max(1, work.longest_row)))
     micro_batches = math.ceil(work.minibatch / micro_rows)
     one = micro_pass(recipe, shape, work, held, micro_rows)
+    shared = shards is not None and shards > 1
+    one = replace(one, captured=one.captured and not shared)  # gathered weights lie elsewhere in each pass
     own = critic or shape
     other = replace(one, layers=own.layers) if critic else one  # the critic's pass
     roles = _roles(recipe, shape, work, held, one)
@@ -279,7 +281,7 @@ def memory_of(
     largest = max(shape.embedding, own.embedding)
     several = micro_batches > 1 or one.captured
     phases["update"] = always + _update(shape, work, held, one, roles, (passing, stays, largest), several=several)
-    if shards is not None:
+    if shared:
         for phase, size in gathered(recipe, shape, own, work, held.width).items():
             phases |= {phase: phases[phase] + size} if phase in phases else {}
     return Memory(roles, phases, micro_rows, micro_batches)
