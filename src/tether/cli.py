@@ -131,7 +131,6 @@ def _table(*rows: tuple[str, str, str]) -> dict[str, Command]:
 # name, module of tether.commands, summary
 COMMANDS = _table(
     ("train", "train", "train a model: PPO and its neighbours, SFT, a reward model"),
-    ("control", "control", "PPO and TRPO on gymnasium's environments"),
     ("resume", "runs", "resume a run that was stopped or killed"),
     ("fork", "runs", "continue from a checkpoint with other settings"),
     ("replay", "runs", "recompute a step's advantages under other settings"),
@@ -139,6 +138,7 @@ COMMANDS = _table(
     ("data", "data", "show how your data is read: shape, lengths, examples"),
     ("conformance", "conformance", "check any implementation of PPO against the golden traces"),
     ("demo", "train", "the whole of RLHF on a real model, in minutes"),
+    ("control", "control", "PPO and TRPO on gymnasium's environments"),
     ("models", "models", "list the models known by name, and fetch one"),
     ("eval", "eval", "measure a model, alone or against another"),
     ("chat", "chat", "chat with a model, or with two side by side"),

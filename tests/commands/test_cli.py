@@ -20,7 +20,7 @@ from tether.errors import ConfigError, DataError, Diverged, Stopped, StorageErro
 @pytest.fixture
 def loops(monkeypatch: pytest.MonkeyPatch):
     """A stand-in for the training loop; set `.outcome` to what it returns or raises."""
-    stand_in = types.ModuleType("tether.train.run")
+    stand_in = types.SimpleNamespace()
     stand_in.calls = []
     stand_in.outcome = 0
 
@@ -30,8 +30,7 @@ def loops(monkeypatch: pytest.MonkeyPatch):
             raise stand_in.outcome
         return stand_in.outcome
 
-    stand_in.run_recipe = run_recipe
-    monkeypatch.setitem(sys.modules, "tether.train.run", stand_in)
+    monkeypatch.setattr("tether.train.resume.run_recipe", run_recipe)
     return stand_in
 
 

@@ -13,7 +13,7 @@ from tiny_recipes import TOP, tiny
 
 from tether.store import checkpoints
 from tether.store.folder import RunFolder
-from tether.train import build
+from tether.train import engines
 
 LORA = ("--roles.mode", "lora", "--roles.lora_rank", "2")
 CHUNKED = ("--distributed.rollout_chunk", "1")
@@ -77,7 +77,7 @@ def test_a_run_goes_on_with_any_number_of_ranks(tmp_path, method, flags):
 def test_rank_0_asks_an_engine_that_samples_elsewhere_for_all_ranks(tmp_path, monkeypatch):
     """The run stops and goes on while rollouts are under way, with another number of ranks."""
     one = trained(tiny("ppo", tmp_path / "one", *FEW, *LAG), 1)
-    monkeypatch.setattr(build, "NativeEngine", lambda policy, **settings: ThreadedEngine(policy))
+    monkeypatch.setattr(engines, "NativeEngine", lambda policy, **settings: ThreadedEngine(policy))
     recipe = tiny("ppo", tmp_path / "several", *FEW, *LAG)
     for count in (2, 3):
         trained(recipe, count, steps=1)

@@ -10,6 +10,7 @@ from recording import Recording, synthetic
 from studio_clients import Clients, record_run, settings
 
 from tether.config import RECIPES
+from tether.doctor.doctor import AUDITS
 from tether.store.database.open import workspace_at
 from tether.studio.app import create_app
 from tether.studio.metric_cache import MetricCache, MetricSeries, shown_series
@@ -119,7 +120,7 @@ def test_only_new_steps_are_read_from_the_database(plain: Clients, monkeypatch):
 def test_the_doctor_findings_are_those_of_the_command_line(clients: Clients):
     told = strict(clients.owner.get("/api/runs/1/findings"))
     assert set(told) == {"findings", "healthy", "too_little"}
-    assert len(told["findings"]) + len(told["healthy"]) + len(told["too_little"]) == 22
+    assert len(told["findings"]) + len(told["healthy"]) + len(told["too_little"]) == len(AUDITS)
 
 
 def test_answers_are_sorted_searched_and_cut(clients: Clients):

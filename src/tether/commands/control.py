@@ -12,15 +12,25 @@ OPTIONS = """
 Options:
   --json         print one JSON line an iteration, in place of the table
   --resume auto  resume the run of this name if there is one
-  --help         this text
+  --help         this text; after an environment, every key, its default and what it means
+"""
+HELP = f"""Usage: {USAGE}
+
+{SUMMARY}.
+{OPTIONS}
+Try: tether control CartPole-v1 --environment.count 8 --rollout.steps 128 --run.environment_steps 100000
 """
 
 
 def control_command(words: list[str]) -> int:
     """Train a policy for an environment."""
+    wants_help = any(word in ("--help", "-h") for word in words)
+    if wants_help and words[0].startswith("-"):
+        print(HELP, end="")
+        return 0
     from tether.config.control_recipe import ControlRecipe
 
-    if any(word in ("--help", "-h") for word in words):
+    if wants_help:
         from tether.config.schema import print_fields
 
         print_fields(ControlRecipe, "control ENV", SUMMARY)

@@ -38,7 +38,7 @@ class Episode:
 
 
 @dataclass(frozen=True)
-class Ended:
+class EpisodeEnd:
     """The end of a stretch of steps of one copy: of an episode, or of the rollout."""
 
     copy: int
@@ -54,7 +54,7 @@ class Trajectories:
     observations: NDArray[np.float32]  # (N, steps, O)
     actions: Array  # (N, steps, A) float32, or (N, steps) int64
     rewards: NDArray[np.float32]  # (N, steps), normalized
-    ends: list[Ended]  # by copy, then by step; the last step of a copy always ends a stretch
+    ends: list[EpisodeEnd]  # by copy, then by step; the last step of a copy always ends a stretch
     scores: list[float]  # total rewards of the episodes that ended
     lengths: list[int]  # and their lengths
 
@@ -118,7 +118,7 @@ class Environments:
             observations[:, step], actions[:, step] = self.seen, sampled
             rewards[:, step] = self._step(sampled, step, found)
         last = [
-            Ended(copy, steps - 1, True, self.seen[copy].copy())
+            EpisodeEnd(copy, steps - 1, True, self.seen[copy].copy())
             for copy in range(count)
             if (copy, steps - 1) not in {(end.copy, end.step) for end in found.ends[-count:]}
         ]
@@ -145,7 +145,7 @@ class Environments:
         self.seen = self.see(self.raw)
         for copy, truncated in stretches:
             episode = self.episodes[copy]
-            found.ends.append(Ended(copy, step, truncated, self.seen[copy].copy()))
+            found.ends.append(EpisodeEnd(copy, step, truncated, self.seen[copy].copy()))
             found.scores.append(episode.score)
             found.lengths.append(len(episode.actions))
             self.recent.append(episode.score)

@@ -129,7 +129,7 @@ class Shares:
         """The norm of whole gradients, with the bits of one process."""
         used = self._used(parameters)
         norms = torch.zeros(len(used), dtype=torch.float64, device=device)
-        for places in _buckets(used):
+        for places in _exchanges(used):
             for place, whole in self._put_together(used, places):
                 norms[place] = tensor_norms([whole])[0].double()
         with self.group.connected():
@@ -217,7 +217,7 @@ def _kind(tensor: Tensor, shape: torch.Size) -> str:
     return kind(torch.empty(shape, dtype=tensor.dtype, device="meta"))
 
 
-def _buckets(used: Sequence[Share]) -> Iterator[list[int]]:
+def _exchanges(used: Sequence[Share]) -> Iterator[list[int]]:
     """Places of the gradients that are put together at a time: of one type, and not too many."""
     bucket: list[int] = []
     size = 0

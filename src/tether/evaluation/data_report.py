@@ -31,7 +31,7 @@ QUANTILES = (0.0, 0.5, 0.9, 0.99, 1.0)
 
 
 @dataclass(frozen=True)
-class Piece:
+class MarkedText:
     """Some text, and whether its tokens are trained on."""
 
     text: str
@@ -43,7 +43,7 @@ class Shown:
     """One row of an example: its label ("chosen", "rank 2"), and its pieces."""
 
     title: str
-    pieces: tuple[Piece, ...]
+    pieces: tuple[MarkedText, ...]
     notes: tuple[str, ...] = ()
 
 
@@ -186,7 +186,9 @@ def _on_prompts(recipe: RLRecipe, model: TextModel, examples: int) -> DataReport
         notes = () if prompt.answer is None else (f"answer: {prompt.answer}",)
         if prompt.meta:
             notes = (*notes, f"columns for rewards: {', '.join(prompt.meta)}")
-        shown.append((Shown("", (Piece(str(text), False), Piece("the answer is sampled here", True)), notes),))
+        shown.append(
+            (Shown("", (MarkedText(str(text), False), MarkedText("the answer is sampled here", True)), notes),)
+        )
     different = len({repr((prompt.messages, prompt.tools)) for prompt in found.prompts})
     answered = sum(prompt.answer is not None for prompt in found.prompts)
     return DataReport(
@@ -219,7 +221,7 @@ def _shown(title: str, row: Row, model: TextModel) -> Shown:
     mask = row.response_mask.tolist()
     edges = [0, *(at for at in range(1, len(mask)) if mask[at] != mask[at - 1]), len(mask)]
     pieces = [
-        Piece(str(model.tokenizer.decode(_ids(row.tokens[a:b]), skip_special_tokens=False)), mask[a])
+        MarkedText(str(model.tokenizer.decode(_ids(row.tokens[a:b]), skip_special_tokens=False)), mask[a])
         for a, b in itertools.pairwise(edges)
     ]
     return Shown(title, tuple(pieces))
