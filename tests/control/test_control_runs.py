@@ -173,6 +173,17 @@ def test_export_describes_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture
         assert "--model DIR exports its policy" in capsys.readouterr().err
 
 
+def test_a_finished_run_whose_folder_was_renamed_is_found_after_resuming(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder, _ = train_control(recipe(tmp_path / "runs", "one", "--run.environment_steps=80"))
+    moved = folder.path.rename(tmp_path / "runs" / "two")
+    assert main(["show", str(moved)]) == 2
+    assert main(["resume", str(moved)]) == 0
+    assert "was recorded as one and continues as two" in capsys.readouterr().err
+    assert main(["show", str(moved)]) == 0
+
+
 def test_unsupported_spaces_are_named():
     from tether.control.spaces import actions_of, observations_of
 
