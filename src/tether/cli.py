@@ -99,6 +99,8 @@ def _launched(command: str, words: list[str]) -> int | None:
         if restarts is not None or at_least is not None or address is not None:
             raise UsageError(f"{RESTARTS}, {MIN_NPROC} and {RAY} go with {NPROC} N, which starts N processes")
         return None
+    if at_least is not None and restarts is None and address is None:
+        raise UsageError(f"{MIN_NPROC} says how many processes a restart needs: add {RESTARTS} M, or leave it out")
     if command == "train" and address is None:  # machines of a cluster may have other files
         from tether.commands.train import recipe_of
 

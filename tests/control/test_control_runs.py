@@ -157,6 +157,33 @@ def test_commands_for_language_models_name_a_control_run(tmp_path: Path, capsys:
     assert "a run of `tether control` has no language model" in capsys.readouterr().err
 
 
+def test_export_describes_a_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    folder, _ = train_control(recipe(tmp_path / "runs", "one", "--run.environment_steps=80"))
+    assert main(["export", str(folder.path), "--model", str(tmp_path / "copy")]) == 0
+    card = (tmp_path / "copy" / "README.md").read_text()
+    assert "pipeline_tag: reinforcement-learning" in card and "transformers" not in card
+    assert "A policy for gymnasium's environment `Pendulum-v1`, trained with Proximal Policy Optimization" in card
+    assert "| `network.activation` | tanh |" in card and "| `ppo.epochs` | 2 |" in card and "model.dtype" not in card
+    assert SavedPolicy(tmp_path / "copy").environment.id == "Pendulum-v1"
+    capsys.readouterr()
+    assert main(["export", str(folder.path), "--rollouts", str(tmp_path / "r.jsonl")]) == 2
+    assert "no answers of one were kept" in capsys.readouterr().err and not (tmp_path / "r.jsonl").exists()
+    for words in (["--gguf", str(tmp_path / "x.gguf")], ["--merge", "--model", str(tmp_path / "merged")]):
+        assert main(["export", str(folder.path), *words]) == 2
+        assert "--model DIR exports its policy" in capsys.readouterr().err
+
+
+def test_a_finished_run_whose_folder_was_renamed_is_found_after_resuming(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    folder, _ = train_control(recipe(tmp_path / "runs", "one", "--run.environment_steps=80"))
+    moved = folder.path.rename(tmp_path / "runs" / "two")
+    assert main(["show", str(moved)]) == 2
+    assert main(["resume", str(moved)]) == 0
+    assert "was recorded as one and continues as two" in capsys.readouterr().err
+    assert main(["show", str(moved)]) == 0
+
+
 def test_unsupported_spaces_are_named():
     from tether.control.spaces import actions_of, observations_of
 

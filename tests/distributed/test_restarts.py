@@ -167,7 +167,15 @@ def test_what_exit_codes_say():
     assert is_loss(-9)
 
 
-@pytest.mark.parametrize("words", [("--restarts", "2"), ("--min-nproc", "1"), ("--nproc", "1", "--min-nproc", "2")])
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("--restarts", "2"),
+        ("--min-nproc", "1"),
+        ("--nproc", "2", "--min-nproc", "1"),
+        ("--nproc", "1", "--min-nproc", "2", "--restarts", "1"),
+    ],
+)
 def test_options_that_do_not_go_together(words):
     from tether.cli import _launched
 

@@ -41,6 +41,11 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "rollout.prompts_per_step": (1, 2, 3, 4),
     "rollout.samples_per_prompt": (1, 2, 3),
     "rollout.max_new_tokens": (1, 2, 2, 5, 5, 8, 8, 300),
+    "rollout.workers": (0, 0, 1, 2),
+    "rollout.weights_dir": (None, "{folder}/weights"),
+    "rollout.hedge_seconds": (0.01, 60.0),
+    "rollout.worker_timeout": (60.0, 1800.0),
+    "rollout.worker_patience": (60.0, 120.0),
     "rollout.stop_token_ids": ([], [10], list(range(0, 250, 3)), [100_000]),
     "rollout.max_num_seqs": ("auto", 1, 3),
     "roles.lora_targets": ("all-linear", "q_proj,v_proj", "no_such_layer"),
@@ -58,9 +63,18 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "ptx.max_length": (4, 24, 200),
     "run.seed": (0, 1, 7, 12345),
     "run.max_skipped": (1, 10),
-    "run.hang_timeout": (0.0, 60.0),
+    "run.hang_timeout": (0.0, 600.0),  # above what a case may take: the watchdog ends its whole process
     "store.trackers": ([], [], ["tensorboard"]),
     "evaluation.prompts": (1, 2),
+}
+# Values that are accepted only beside each other.
+TOGETHER: dict[str, tuple[dict[str, Any], ...]] = {
+    "reinforce": (
+        {"reinforce.weighting": "n_step", "reinforce.n_steps": 2},
+        {"reinforce.weighting": "total", "reinforce.baseline": "batch_mean"},
+        {"reinforce.weighting": "to_go", "reinforce.baseline": "moving_average"},
+    ),
+    "grpo": ({"grpo.objective": "gspo", "grpo.aggregation.over": "sequence"}, {"grpo.objective": "cispo"}),
 }
 KEPT = ("run.name", "run.directory", "run.steps", "run.save", "model.path", "model.device", "store.url", "task.")
 
@@ -147,7 +161,9 @@ def draw_case(number: int, places: dict[str, str]) -> Case:
     case = Case(number, method, start(method))
     leaves = [leaf for leaf in describe(RECIPES[method]) if not leaf.key.startswith(KEPT)]
     share = draw.choice((0.1, 0.25, 0.5))
-    if draw.random() < 0.25:
+    if method in TOGETHER and draw.random() < 0.5:
+        case = Case(number, method, case.flags | draw.choice(TOGETHER[method]))
+    elif draw.random() < 0.25:
         length = {f"{method}.aggregation.over": "fixed", f"{method}.aggregation.fixed_length": draw.choice((1, 8))}
         if all(any(leaf.key == key for leaf in leaves) for key in length):
             case = Case(number, method, case.flags | length)

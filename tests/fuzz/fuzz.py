@@ -42,7 +42,7 @@ from tether.config.load import load_recipe
 from tether.errors import TetherError
 from tether.train.run import Trained, train_recipe
 
-MAX_SECONDS = 120  # seconds of one run
+MAX_SECONDS = 300  # seconds of one case, which may start workers three times
 MAX_WARNINGS = 3
 MAX_SENTENCE = 600
 # Undefined on some batches: a correlation or deviation of one value.
@@ -91,7 +91,7 @@ def run_case(number: int, folder: Path, resume: bool) -> Outcome:
     except Exception:
         finding = traceback.format_exc()
     finally:
-        for name in ("a", "b", "states"):
+        for name in ("a", "b", "states", "weights"):
             shutil.rmtree(folder / name, ignore_errors=True)
     detail = detail.replace(str(folder), "FOLDER")
     return Outcome(number, case.method, result, detail, finding, round(time.perf_counter() - began, 2))

@@ -209,3 +209,22 @@ def test_records_cannot_be_replayed(tmp_path, capsys):
     run = whole(tiny("sft", tmp_path / "runs", "--run.steps", "1"))
     assert main(["replay", str(run)]) == 2
     assert "only rollouts can be replayed" in capsys.readouterr().err
+
+
+def test_a_replay_with_a_moving_average_takes_the_returns_of_earlier_steps(tmp_path):
+    """Its baseline is neither that of the step, which was the batch's mean, nor the one of another decay."""
+    flags = ("--reinforce.weighting", "to_go", "--run.steps", "3", "--reward.parts", "[{kind: length, target: 3}]")
+    batch = whole(tiny("reinforce", tmp_path / "runs", *flags, "--reinforce.baseline", "batch_mean", name="batch"))
+    with open_workspace(batch.parent) as opened:
+        returns = [row["mean_return"] for row in read_run(opened, "batch").metrics]
+    assert len(set(returns)) == 3
+    wanted = ("--reinforce.baseline", "moving_average", "--reinforce.baseline_decay", "0.5")
+    for step, average in ((0, 0.0), (1, returns[0]), (2, (0.5 * returns[0] + returns[1]) / 1.5)):
+        result = replayed(batch, step, *wanted)
+        mask = result.stored.response_mask
+        moved = (result.now.advantages - result.stored.advantages)[mask]
+        torch.testing.assert_close(moved, torch.full_like(moved, returns[step] - average), atol=1e-6, rtol=0)
+
+    none = whole(tiny("reinforce", tmp_path / "runs", *flags, name="none"))
+    with pytest.raises(ConfigError, match="the run recorded none for step 0"):
+        replayed(none, 1, *wanted)

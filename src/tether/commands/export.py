@@ -134,6 +134,8 @@ def export_model(options: argparse.Namespace) -> dict[str, Any]:
     token = check_push(options.push) if options.push else ""
     with open_for(options) as opened:
         summary, run = find_run(opened, options.run), read_run(opened, options.run)
+        if summary.method == "control":
+            raise UsageError(f"{summary.name} is a run of `tether control`: --model DIR exports its policy as it is")
         target, gguf = _targets(options, summary)
         console = Console(stderr=True, quiet=options.json)
         with _saved(options, summary, run) as source, tempfile.TemporaryDirectory() as scratch:

@@ -39,13 +39,13 @@ def plan_command(words: list[str]) -> int:
     parser.add_argument(
         "--prompt-tokens", type=int, metavar="N", help="assume prompts of N tokens (default: measure the recipe's own)"
     )
-    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="plan one of N processes (default: 1)")
+    parser.add_argument("--ranks", type=int, metavar="N", help="plan one of N processes (default: 1)")
     parser.add_argument("--json", action="store_true", help="print JSON, sizes in bytes")
     add_cluster_options(parser)
     options, flags = parser.parse_known_args(words)
     if options.prompt_tokens is not None and options.prompt_tokens < 1:
         raise UsageError(f"--prompt-tokens {options.prompt_tokens}: a prompt has at least 1 token")
-    if options.ranks < 1:
+    if options.ranks is not None and options.ranks < 1:
         raise UsageError(f"--ranks {options.ranks}: a run has at least 1 process")
     return print_plan(options, flags)
 
@@ -68,12 +68,16 @@ def print_plan(options: argparse.Namespace, flags: list[str]) -> int:
     if wants_cluster(options):
         recipe = with_precision(recipe, torch.device("cuda"))
         return print_cluster_plan(options, recipe, shape, lengths_of(recipe, path, options.prompt_tokens))
+    if (options.ranks or 1) > 1:
+        from tether.distributed.group_ranks import check_recipe
+
+        check_recipe(recipe)  # raises where training would raise
     device = planned_device(options.device or recipe.model.device)
     resolve_dtype(recipe.model.dtype, device)  # raises where training would raise
     recipe = with_precision(recipe, device)
     machine = machine_for(str(device), recipe.model.dtype, options.memory)
     lengths = lengths_of(recipe, path, options.prompt_tokens)
-    plan = make_plan(recipe, shape, lengths, machine, ranks=options.ranks)
+    plan = make_plan(recipe, shape, lengths, machine, ranks=options.ranks or 1)
     alone, together = advice(recipe, plan) if not plan.fits else ([], [])
     if options.json:
         changes = {"changes": [asdict(change) for change in alone], "together": [asdict(each) for each in together]}

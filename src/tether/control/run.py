@@ -30,6 +30,7 @@ from tether.store.checkpoints import Checkpoint
 from tether.store.database.open import workspace_at
 from tether.store.folder import RunFolder, is_run, recipe_record, run_path
 from tether.store.header import check_own_files, protected_recipe
+from tether.store.history import follow_folder
 from tether.store.lineage import describe_environment
 from tether.store.recorder import Pieces
 from tether.train.attempt import Attempt
@@ -117,6 +118,8 @@ def train_control(
     watch = watch or Watch()
     folder = RunFolder(run_path(recipe))
     if resume and folder.is_finished:
+        for notice in follow_folder(workspace_at(recipe.run.directory, recipe.store.url), folder.path):
+            notify(notice)
         return folder, folder.steps_taken
     torch.set_num_threads(recipe.run.threads)
     seed_everything(recipe.run.seed)

@@ -22,6 +22,7 @@ from typing import Any, TextIO
 import yaml
 
 from tether import __version__
+from tether.config.control_recipe import ControlRecipe
 from tether.errors import ConfigError, StorageError, UsageError
 from tether.files import check_saved, read_plain_json, recover
 from tether.reports.run_table import open_for, rollout_as_json
@@ -44,6 +45,7 @@ METHODS = {
     "reinforce": "the policy gradient (REINFORCE)",
     "trpo": "trust region policy optimization",
 }
+CONTROL_SECTIONS = ("environment", "network", "rollout", "optimizer")  # and the algorithm's own
 SECTIONS = ("roles", "optimizer", "rollout", "kl", "data", "reward")  # and the method's own
 LEFT_OUT = {"parts", "train", "held_out", "columns", "options", "micro_batch_tokens", "backbone_cache", "critic_init"}
 SHOWN = ("score", "held_out/score", "accuracy", "held_out/accuracy", "loss", "held_out/loss", "kl_ref_k3", "entropy")
@@ -55,7 +57,7 @@ MAX_CHAIN = 16
 class CardFacts:
     """What is exported. `step` is the step that the metrics are taken from; None for the last."""
 
-    kind: str  # model, adapters, reward, reward-adapters
+    kind: str  # model, adapters, reward, reward-adapters, policy (of an environment)
     dtype: str | None = None
     step: int | None = None
     licence: str | None = None
@@ -103,6 +105,9 @@ def _base_name(path: str) -> str:
 
 def _front_matter(summary: RunSummary, facts: CardFacts, base: str) -> dict[str, Any]:
     front: dict[str, Any] = {"license": facts.licence or base_licence(base) or "other"}
+    if facts.kind == "policy":
+        tags = ["tether", str(summary.config["algorithm"]), str(summary.config["environment"]["id"])]
+        return front | {"library_name": "tether", "pipeline_tag": "reinforcement-learning", "tags": tags}
     if HUB_ID.fullmatch(base):  # the hub rejects a base model that is not an id
         front["base_model"] = base
     front["library_name"] = "peft" if facts.kind.endswith("adapters") else "transformers"
@@ -120,6 +125,10 @@ def base_licence(base: str) -> str | None:
 
 def _opening(summary: RunSummary, facts: CardFacts, chain: list[str]) -> str:
     what = METHODS.get(summary.method, summary.method)
+    if facts.kind == "policy":
+        environment, algorithm = summary.config["environment"]["id"], METHODS[summary.config["algorithm"]]
+        taken = f"{summary.steps_done} of {summary.steps_target} iterations"
+        return f"A policy for gymnasium's environment `{environment}`, trained with {algorithm}, {taken}."
     through = f" by way of {', '.join(f'`{name}`' for name in reversed(chain[:-1]))}" if chain[:-1] else ""
     step = summary.steps_done if facts.step is None else facts.step + 1
     text = f"Trained from `{chain[-1]}`{through} with {what}, {step} of {summary.steps_target} steps"
@@ -148,6 +157,11 @@ def _usage(facts: CardFacts) -> Iterator[str]:
         yield 'ids += [*tokenizer.encode("Hello to you.", add_special_tokens=False), tokenizer.eos_token_id]'
         yield "score = model(torch.tensor([ids])).logits[0, 0]  # read at the end token"
         yield "print(score)  # plus the bias in scalar_head.json, which is the same for every answer"
+    elif facts.kind == "policy":
+        yield "from tether.control.saved import SavedPolicy"
+        yield ""
+        yield f'policy = SavedPolicy("{name}")'
+        yield "action = policy(observation)  # the mean, or the most likely choice"
     else:
         loader = "AutoPeftModelForSequenceClassification" if "reward" in facts.kind else "AutoPeftModelForCausalLM"
         yield f"from peft import {loader}"
@@ -223,8 +237,12 @@ def _part(part: Mapping[str, Any]) -> str:
 
 
 def _settings(config: Mapping[str, Any], method: str) -> Iterator[tuple[str, str]]:
-    yield "model.dtype", str(config.get("model", {}).get("dtype"))
-    for section in dict.fromkeys((*SECTIONS, method)):
+    if method == ControlRecipe.method:
+        sections = (*CONTROL_SECTIONS, str(config["algorithm"]))
+    else:
+        yield "model.dtype", str(config.get("model", {}).get("dtype"))
+        sections = (*SECTIONS, method)
+    for section in dict.fromkeys(sections):
         values = config.get(section)
         for key, value in values.items() if isinstance(values, Mapping) else ():
             if key not in LEFT_OUT and isinstance(value, bool | int | float | str) and not _is_idle(config, key):
@@ -286,6 +304,8 @@ def _targets(options: argparse.Namespace, summary: RunSummary, run: RecordedRun)
     for step in options.step or ():
         if step not in run.rollout_steps:
             raise UsageError(f"--step: the answers of step {step} were not kept")
+    if "rollouts" in targets and not run.rollout_steps:
+        raise UsageError(f"--rollouts: no answers of {run.name} were kept; --metrics FILE writes its metrics")
     for name in ("rollouts", "metrics"):
         if name in targets and os.path.lexists(targets[name]) and not options.force:
             raise UsageError(
@@ -295,6 +315,8 @@ def _targets(options: argparse.Namespace, summary: RunSummary, run: RecordedRun)
 
 
 def _facts(summary: RunSummary, run: RecordedRun, folder: Path, options: argparse.Namespace) -> CardFacts:
+    if summary.method == ControlRecipe.method:
+        return CardFacts("policy", licence=options.license)
     kind = "adapters" if (folder / "adapter_config.json").is_file() else "model"
     if summary.method == "reward":
         kind = "reward" if kind == "model" else "reward-adapters"

@@ -224,7 +224,8 @@ class RolloutPool(AsyncRolloutEngine):
             if chunk.losses >= MAX_LOSSES:
                 chunk.call.error = WorkersLost(
                     f"the chunk with prompt {chunk.request.prompts[0].id!r} lost {chunk.losses} workers, the last one "
-                    f"because {error}: lower distributed.rollout_chunk or rollout.max_num_seqs, and resume the run"
+                    f"because {error}: raise rollout.worker_timeout, or lower "
+                    "distributed.rollout_chunk or rollout.max_num_seqs, and resume the run"
                 )
             if chunk.runners.pop(lane.sampler.name, None) is not None:
                 self._put_back(chunk)

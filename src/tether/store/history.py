@@ -11,6 +11,7 @@ from __future__ import annotations
 import secrets
 import socket
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ from tether.store.database.verify_rows import (
     spans,
 )
 from tether.store.folder import HEADER
-from tether.store.header import RunHeader, header_file
+from tether.store.header import RunHeader, header_file, read_header
 
 DEPTHS = ("*", "*/*", "*/*/*")  # where run folders may lie within a workspace
 
@@ -104,6 +105,19 @@ def take_over(workspace: Workspace, folder: Path, header: RunHeader, *, is_new: 
         return Identity(header, moved)
     finally:
         engine.dispose()
+
+
+def follow_folder(workspace: Workspace, folder: Path) -> tuple[str, ...]:
+    """Enter a finished run under its folder's current name, as resuming does for others; returns notices."""
+    told: list[str] = []
+    header = read_header(folder, told.append)
+    if header is None:
+        return tuple(told)
+    identity = take_over(workspace, folder, header, is_new=False)
+    if identity.header != header:
+        with suppress(OSError):  # it cannot be written: the copy keeps its original's id
+            identity.header.write(folder)
+    return (*told, *identity.told)
 
 
 def _take_over(

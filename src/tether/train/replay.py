@@ -6,7 +6,7 @@ import argparse
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -16,8 +16,9 @@ from torch import Tensor
 from tether.algorithms.algorithm import Coefficients
 from tether.algorithms.select import build_algorithm
 from tether.config.load import change_settings, recipe_from_record
-from tether.config.recipes import RLRecipe
+from tether.config.recipes import ReinforceRecipe, RLRecipe
 from tether.errors import ConfigError
+from tether.ops.baselines import MovingAverage
 from tether.ops.masks import masked_mean, masked_variance
 from tether.reports.run_table import open_for, printing
 from tether.store.database.schema import without_infinities
@@ -94,6 +95,8 @@ def replay_step(run: RecordedRun, before: RLRecipe, after: RLRecipe, step: int) 
     columns = columns_of(stored)
     evaluated = EvaluatedBatch(**{name: columns[name] for name in EvaluatedBatch.__dataclass_fields__})
     coefficients = _coefficients(after, before, metrics)
+    if isinstance(after, ReinforceRecipe):
+        coefficients = replace(coefficients, baseline=_baseline(after, before, run.metrics, step))
     now, _ = build_algorithm(after).advantages(evaluated, coefficients.reference, coefficients.baseline)
     outputs = _outputs(stored, rollouts)
     return Replayed(
@@ -110,7 +113,29 @@ def _coefficients(recipe: RLRecipe, before: RLRecipe, metrics: Mapping[str, floa
     """The controllers' weights at that step; a changed KL begins with its own."""
     start = build_algorithm(recipe).controllers.coefficients()
     reference = metrics.get("kl_coef", start.reference) if recipe.kl == before.kl else start.reference
-    return Coefficients(reference, metrics.get("penalty_coef", start.old), metrics.get("baseline", start.baseline))
+    return Coefficients(reference, metrics.get("penalty_coef", start.old))
+
+
+def _baseline(
+    recipe: ReinforceRecipe, before: RLRecipe, rows: Sequence[Mapping[str, float]], step: int
+) -> float:  # fmt: skip
+    """The moving average at that step: the recorded one, or one over the returns that earlier steps recorded."""
+    wanted = recipe.reinforce
+    if wanted.baseline != "moving_average":
+        return 0.0
+    recorded = {int(row["step"]): row for row in rows}
+    if isinstance(before, ReinforceRecipe) and before.reinforce == wanted:
+        return recorded[step].get("baseline", 0.0)
+    average = MovingAverage(wanted.baseline_decay)
+    for earlier in range(step):
+        number = recorded.get(earlier, {}).get("mean_return")
+        if number is None:
+            raise ConfigError(
+                f"reinforce.baseline moving_average is of the mean returns of all earlier steps, and the run recorded "
+                f"none for step {earlier}"
+            )
+        average = average.after(number)
+    return average.value
 
 
 def _losses(

@@ -33,6 +33,7 @@ from tether.rewards.pool import close_workers
 from tether.store.checkpoints import Checkpoint
 from tether.store.database.open import workspace_at
 from tether.store.folder import FINISHED, RunFolder, json_line, run_path
+from tether.store.history import follow_folder
 from tether.train.attempt import training_attempt
 from tether.train.build import load_policy
 from tether.train.engines import close_pools
@@ -194,6 +195,8 @@ def _train(
 ) -> Trained:
     recipe = named(recipe)
     if resume and (folder := RunFolder(run_path(recipe))).is_finished:
+        for notice in follow_folder(workspace_at(recipe.run.directory, recipe.store.url), folder.path):
+            notify(notice)
         return Trained(folder, folder.steps_taken, recipe.run.steps, finished=True)
     if resume and RunFolder(run_path(recipe)).finish_is_damaged:
         notify(f"{run_path(recipe) / FINISHED} is damaged: the work after the last step is done again.")
