@@ -20,8 +20,15 @@ from tether.config.sections import AggregationSettings, KLSettings, PenaltySetti
 from tether.errors import ConfigError
 from tether.learner.batching import minibatches
 from tether.learner.learner import Learner
-from tether.ops.advantages import clip_scores, missing_eos_penalty, overlong_penalty, token_rewards
-from tether.ops.baselines import MovingAverage, less_baseline, mean_return
+from tether.ops.advantages import (
+    MovingAverage,
+    clip_scores,
+    less_baseline,
+    mean_return,
+    missing_eos_penalty,
+    overlong_penalty,
+    token_rewards,
+)
 from tether.ops.kl import AdaptiveKL, Estimator, FixedKL, KLController, ProportionalKL, kl_estimate
 from tether.ops.losses import Aggregation, masked_importance, sequence_importance, truncated_importance
 from tether.ops.masks import masked_mean, masked_variance, whiten

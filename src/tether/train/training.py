@@ -28,7 +28,7 @@ from tether.models.load import LoadedModel
 from tether.models.roles import ActorCritic
 from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import SharedBackbone
-from tether.ops.baselines import MovingAverage
+from tether.ops.advantages import MovingAverage
 from tether.ops.kl import KLController
 from tether.protocols import StepOutcome
 from tether.rollout.ahead import lag_notices
