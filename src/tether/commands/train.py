@@ -62,8 +62,8 @@ Try: tether demo --seed 1 --name seed1
 
 
 @dataclass(frozen=True)
-class Asked:
-    """A recipe, the words that it was made from, and the options beside them."""
+class TrainWords:
+    """What the words of `tether train` ask for: a recipe, what it was made from, and the options beside it."""
 
     recipe: Recipe
     path: str | None
@@ -85,7 +85,7 @@ def train_command(words: list[str]) -> int:
     return (start_or_resume if asked.resume else start)(asked.recipe, json_output=asked.json_output)
 
 
-def recipe_of(words: list[str]) -> Asked | None:
+def recipe_of(words: list[str]) -> TrainWords | None:
     """The recipe that the words ask for, or None where they ask for help. Torch is not imported."""
     json_output = "--json" in words
     wants_help = any(word in HELP for word in words)
@@ -104,7 +104,7 @@ def recipe_of(words: list[str]) -> Asked | None:
 
     from tether.config.load import load_recipe
 
-    return Asked(load_recipe(method, path, rest), path, rest, resume, json_output)
+    return TrainWords(load_recipe(method, path, rest), path, rest, resume, json_output)
 
 
 def print_help(words: list[str]) -> int:
