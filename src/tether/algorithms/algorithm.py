@@ -58,7 +58,7 @@ class _Watched(Coefficients):
     @property
     def reads(self) -> set[str]:
         """The names that were read."""
-        return self.__dict__.setdefault("_reads", set())
+        return self.__dict__.setdefault("_reads", set[str]())
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("reference", "old", "baseline"):
@@ -204,10 +204,12 @@ class Algorithm:
             return False
         coefficients = _Watched(1.0, 1.0)
         kept = ref(coefficients)
-        objective = self.objective(coefficients)  # alive while it is asked what it kept
+        made = self.objective(coefficients)
         was_read = "reference" in coefficients.reads
         del coefficients
-        return not was_read and kept() is None and objective is not None
+        is_kept = kept() is not None  # by what was made, which is still alive
+        del made
+        return not (was_read or is_kept)
 
     @property
     def passes(self) -> Passes:
