@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 from synthetic import STEPS, found, silent, synthetic, undecided
 
-from tether.doctor.sampling import rollout_mismatch
-from tether.doctor.staleness import stale_answers
+from tether.doctor.sampling import rollout_mismatch, stale_answers
 
 AGE = [0.0, 1.0, *[2.0] * (STEPS - 2)]
 LAG = {"rollout": {"lag": 2}}

@@ -10,18 +10,21 @@ from masked_grids import close, few, garbage, masks, numbers, on_row, seeds, spo
 from torch import Tensor
 
 from tether.ops.advantages import (
+    MovingAverage,
     decoupled_gae,
     gae,
     group_advantages,
+    has_spread,
     length_adaptive_lambda,
+    less_baseline,
+    mean_return,
     n_step,
     overlong_penalty,
+    refilled,
     reward_to_go,
     td_residuals,
     total_return,
 )
-from tether.ops.baselines import MovingAverage, less_baseline, mean_return
-from tether.ops.groups import has_spread, refilled
 from tether.ops.losses import Aggregation, cispo_loss, clip_loss, gspo_loss, reinforce_loss, sequence_log_ratio
 
 rates = st.sampled_from([0.0, 0.3, 0.9, 1.0])

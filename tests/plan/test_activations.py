@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Literal
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from tether.plan.memory import Held, memory_of, micro_pass
 from tether.plan.workload import Lengths, Shape, work_of
 from tether.types import Sequences
 
-FAMILIES = {
+FAMILIES: dict[str, tuple[Any, Any, dict[str, int]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig, {}),
     "gemma3": (Gemma3ForCausalLM, Gemma3TextConfig, {"head_dim": 32, "sliding_window": 512}),
     "olmo2": (Olmo2ForCausalLM, Olmo2Config, {}),

@@ -347,6 +347,21 @@ def test_a_tracker_that_cannot_open_is_told_what_it_was_given():
     assert notice.endswith("it is given the run, which has run.name, run.folder (a path) and run.config")
 
 
+def test_python_takes_trackers_by_name():
+    few = {key: value for key, value in SMALL.items() if key != "run.steps"}
+    words = {"steps": 1, "name": "by-name", "settings": few, "progress": False}
+    run = tether.ppo("tiny-bytes", ["one", "two"], len_reward, trackers=["mine.py:Tracker"], **words)
+    assert Path("runs/by-name/tracked.txt").read_text().split() == ["0"]
+    assert list(run.settings["store"]["trackers"]) == ["mine.py:Tracker"]
+    with pytest.raises(ConfigError, match=r"^trackers\[0\]: wandb is a name: pass an object here, or set store\.track"):
+        run.fork(steps=2, trackers=["wandb"])
+
+
+def len_reward(prompt, completion):
+    del prompt
+    return float(len(completion))
+
+
 def test_warnings_before_the_rewind_of_a_resume_stay_in_the_store():
     train({"checkpoint.keep": 3}, "stopped", steps=2)
     newest = max(Path("runs/stopped/checkpoints").iterdir())

@@ -20,8 +20,15 @@ from tether.config.sections import AggregationSettings, KLSettings, PenaltySetti
 from tether.errors import ConfigError
 from tether.learner.batching import minibatches
 from tether.learner.learner import Learner
-from tether.ops.advantages import clip_scores, missing_eos_penalty, overlong_penalty, token_rewards
-from tether.ops.baselines import MovingAverage, less_baseline, mean_return
+from tether.ops.advantages import (
+    MovingAverage,
+    clip_scores,
+    less_baseline,
+    mean_return,
+    missing_eos_penalty,
+    overlong_penalty,
+    token_rewards,
+)
 from tether.ops.kl import AdaptiveKL, Estimator, FixedKL, KLController, ProportionalKL, kl_estimate
 from tether.ops.losses import Aggregation, masked_importance, sequence_importance, truncated_importance
 from tether.ops.masks import masked_mean, masked_variance, whiten
@@ -51,7 +58,7 @@ class _Watched(Coefficients):
     @property
     def reads(self) -> set[str]:
         """The names that were read."""
-        return self.__dict__.setdefault("_reads", set())
+        return self.__dict__.setdefault("_reads", set[str]())
 
     def __getattribute__(self, name: str) -> Any:
         if name in ("reference", "old", "baseline"):
@@ -197,10 +204,12 @@ class Algorithm:
             return False
         coefficients = _Watched(1.0, 1.0)
         kept = ref(coefficients)
-        objective = self.objective(coefficients)  # alive while it is asked what it kept
+        made = self.objective(coefficients)
         was_read = "reference" in coefficients.reads
         del coefficients
-        return not was_read and kept() is None and objective is not None
+        is_kept = kept() is not None  # by what was made, which is still alive
+        del made
+        return not (was_read or is_kept)
 
     @property
     def passes(self) -> Passes:

@@ -15,7 +15,7 @@ from tether.algorithms.estimators import PolicyGradientWeights
 from tether.algorithms.objectives import PolicyObjective, Reinforce
 from tether.config.methods import ReinforceSettings
 from tether.config.sections import KLSettings, RewardSettings
-from tether.ops.baselines import MovingAverage
+from tether.ops.advantages import MovingAverage
 from tether.ops.kl import FixedKL
 
 

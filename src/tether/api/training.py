@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NoReturn, cast
 
 from rich.console import Console
 
@@ -256,9 +256,9 @@ def _sets_reward(settings: Mapping[str, Any]) -> bool:
 def _objects(given: dict[str, Any], arguments: Mapping[str, Any]) -> Objects:
     """The objects among the arguments; what a recipe can say of them, such as the name of code, is put into `given`."""
     passed: dict[str, Any] = {name: arguments[name] for name in ("trackers", "hooks", "doctor_rules")}
-    if isinstance(trackers := passed["trackers"], list | tuple):
-        named = [one for one in trackers if isinstance(one, str)]
-        given["store.trackers"] = named or None
+    if isinstance(passed["trackers"], list | tuple):
+        trackers = cast("Sequence[Any]", passed["trackers"])
+        given["store.trackers"] = [one for one in trackers if isinstance(one, str)] or None
         passed["trackers"] = [one for one in trackers if not isinstance(one, str)]
     if arguments.get("reward") is not None:
         given["reward.parts"], passed["rewards"] = reward_of(arguments["reward"])

@@ -63,7 +63,7 @@ Try: tether demo --seed 1 --name seed1
 
 @dataclass(frozen=True)
 class TrainWords:
-    """A recipe, the words that it was made from, and the options beside them."""
+    """What the words of `tether train` ask for: a recipe, what it was made from, and the options beside it."""
 
     recipe: Recipe
     path: str | None

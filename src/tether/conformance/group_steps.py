@@ -12,7 +12,7 @@ from tether.algorithms.objectives import CISPO, GSPO, PolicyObjective
 from tether.algorithms.select import build_algorithm
 from tether.config.recipes import GRPORecipe
 from tether.conformance.adapter import Grid, Mask, Row
-from tether.ops.groups import has_spread, refilled
+from tether.ops.advantages import has_spread, refilled
 from tether.ops.losses import Aggregation, sequence_log_ratio
 from tether.types import EvaluatedBatch, Experience, Metrics, TokenOutputs
 

@@ -13,8 +13,8 @@ from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFT
 from tether.conformance.adapter import Grid, Mask, Row
 from tether.conformance.group_steps import cispo_loss, dynamic_sampling, grpo_step, gspo_loss
 from tether.conformance.two_parameters import early_stop, ppo_trace, trpo_step
-from tether.ops import advantages, baselines, kl, logprobs, losses, masks, trust_region
-from tether.ops.baselines import MovingAverage
+from tether.ops import advantages, kl, logprobs, losses, masks, trust_region
+from tether.ops.advantages import MovingAverage
 from tether.ops.losses import Aggregation
 from tether.protocols import AdvantageEstimator
 from tether.types import PairBatch, RankedBatch, ScoreOutputs, Sequences, TokenOutputs
@@ -178,8 +178,8 @@ class TetherAdapter:
 
     def batch_mean_weights(self, rewards: Grid, mask: Mask, gamma: float, weighting: Any) -> dict[str, Any]:
         weights, sampled = self.reinforce_weights(rewards, None, mask, gamma, 1.0, weighting), torch.tensor(mask)
-        baseline = baselines.mean_return(weights["weights"], sampled)
-        return {"baseline": baseline, "weights": baselines.less_baseline(weights["weights"], sampled, baseline)}
+        baseline = advantages.mean_return(weights["weights"], sampled)
+        return {"baseline": baseline, "weights": advantages.less_baseline(weights["weights"], sampled, baseline)}
 
     def moving_average(self, decay: float, means: Row) -> dict[str, Any]:
         average, found = MovingAverage(decay), [0.0]

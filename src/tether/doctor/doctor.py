@@ -23,9 +23,8 @@ from tether.doctor.learning import (
     not_training,
 )
 from tether.doctor.own_rules import OwnRule
-from tether.doctor.sampling import negative_kl, rollout_mismatch
+from tether.doctor.sampling import negative_kl, rollout_mismatch, stale_answers
 from tether.doctor.scores import few_prompts, flat_scores, held_out, over_optimisation, reward_failures, score_collapse
-from tether.doctor.staleness import stale_answers
 from tether.store.recorded import RecordedRun, StoredRollout
 
 AUDITS: tuple[Audit, ...] = (

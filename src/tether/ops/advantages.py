@@ -1,4 +1,4 @@
-"""Rewards per token, returns and advantages.
+"""Rewards per token, returns, advantages, and baselines that need no critic.
 
 Time runs over *sampled* tokens. Other tokens between two of them (tool output) take no time: the state after the first
 sampled token is the state before the second, and the rewards and values of the others are never read. After a row's
@@ -6,6 +6,9 @@ last sampled token the value is `final_values` if the answer was truncated, else
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -203,3 +206,70 @@ def check_group_sizes(sizes: Tensor) -> None:
             "a group of one sample has no baseline: set rollout.samples_per_prompt to 2 or more, and leave out groups "
             "that lost all but one sample"
         )
+
+
+# -- baselines without a critic -----------------------------------------------------------------------------------
+
+
+def mean_return(returns: Tensor, mask: Tensor) -> Tensor:
+    """Scalar: the mean over rows of R, the entry of `returns` (B, T) at the row's first sampled token.
+
+    There the total return and the reward to go are the same number. A row without a sampled token is not counted.
+    """
+    width = mask.shape[1]
+    first = (width - 1 - last_index(mask.flip(1))).clamp_max(width - 1)
+    answered = mask.any(dim=1)
+    found = widened(returns).gather(1, first[:, None])[:, 0].masked_fill(~answered, 0.0)
+    return (found.sum() / answered.sum()).to(returns.dtype)
+
+
+def less_baseline(returns: Tensor, mask: Tensor, baseline: Tensor | float) -> Tensor:
+    """(B, T) returns - baseline on sampled tokens, 0 elsewhere (Williams 1992).
+
+    A number that does not depend on the answer changes the variance of the gradient and not its mean. The mean of a
+    batch of B answers contains the answer itself with weight 1 / B, which scales the gradient by (B - 1) / B.
+    """
+    return torch.where(mask, returns - baseline, 0.0)
+
+
+@dataclass(frozen=True)
+class MovingAverage:
+    """The mean of earlier steps' numbers, the latest with the largest weight (reinforcement comparison, Sutton 1984).
+
+        b_k = sum_(j<k) decay^(k-1-j) x_j / sum_(j<k) decay^(k-1-j);    b_1 = 0
+
+    It is an exponential moving average without the bias of its start. A value: `after` returns the next one.
+    """
+
+    decay: float
+    value: float = 0.0
+    weight: float = 0.0  # the sum of the powers of decay so far
+
+    def after(self, number: float) -> MovingAverage:
+        """The average once a step's number is known."""
+        weight = self.decay * self.weight + 1.0
+        return replace(self, value=self.value + (number - self.value) / weight, weight=weight)
+
+
+# -- groups of answers to one prompt ------------------------------------------------------------------------------
+
+
+def has_spread(scores: Tensor, group_ids: Tensor) -> Tensor:
+    """(B,) bool: whether two scores of the row's group differ. `scores` and `group_ids` are (B,).
+
+    A group whose answers all have one score has advantages of 0 relative to it: it adds nothing to the gradient (DAPO,
+    Yu et al. 2025).
+    """
+    same = group_ids[:, None] == group_ids[None, :]  # (B, B)
+    highest = torch.where(same, scores[None, :], -torch.inf).amax(dim=1)
+    lowest = torch.where(same, scores[None, :], torch.inf).amin(dim=1)
+    return highest > lowest
+
+
+def refilled(places: Sequence[bool], candidates: Sequence[bool]) -> list[int | None]:
+    """For each place the candidate that takes it, None where it keeps its group; both say whether a group has spread.
+
+    The first place without spread gets the first candidate with it, and so on. What is left of either changes nothing.
+    """
+    found = iter([index for index, spread in enumerate(candidates) if spread])
+    return [None if spread else next(found, None) for spread in places]

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from tether.algorithms.algorithm import ExtraGradient
+from tether.algorithms.algorithm import Algorithm, ExtraGradient
 from tether.algorithms.objectives import DPOObjective, RewardModelObjective, SFTObjective
 from tether.config.methods import DPOSettings
 from tether.config.recipes import (
@@ -23,7 +23,7 @@ from tether.config.recipes import (
     RLRecipe,
     SFTRecipe,
 )
-from tether.config.sections import DataSettings, OptimizerSettings
+from tether.config.sections import DataSettings, OptimizerSettings, RolloutSettings
 from tether.data.examples import (
     DataOrder,
     Example,
@@ -136,14 +136,7 @@ def build_rl(
         if longest < policy.context_length:  # prompts must fit the critic too
             policy = dataclasses.replace(policy, context_length=longest)
             task = checked(recipe, task, TextModel.of(recipe.model.path, policy))
-    roles = Roles.build(
-        sharing,
-        critic=recipe.roles.critic if algorithm.needs_critic else None,
-        with_reference=algorithm.needs_reference,
-        seed=derive_seed(recipe.run.seed, "critic"),
-        start_critic_from=start,
-        offload_reference=recipe.roles.offload_reference,
-    )
+    roles = build_roles(recipe, algorithm, sharing, start)
     rollout = recipe.rollout
     reward = build_reward(
         recipe.reward.parts,
@@ -162,13 +155,7 @@ def build_rl(
         engine=build_engine(recipe, policy, sharing, objects.engine_for(policy)),
         reward=reward,
         prompts=DataOrder(task.prompts(), derive_seed(recipe.run.seed, "prompts")),
-        sampling=Sampling(
-            max_new_tokens=rollout.max_new_tokens,
-            temperature=rollout.temperature,
-            top_p=rollout.top_p,
-            top_k=rollout.top_k,
-            stop_token_ids=rollout.stop_token_ids,
-        ),
+        sampling=sampling_of(rollout),
         prompts_per_step=rollout.prompts_per_step,
         samples_per_prompt=rollout.samples_per_prompt,
         max_failure_rate=recipe.reward.max_failure_rate,
@@ -184,6 +171,29 @@ def build_rl(
         dynamic_sampling_rounds=rollout.dynamic_sampling_rounds,
         top_logprobs_every=recipe.store.rollouts_every,  # the store keeps no answers of other steps
         queue=RolloutQueue(rollout.lag),
+    )
+
+
+def build_roles(recipe: RLRecipe, algorithm: Algorithm, sharing: Sharing, start: ScalarModel | None) -> Roles:
+    """The roles that the algorithm needs; the critic starts from `start`, if there is one."""
+    return Roles.build(
+        sharing,
+        critic=recipe.roles.critic if algorithm.needs_critic else None,
+        with_reference=algorithm.needs_reference,
+        seed=derive_seed(recipe.run.seed, "critic"),
+        start_critic_from=start,
+        offload_reference=recipe.roles.offload_reference,
+    )
+
+
+def sampling_of(rollout: RolloutSettings) -> Sampling:
+    """How answers are drawn."""
+    return Sampling(
+        max_new_tokens=rollout.max_new_tokens,
+        temperature=rollout.temperature,
+        top_p=rollout.top_p,
+        top_k=rollout.top_k,
+        stop_token_ids=rollout.stop_token_ids,
     )
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 
 from tether.data.examples import DataOrder
-from tether.ops.groups import has_spread, refilled
+from tether.ops.advantages import has_spread, refilled
 from tether.seeds import derive_seed
 from tether.types import Prompt, Rollout, Score
 

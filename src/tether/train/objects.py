@@ -62,7 +62,7 @@ class Objects:
         given: Any = self.trackers
         if not isinstance(given, Sequence):
             raise ConfigError(f"trackers: expected a list of trackers, was given a {type(given).__name__}")
-        for place, tracker in enumerate(self.trackers):
+        for place, tracker in enumerate(cast("Sequence[Any]", given)):
             if isinstance(tracker, NamedTracker):
                 continue
             if isinstance(tracker, str):

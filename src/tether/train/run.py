@@ -8,7 +8,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -21,7 +21,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tether.config.recipes import Recipe
 from tether.errors import ConfigError, Stopped, StorageError, silence
 from tether.learner.ranks import current_ranks
-from tether.models.load import resolve_device
+from tether.models.load import LoadedModel, resolve_device
 from tether.models.precision import precision_notice, with_precision
 from tether.plan.plan import free_memory
 from tether.plan.table import plan_text
@@ -42,7 +42,7 @@ from tether.train.inputs import read_before_loading
 from tether.train.objects import Objects, check_objects, with_named_code
 from tether.train.provenance import code_digests, model_digests
 from tether.train.run_plan import RunPlan, check_room, check_weights
-from tether.train.training import build_training, seed_everything
+from tether.train.training import Training, build_training, seed_everything
 from tether.types import Rollout
 from tether.user_code import end_process, exits_told
 
@@ -200,44 +200,20 @@ def _train(
         return Trained(folder, folder.steps_taken, recipe.run.steps, finished=True)
     if resume and RunFolder(run_path(recipe)).finish_is_damaged:
         notify(f"{run_path(recipe) / FINISHED} is damaged: the work after the last step is done again.")
-    if forked is None:
-        check_objects(recipe, objects, run_path(recipe))
-    else:
-        check_objects(recipe, objects, forked.folder, "fork")
-    seed_everything(recipe.run.seed)
-    asked, recipe = recipe, with_precision(recipe, resolve_device(recipe.model.device))
-    objects = with_named_code(recipe, objects)
-    own_loader = objects.own_loader()
-    inputs = read_before_loading(recipe, objects.task, own_loader=own_loader is not None)
-    if own_loader is None:
-        check_weights(recipe)
-    policy = load_policy(recipe, verify=not resume, loader=own_loader)
-    loaded = model_digests(policy) | {"code": code_digests(recipe)}
-    shape = Shape.of(policy.model)
-    ranks = current_ranks()
-    training = ranks.join(build_training(recipe, policy, inputs, objects), recipe)
-    recipe = lasting(recipe, training.total)
-    if forked is not None and forked.checkpoint.step >= training.total:
-        raise ConfigError(
-            f"the run has {training.total} steps, and step {forked.checkpoint.step} is not before the last: raise "
-            "run.steps or run.epochs"
-        )
-    first = inputs.notices if inputs is not None else ()
-    for notice in dict.fromkeys((*first, precision_notice(asked, recipe), *policy.notices, *training.notices)):
-        if notice is not None:
-            notify(notice)
-    workspace_at(recipe.run.directory, recipe.store.url).name_of(run_path(recipe))
-    unusable = training.restore(forked.checkpoint) if forked is not None else ()
-    planned = RunPlan.of(recipe, shape, training, policy)
-    check_room(recipe, planned.plan, training, free_memory(policy.model.device), notify)
+    ready = _prepare(recipe, notify, resume, forked, objects)
+    recipe, training, ranks = ready.recipe, ready.training, current_ranks()
     # The folder appears only after everything in the recipe has been checked.
     origin = forked.record() if forked is not None else None
     folder = (
         RunFolder(run_path(recipe)) if resume else RunFolder.begin(recipe, origin, consent.current().root, ranks.launch)
     )
-    run = RunContext(recipe, folder, training, policy, notify, resumes=resume)
-    with training_attempt(run, planned, loaded, objects) as attempt:
-        start = attempt.resume() if resume else attempt.fork(forked.checkpoint, unusable) if forked is not None else 0
+    run = RunContext(recipe, folder, training, ready.policy, notify, resumes=resume)
+    with training_attempt(run, ready.planned, ready.loaded, ready.objects) as attempt:
+        start = 0
+        if resume:
+            start = attempt.resume()
+        elif forked is not None:
+            start = attempt.fork(forked.checkpoint, ready.unusable)
         if ranks.fault:
             attempt.note_restart(ranks.fault, ranks.count)
         ranks.begin(training, start)
@@ -259,8 +235,57 @@ def _train(
         else:
             attempt.stop()
         ended = run.ended_early if run.done < training.total else ""
-        shown = planned if planned.measured.iterations else None
+        shown = ready.planned if ready.planned.measured.iterations else None
         return Trained(folder, run.done, training.total, run.is_over, shown, ended)
+
+
+@dataclass(frozen=True)
+class _Ready:
+    """All that a run needs before it has a folder. The recipe's precision and number of steps are settled."""
+
+    recipe: Recipe
+    policy: LoadedModel
+    training: Training
+    planned: RunPlan
+    loaded: dict[str, Any]  # digests of what was loaded
+    objects: Objects
+    unusable: Sequence[str]  # what a fork cannot use of its checkpoint
+
+
+def _prepare(
+    recipe: Recipe, notify: Callable[[str], None], resume: bool, forked: Forked | None, objects: Objects
+) -> _Ready:
+    """Check and load everything that the recipe names."""
+    if forked is None:
+        check_objects(recipe, objects, run_path(recipe))
+    else:
+        check_objects(recipe, objects, forked.folder, "fork")
+    seed_everything(recipe.run.seed)
+    asked, recipe = recipe, with_precision(recipe, resolve_device(recipe.model.device))
+    objects = with_named_code(recipe, objects)
+    own_loader = objects.own_loader()
+    inputs = read_before_loading(recipe, objects.task, own_loader=own_loader is not None)
+    if own_loader is None:
+        check_weights(recipe)
+    policy = load_policy(recipe, verify=not resume, loader=own_loader)
+    loaded = model_digests(policy) | {"code": code_digests(recipe)}
+    shape = Shape.of(policy.model)
+    training = current_ranks().join(build_training(recipe, policy, inputs, objects), recipe)
+    recipe = lasting(recipe, training.total)
+    if forked is not None and forked.checkpoint.step >= training.total:
+        raise ConfigError(
+            f"the run has {training.total} steps, and step {forked.checkpoint.step} is not before the last: raise "
+            "run.steps or run.epochs"
+        )
+    first = inputs.notices if inputs is not None else ()
+    for notice in dict.fromkeys((*first, precision_notice(asked, recipe), *policy.notices, *training.notices)):
+        if notice is not None:
+            notify(notice)
+    workspace_at(recipe.run.directory, recipe.store.url).name_of(run_path(recipe))
+    unusable = training.restore(forked.checkpoint) if forked is not None else ()
+    planned = RunPlan.of(recipe, shape, training, policy)
+    check_room(recipe, planned.plan, training, free_memory(policy.model.device), notify)
+    return _Ready(recipe, policy, training, planned, loaded, objects, unusable)
 
 
 def lasting(recipe: Recipe, steps: int) -> Recipe:

@@ -28,7 +28,7 @@ from tether.models.load import LoadedModel
 from tether.models.roles import ActorCritic
 from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import SharedBackbone
-from tether.ops.baselines import MovingAverage
+from tether.ops.advantages import MovingAverage
 from tether.ops.kl import KLController
 from tether.protocols import StepOutcome
 from tether.rollout.ahead import lag_notices
@@ -262,7 +262,8 @@ def _as_json(start: Any, now: Any) -> dict[str, Any]:
 def _controller(fresh: Kind, saved: Mapping[str, Any]) -> Kind:
     """The saved controller if it started like the recipe's; otherwise the recipe's, as in a fork that changes it."""
     kind: Any = type(fresh)
-    if saved["kind"] != kind.__name__ or saved["start"].keys() != asdict(fresh).keys():
+    settings: Any = fresh  # a dataclass, as Algorithm.check made sure
+    if saved["kind"] != kind.__name__ or saved["start"].keys() != asdict(settings).keys():
         return fresh
     return kind(**saved["now"]) if fresh == kind(**saved["start"]) else fresh
 
