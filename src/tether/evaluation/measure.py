@@ -16,7 +16,15 @@ from rich.table import Table
 from tether.config.sections import PromptSettings
 from tether.data.prompts import PromptRule
 from tether.errors import ConfigError
-from tether.evaluation.evaluate import Evaluation, WinRate, compare, differences, evaluate_model, with_kl
+from tether.evaluation.evaluate import (
+    TASK_SCORE,
+    Evaluation,
+    WinRate,
+    compare,
+    differences,
+    evaluate_model,
+    with_kl,
+)
 from tether.evaluation.judges import Judge
 from tether.evaluation.metrics import LEVEL, Estimate, OwnMetric
 from tether.models.load import LoadedModel
@@ -147,9 +155,6 @@ def _metrics(metrics: Any) -> dict[str, Any]:
     return {name: dataclasses.asdict(estimate) for name, estimate in metrics.items()}
 
 
-SCORE = "score"  # the metric name of the task's own reward
-
-
 @dataclass(frozen=True)
 class Question:
     """The prompts, and the task's reward where there is a task."""
@@ -179,9 +184,10 @@ def measure(
     max_num_seqs: int | Literal["auto"] = "auto",
     quiet: bool,
     metrics: Sequence[OwnMetric] = (),
+    pass_at: Sequence[int] = (),
 ) -> EvaluationReport:
     """Sample and score the answers of one model, or of two, which are then compared."""
-    rewards: dict[str, RewardFn] = {SCORE: question.reward} if question.reward else {}
+    rewards: dict[str, RewardFn] = {TASK_SCORE: question.reward} if question.reward else {}
     rewards |= {judge.name: judge.reward for judge in judges if judge.reward and judge.name != "task"}
     for metric in metrics:
         metric.check(question.prompts)
@@ -199,6 +205,7 @@ def measure(
                     samples_per_prompt=samples,
                     seed=seed,
                     max_num_seqs=max_num_seqs,
+                    pass_at=pass_at,
                 )
             )
     notices = [notice for model in models for notice in model.notices]
