@@ -116,7 +116,6 @@ def run_suite(
     *,
     items: int | None = None,
     seed: int = 0,
-    lm_eval_folder: str | None = None,
 ) -> SuiteResult:
     """Measure the parts that are named; `items` limits the items of each part."""
     columns: dict[str, tuple[float, ...]] = {}
@@ -128,7 +127,7 @@ def run_suite(
     if tasks:
         from tether.evaluation.suite.lm_eval_bridge import run_tasks
 
-        found = run_tasks(model, tasks, items=items, seed=seed, folder=lm_eval_folder)
+        found = run_tasks(model, tasks, items=items, seed=seed)
         columns |= {key: column for key, (column, _) in found.items()}
         directions = {key: better for key, (_, better) in found.items()}
     return SuiteResult(tuple(names), items, seed, columns, directions)
