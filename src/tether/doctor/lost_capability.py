@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from tether.doctor.findings import Finding, Healthy, TooLittle, Verdict
-from tether.reports.capability_table import CapabilityChange, changes_of, interval
-from tether.reports.charts import short
+from tether.reports.capability_table import CapabilityChange, changes_of
 from tether.store.recorded import RecordedRun
 
 WHY = (
@@ -45,5 +44,5 @@ def lost_capability(run: RecordedRun) -> Verdict:
 
 
 def _words(change: CapabilityChange) -> str:
-    went = f"{change.label} went from {short(change.start[0])} to {short(change.end[0])}"
-    return f"{went} (a difference of {interval(change.difference)}, {change.better} is better)"
+    start, end, difference = change.texts
+    return f"{change.label} went from {start} to {end}, a difference of {difference} ({change.better} is better)"

@@ -32,6 +32,7 @@ from tether.models.precision import dtype_name
 from tether.models.tokenizer import tokenizer_difference
 from tether.progress import working
 from tether.protocols import RewardFn, Sampling
+from tether.reports.charts import interval_text
 from tether.reports.safe_text import visible
 from tether.rewards.model import reading_text
 from tether.types import Prompt, Rollout
@@ -103,10 +104,8 @@ def print_report(report: EvaluationReport) -> None:
 
 
 def cell(estimate: Estimate) -> str:
-    """0.62 [0.55, 0.69], with digits that match the width of the interval."""
-    width = estimate.high - estimate.low
-    digits = 1 if width >= 10 else 4 if 0 < width < 0.02 else 2
-    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+    """0.62 [0.55, 0.69]."""
+    return interval_text(estimate.value, estimate.low, estimate.high)
 
 
 def _table(report: EvaluationReport) -> Table:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-from tether.reports.charts import short
+from tether.reports.charts import interval_text
 from tether.reports.report import CapabilityRow
 from tether.store.recorded import RecordedRun
 
@@ -66,10 +66,15 @@ class CapabilityChange:
             count=int(record["count"]),
         )
 
+    @property
+    def texts(self) -> tuple[str, str, str]:
+        """The start, the end and the difference, each with its interval."""
+        return interval_text(*self.start), interval_text(*self.end), interval_text(*self.difference)
+
     def row(self) -> CapabilityRow:
         """As a report shows it."""
         verdict = "loss" if self.is_loss else "" if self.judged else "not judged"
-        return CapabilityRow(self.label, *map(interval, (self.start, self.end, self.difference)), self.better, verdict)
+        return CapabilityRow(self.label, *self.texts, self.better, verdict)
 
 
 def changes_of(run: RecordedRun) -> list[CapabilityChange]:
@@ -81,12 +86,6 @@ def changes_of(run: RecordedRun) -> list[CapabilityChange]:
         return [CapabilityChange.from_json(record) for record in last.data["changes"]]
     except (KeyError, TypeError, ValueError):  # of another version
         return []
-
-
-def interval(estimate: tuple[float, float, float]) -> str:
-    """0.62 [0.55, 0.69]."""
-    value, low, high = estimate
-    return f"{short(value)} [{short(low)}, {short(high)}]"
 
 
 def _three(values: Any) -> tuple[float, float, float]:

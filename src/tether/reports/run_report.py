@@ -17,7 +17,7 @@ from pathlib import Path
 
 import yaml
 
-from tether.reports.capability_table import CapabilityChange, changes_of, interval
+from tether.reports.capability_table import CapabilityChange, changes_of
 from tether.reports.charts import Chart, ChartGroup, Series, drawable, group_charts, short
 from tether.reports.report import Figure, NextStep, ReportContent, ReportFinding, Sample, ScorePart, write_report
 from tether.reports.run_table import open_for, origin
@@ -309,7 +309,7 @@ def capability_finding(changes: Sequence[CapabilityChange]) -> ReportFinding:
     lost = [change for change in changes if change.is_loss]
     if not lost:
         return ReportFinding("good", f"No loss of capability was found. The suite compared {len(changes)} metrics.")
-    words = "; ".join(f"{each.label}: {interval(each.difference)}" for each in lost)
+    words = "; ".join(f"{each.label}: {each.texts[2]}" for each in lost)
     return ReportFinding(
         "warning",
         f"The policy lost capability. It got worse in {len(lost)} of {len(changes)} metrics of the suite ({words}). "

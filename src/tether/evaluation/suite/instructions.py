@@ -43,11 +43,6 @@ def has_word(word: str, text: str) -> bool:
     return word.lower() in (found.lower() for found in _WORD.findall(text))
 
 
-def lacks_letter(letter: str, text: str) -> bool:
-    """Whether there are words, and none has the letter in any case."""
-    return word_count(text) > 0 and letter.lower() not in text.lower()
-
-
 def is_upper(text: str) -> bool:
     """Whether there are letters, and all are capitals."""
     return text.isupper()
