@@ -14,7 +14,7 @@ from tether.errors import UsageError
 if TYPE_CHECKING:
     from rich.table import Table
 
-    from tether.evaluation.suite.capability_suite import Change, SuiteResult
+    from tether.evaluation.suite.capability_suite import MetricChange, SuiteResult
 
 NOT_WITH_SUITE = ("prompts", "task", "task_options", "judge", "metric", "temperature", "max_new_tokens", "answers")
 
@@ -63,7 +63,7 @@ def _names(options: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _as_json(
-    settings: dict[str, Any], names: list[str], results: list[SuiteResult], changes: dict[str, Change]
+    settings: dict[str, Any], names: list[str], results: list[SuiteResult], changes: dict[str, MetricChange]
 ) -> dict[str, Any]:
     models = [
         {"name": name, "metrics": {key: dataclasses.asdict(each) for key, each in result.estimates.items()}}
@@ -76,7 +76,9 @@ def _as_json(
     return {**settings, "level": 0.95, "models": models, "differences": differences}
 
 
-def _table(settings: dict[str, Any], names: list[str], results: list[SuiteResult], changes: dict[str, Change]) -> Table:
+def _table(
+    settings: dict[str, Any], names: list[str], results: list[SuiteResult], changes: dict[str, MetricChange]
+) -> Table:
     from rich.markup import escape
     from rich.table import Table
 

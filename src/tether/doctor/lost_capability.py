@@ -34,7 +34,7 @@ def lost_capability(run: RecordedRun) -> Verdict:
         (
             "kl.coef: raise it, or set kl.target with kl.controller: proportional",
             "optimizer.policy_lr: lower it",
-            "ptx.data: mix in text that the policy should not forget (method ppo)",
+            *(("ptx.data: mix in text that the policy should not forget",) if run.method == "ppo" else ()),
             "run.steps: fewer; evaluation.keep_best keeps the model with the best held-out score",
         ),
         f"suite/{worst.name}",

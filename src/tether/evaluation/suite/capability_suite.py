@@ -100,7 +100,7 @@ class SuiteResult:
 
 
 @dataclass(frozen=True)
-class Change:
+class MetricChange:
     """How a metric differs between two measurements: the first minus the second."""
 
     first: Estimate
@@ -133,7 +133,7 @@ def run_suite(
     return SuiteResult(tuple(names), items, seed, columns, directions)
 
 
-def compare_suites(first: SuiteResult, second: SuiteResult) -> dict[str, Change]:
+def compare_suites(first: SuiteResult, second: SuiteResult) -> dict[str, MetricChange]:
     """First minus second for every metric of both, over pairs of the same items."""
     told = [(result.names, result.items, result.seed) for result in (first, second)]
     if told[0] != told[1]:
@@ -143,7 +143,7 @@ def compare_suites(first: SuiteResult, second: SuiteResult) -> dict[str, Change]
     return {name: _change(first, second, name, judged) for name in shared}
 
 
-def _change(first: SuiteResult, second: SuiteResult, name: str, judged: int) -> Change:
+def _change(first: SuiteResult, second: SuiteResult, name: str, judged: int) -> MetricChange:
     pairs, metric = [first.columns[name], second.columns[name]], first.metric(name)
 
     def statistic(columns: Tensor) -> Tensor:
@@ -156,7 +156,7 @@ def _change(first: SuiteResult, second: SuiteResult, name: str, judged: int) -> 
     level = 1.0 - (1.0 - LEVEL) / judged
     far = bootstrap(pairs, statistic, seed=seed, level=level, resamples=ADJUSTED_RESAMPLES)
     ends = first.estimates[name], second.estimates[name]
-    return Change(*ends, difference, (far.low, far.high), metric)
+    return MetricChange(*ends, difference, (far.low, far.high), metric)
 
 
 # -- the parts ----------------------------------------------------------------------------------------------------

@@ -96,9 +96,9 @@ class SuiteModel:
         longest = max((len(row) - first for row, first in zip(rows, firsts, strict=True)), default=1)
         budget = max(1, GREEDY_TOKENS // longest) * max(map(len, rows), default=1)
         for places, micro in self._passes(rows, firsts, min(budget, BATCH_TOKENS), what):
-            likeliest = with_weights(self.actor.backbone.model, self._likeliest, micro)
+            top_tokens = with_weights(self.actor.backbone.model, self._top_tokens, micro)
             same = torch.ones_like(micro.response_mask)
-            same[micro.response_mask] = micro.tokens[micro.response_mask] == likeliest
+            same[micro.response_mask] = micro.tokens[micro.response_mask] == top_tokens
             for place, row in zip(places, same.cpu(), strict=True):
                 found[place] = bool(row.all())
         return found
@@ -124,7 +124,7 @@ class SuiteModel:
         return self.actor.output.logprobs(self.actor.backbone(micro, states_read(micro)), micro)[0]
 
     @torch.no_grad()
-    def _likeliest(self, micro: Sequences) -> Tensor:
+    def _top_tokens(self, micro: Sequences) -> Tensor:
         """(N,) the most likely token at each of the N tokens that count."""
         hidden, output, mask = self.actor.backbone(micro, states_read(micro)), self.actor.output, micro.response_mask
         options, positions = output.options(1.0), true_positions(mask)
