@@ -10,6 +10,7 @@ from tether.seeds import derive_seed
 from tether.types import Message, Prompt
 
 MAX_NEW_TOKENS = 12
+MAX_PROBLEMS = 300  # a third of them from the table up to 12, which has 121
 _NUMBER = re.compile(r"-?\d+")
 
 
@@ -46,6 +47,8 @@ EXAMPLES = (Problem(3, "+", 5), Problem(14, "-", 6), Problem(4, "*", 7), Problem
 
 def problems(count: int, seed: int) -> list[Problem]:
     """Different problems: sums and differences below 100 (no result below 0), and the table up to 12."""
+    if count > MAX_PROBLEMS:
+        raise ValueError(f"there are at most {MAX_PROBLEMS} different problems, not {count}")
     draw = random.Random(derive_seed(seed, "arithmetic"))  # noqa: S311 (not for secrets)
     found: dict[Problem, None] = {}
     while len(found) < count:
