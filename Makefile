@@ -59,8 +59,8 @@ demo: setup  ## the whole of RLHF on a real model, in minutes, on the CPU
 conformance: setup  ## check Tether against the golden traces
 	$(BIN)/tether conformance
 
-algorithms: setup  ## compare the algorithms on one task
-	$(BIN)/python benchmarks/algorithms.py
+algorithms: setup  ## compare the algorithms on one task; REAL=1: a real model on three tasks, for a GPU
+	$(BIN)/python benchmarks/algorithms.py $(if $(REAL),--real,)
 
 soak: setup  ## kill runs hundreds of times, resume them, and compare every bit; ten minutes
 	OMP_NUM_THREADS=1 $(BIN)/python tests/soak/soak.py $(SOAK)

@@ -1,6 +1,7 @@
 """Every RL algorithm on one task, from one seed: a table and overlaid curves in docs/algorithms.md.
 
     python benchmarks/algorithms.py [--only NAME ...] [--json]
+    python benchmarks/algorithms.py --real [...]      a real model on three tasks: see algorithms_real.py
 
 A two-layer byte-level model learns, from random weights, to answer with characters of the requested kind. All
 algorithms start from the same weights and see the same prompts in the same order.
@@ -11,10 +12,12 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import sys
 import time
 from pathlib import Path
 
 import torch
+from algorithms_real import real_lab
 
 from tether.config.load import load_recipe
 from tether.config.recipes import RLRecipe
@@ -113,6 +116,9 @@ def plot(curves: dict[str, list[tuple[float, float]]], target: Path) -> None:
 
 def main() -> None:
     """Run, print, and write the documentation's table and picture."""
+    if "--real" in sys.argv[1:]:
+        real_lab(VARIANTS, [word for word in sys.argv[1:] if word != "--real"])
+        return
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n", 1)[0])
     parser.add_argument("--only", nargs="*", default=list(VARIANTS), choices=list(VARIANTS))
     parser.add_argument("--json", action="store_true")

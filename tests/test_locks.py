@@ -13,7 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 LOCKS = ROOT / "locks"
-CI = ("ci-triton.txt", "ci-node.txt", "ci-reasoning.txt")
+CI = ("ci-triton.txt", "ci-node.txt", "ci-reasoning.txt", "ci-lm-eval.txt")
 FILES = ("torch.txt", "dev.txt", "cuda.txt", "docs.txt", "extras.txt", *CI, "tools.txt")
 
 

@@ -57,6 +57,7 @@ def test_a_run_without_skips_says_so():
         ("PostgreSQL is not tested: its programs are not on PATH", "PostgreSQL"),
         ("the interpreter of Triton before 3.7 needs numpy before 2.4", "Triton"),
         ("the extra `reasoning` is not installed", "reasoning-gym"),
+        ("the extra `lm-eval` is not installed", "lm-eval"),
         ("caddy is not installed: apt-get install caddy", "Caddy"),
         ("a small disk needs root to be mounted", "the right to mount a small disk"),
     ],

@@ -32,6 +32,7 @@ from tether.config.recipes import RLRecipe  # noqa: E402
 from tether.doctor.answer_metrics import step_measures  # noqa: E402
 from tether.models.save import save_model  # noqa: E402
 from tether.protocols import RolloutEngine  # noqa: E402
+from tether.reports.capability_table import EVENT  # noqa: E402
 from tether.store.read import open_workspace, read_run, workspace_of  # noqa: E402
 from tether.train.build import build_rl, build_supervised, load_policy  # noqa: E402
 from tether.train.rl import RLParts, StepResult, train_rl  # noqa: E402
@@ -197,11 +198,13 @@ def write_records(folder: Path) -> Path:
 
 
 def copied(name: str, folder: Path) -> dict[str, Any]:
-    """What a run that was trained elsewhere has in its workspace; its answers are left behind."""
+    """What a run that was trained elsewhere has in its workspace; answers and most events are left behind."""
     with open_workspace(workspace_of(str(folder))) as opened:
         run = read_run(opened, str(folder))
     metrics = [dict(row) for row in run.metrics]
-    return {"name": name, "method": run.method, "config": run.config, "metrics": columns(metrics), "rollouts": []}
+    told = [{"step": event.step, "data": event.data} for event in run.events if event.kind == EVENT]
+    recorded = {"name": name, "method": run.method, "config": run.config, "metrics": columns(metrics), "rollouts": []}
+    return recorded | {"capability": told}
 
 
 if __name__ == "__main__":

@@ -10,7 +10,8 @@ from zipfile import ZIP_DEFLATED, ZipFile, ZipInfo
 
 import numpy as np
 
-from tether.store.recorded import TOKEN_COLUMNS, RecordedRun, StoredRollout
+from tether.reports.capability_table import EVENT
+from tether.store.recorded import TOKEN_COLUMNS, Event, RecordedRun, StoredRollout
 
 ARCHIVE = Path(__file__).parent / "recorded.zip"
 
@@ -50,6 +51,7 @@ def read_recorded(name: str) -> RecordedRun:
         method=found["method"],
         config=found["config"],
         metrics=metrics,
+        events=[Event(0.0, EVENT, "", each["step"], each["data"]) for each in found.get("capability", ())],
         rollout_steps=sorted({rollout.step for rollout in rollouts}),
         rollouts=lambda step: [rollout for rollout in rollouts if rollout.step == step],
     )

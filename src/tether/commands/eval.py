@@ -38,6 +38,8 @@ EPILOG = """examples:
   tether eval runs/ppo --against smollm2-135m --prompts held_out.jsonl --judge mine:rule --judge http://host/judge
   tether eval runs/ppo --metric my_metric.py:politeness
   tether eval smollm2-135m --task reasoning-gym:chain_sum --task-options '{min_digits: 1, max_digits: 1}'
+  tether eval runs/ppo --samples 16 --pass-at 1,4,8        the chance that one of 1, 4, 8 answers is right
+  tether eval runs/ppo --against smollm2-135m --suite      what it forgot; see docs/suite.md
 """
 
 
@@ -45,6 +47,10 @@ def eval_command(words: list[str]) -> int:
     """Evaluate and print a table, or one JSON object."""
     options = eval_parser().parse_args(words)
     check_models(options.model, options.against)
+    if options.suite is not None:
+        from tether.commands.eval_suite import suite_command
+
+        return suite_command(options)
 
     from rich.console import Console
 
@@ -77,6 +83,14 @@ def eval_parser() -> CommandParser:
     )
     asked.add_argument("--task-options", metavar="YAML", help="options of the task, such as '{max_digits: 1}'")
     asked.add_argument("--limit", type=count, metavar="N", help="use only the first N prompts")
+    asked.add_argument(
+        "--suite",
+        nargs="?",
+        const="all",
+        metavar="NAMES",
+        help="in place of prompts, a suite of capabilities: perplexity, arithmetic, instructions, repetition, or all "
+        "four (the default); or tasks of lm-evaluation-harness: lm-eval:hellaswag,arc_easy",
+    )
     judged = parser.add_argument_group("how answers are judged")
     judged.add_argument(
         "--judge",
@@ -99,7 +113,15 @@ def eval_parser() -> CommandParser:
         "returns a number; repeatable",
     )
     sampled = parser.add_argument_group("how answers are sampled")
-    sampled.add_argument("--samples", type=count, default=1, metavar="N", help="answers to each prompt (1)")
+    sampled.add_argument("-n", "--samples", type=count, default=1, metavar="N", help="answers to each prompt (1)")
+    judged.add_argument(
+        "--pass-at",
+        type=whole_numbers,
+        default=(),
+        metavar="K,...",
+        help="pass@K by the task's score: the chance that at least one of K answers scores 1; needs --samples of K or "
+        "more",
+    )
     sampled.add_argument("--temperature", type=float, metavar="T", help="0 is greedy (default: the run's, or 1)")
     sampled.add_argument("--max-new-tokens", type=count, metavar="N", help="default: the run's, or 128")
     sampled.add_argument("--seed", type=int, default=0, metavar="S", help="seed of every random draw (0)")
@@ -117,6 +139,7 @@ def evaluate_models(options: argparse.Namespace, console: Console) -> Evaluation
     from tether.seeds import derive_seed
     from tether.store.find import find_run_or_model, run_config
 
+    check_pass_at(options)
     options.model = find_run_or_model(options.model)
     options.against = find_run_or_model(options.against) if options.against else None
     rollout = run_config(options.model).get("rollout", {})
@@ -128,6 +151,8 @@ def evaluate_models(options: argparse.Namespace, console: Console) -> Evaluation
     question = fitting(ask(options, models[0]), models, sampling, lambda text: console.print(text, markup=False))
     if question.reward is not None:
         question = Question(question.prompts, for_all(question.reward, models))
+    if options.pass_at and question.reward is None:
+        raise UsageError("--pass-at needs a score: name a task with --task")
     judges = [find_judge(spec, options, question, models) for spec in options.judge or default_judges(question)]
     return measure(
         names,
@@ -140,7 +165,24 @@ def evaluate_models(options: argparse.Namespace, console: Console) -> Evaluation
         max_num_seqs=options.max_num_seqs or "auto",
         quiet=console.quiet,
         metrics=metrics,
+        pass_at=options.pass_at,
     )
+
+
+def whole_numbers(words: str) -> tuple[int, ...]:
+    """The positive numbers of a list such as 1,4,8."""
+    return tuple(dict.fromkeys(count(word.strip()) for word in words.split(",")))
+
+
+def check_pass_at(options: argparse.Namespace) -> None:
+    """Raise where there are fewer answers than pass@k needs."""
+    if options.pass_at and max(options.pass_at) > options.samples:
+        raise UsageError(
+            f"--pass-at {max(options.pass_at)} needs at least as many answers to each prompt, and --samples is "
+            f"{options.samples}: raise it"
+        )
+    if options.pass_at and options.temperature == 0.0:
+        raise UsageError("--pass-at needs different answers to a prompt: choose a --temperature above 0")
 
 
 def ask(options: argparse.Namespace, policy: LoadedModel) -> Question:

@@ -11,6 +11,11 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from tether.config.base import CodeReference, Count, Fraction, Positive, PositiveFloat, Settings
+from tether.config.evaluation_settings import (
+    EvaluationSettings,
+    PreferenceEvaluationSettings,
+    RecordsEvaluationSettings,
+)
 from tether.config.methods import (
     DPOSettings,
     GRPOSettings,
@@ -26,13 +31,10 @@ from tether.config.sections import (
     CheckpointSettings,
     DataSettings,
     DistributedSettings,
-    EvaluationSettings,
     KLSettings,
     ModelSettings,
     OptimizerSettings,
-    PreferenceEvaluationSettings,
     PromptSettings,
-    RecordsEvaluationSettings,
     RecordsRunSettings,
     RewardSettings,
     RolesSettings,

@@ -369,51 +369,6 @@ class StoreSettings(Settings):
     )
 
 
-class EvaluationRules(Settings):
-    """When to evaluate on held-out data, and what to do with the result."""
-
-    every: Count = Field(
-        default=0, description="Evaluate before the first and after every Nth iteration; 0 disables it."
-    )
-    keep_best: bool = Field(default=True, description="Keep the model with the best held-out score as best/.")
-    patience: Count = Field(
-        default=0, description="Stop after this many evaluations in a row without improvement; 0 disables it."
-    )
-
-    @model_validator(mode="after")
-    def _something_to_wait_for(self) -> EvaluationRules:
-        if self.patience and not self.every:
-            raise ValueError("patience counts evaluations, but every is 0: set evaluation.every as well")
-        return self
-
-
-class EvaluationSettings(EvaluationRules):
-    """Evaluation on held-out prompts during training."""
-
-    prompts: Positive = Field(default=64, description="Maximum number of held-out prompts.")
-
-
-class RecordsEvaluationSettings(EvaluationRules):
-    """Evaluation on held-out records during training."""
-
-    every: Count = Field(
-        default=0,
-        description="Evaluate before the first and after every Nth step; 0: only after the last, if records are held "
-        "out.",
-    )
-    keep_best: bool = Field(default=True, description="Keep the model with the lowest held-out loss as best/.")
-    records: Positive | None = Field(default=None, description="Maximum number of held-out records; null uses all.")
-
-
-class PreferenceEvaluationSettings(RecordsEvaluationSettings):
-    """Evaluation on held-out preferences during training."""
-
-    keep_best: bool = Field(default=True, description="Keep the best model, by evaluation.metric, as best/.")
-    metric: Literal["loss", "accuracy"] = Field(
-        default="loss", description="Selects the best model: the lowest loss, or the highest accuracy."
-    )
-
-
 class PromptSettings(ReadSettings):
     """How the records of task.prompts and task.held_out become prompts."""
 

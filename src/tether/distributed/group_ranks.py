@@ -252,7 +252,11 @@ def check_recipe(recipe: Recipe) -> None:
             f"model.device is {recipe.model.device}, which all ranks would share: use auto or cuda, and each rank "
             "takes its own device"
         )
-
+    if isinstance(recipe, RLRecipe) and recipe.evaluation.suite:
+        raise ConfigError(
+            "evaluation.suite is not available with several ranks: leave it out, and measure the saved model against "
+            "its start with `tether eval RUN --against MODEL --suite`"
+        )
     if recipe.roles.mode == "shared_backbone":
         _check_shared_backbone(recipe)
 

@@ -22,6 +22,7 @@ from tether.doctor.learning import (
     not_finite,
     not_training,
 )
+from tether.doctor.lost_capability import lost_capability
 from tether.doctor.own_rules import OwnRule
 from tether.doctor.sampling import negative_kl, rollout_mismatch, stale_answers
 from tether.doctor.scores import few_prompts, flat_scores, held_out, over_optimisation, reward_failures, score_collapse
@@ -40,6 +41,7 @@ AUDITS: tuple[Audit, ...] = (
     Audit("length", "Does length drift, or raise the score?", length_drift),
     Audit("never-ends", "Do answers end by themselves?", never_ends),
     Audit("over-optimisation", "Does the true score follow the proxy?", over_optimisation),
+    Audit("capability-loss", "Does it still do what it could before?", lost_capability),
     Audit("held-out", "Do held-out prompts gain too?", held_out),
     Audit("score-collapse", "Did the run keep what it had learned?", score_collapse),
     Audit("flat-scores", "Do scores differ?", flat_scores),

@@ -33,6 +33,7 @@ from tether.evaluation.metrics import (
     rouge,
     wilson,
 )
+from tether.evaluation.pass_at_k import passes
 from tether.learner.batching import micro_batches
 from tether.models.backbones import OutputLayer, backbone_of
 from tether.models.load import LoadedModel, check_same_vocabulary
@@ -46,6 +47,7 @@ from tether.seeds import derive_seed
 from tether.types import Prompt, Rollout, Score, Sequences
 
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k3")
+TASK_SCORE = "score"  # the name of the task's own reward
 REFERENCES = ("reference", "completion")  # record fields that ROUGE compares with; without them, the prompt's answer
 
 
@@ -87,12 +89,17 @@ def evaluate_model(
     samples_per_prompt: int = 1,
     seed: int = 0,
     max_num_seqs: int | Literal["auto"] = "auto",
+    pass_at: Sequence[int] = (),
 ) -> Evaluation:
-    """Sample answers and measure them. With the same seed and prompts, two models get the same random draws."""
+    """Sample answers and measure them. With the same seed and prompts, two models get the same random draws.
+
+    `pass_at` adds pass@k of each reward for these k.
+    """
     engine = NativeEngine(loaded, max_num_seqs=max_num_seqs)
     stream = derive_seed(seed, "evaluate")
     rollouts = engine.generate(prompts, sampling, samples_per_prompt=samples_per_prompt, seed=stream)
-    return evaluate_rollouts(rollouts, sampling=sampling, name=name, rewards=rewards, seed=seed)
+    given = {"sampling": sampling, "name": name, "rewards": rewards, "seed": seed, "pass_at": pass_at}
+    return evaluate_rollouts(rollouts, **given)
 
 
 def evaluate_rollouts(
@@ -102,6 +109,7 @@ def evaluate_rollouts(
     name: str = "model",
     rewards: Mapping[str, RewardFn] | None = None,
     seed: int = 0,
+    pass_at: Sequence[int] = (),
 ) -> Evaluation:
     """Measure existing answers, such as those of a `ScriptedEngine`."""
     answers: dict[str, list[float]] = {}
@@ -119,7 +127,12 @@ def evaluate_rollouts(
     answers["repetition"] = [repetition_rate(rollout.completion) for rollout in rollouts]
     groups = _groups(rollouts)
     columns = {key: tuple(_mean([values[row] for row in rows]) for rows in groups) for key, values in answers.items()}
-    proportions = {"ended", *(key for key in answers if key.partition("/")[0] in unscored)}
+    for reward_name in unscored:
+        values = answers[reward_name]
+        for k in pass_at:
+            key = f"pass@{k}" if reward_name == TASK_SCORE else f"pass@{k}/{reward_name}"
+            columns[key] = tuple(passes([values[row] for row in rows], k) for rows in groups)
+    proportions = {"ended", *(key for key in columns if key.partition("/")[0] in unscored or key.startswith("pass@"))}
     metrics = {
         key: _estimate(finite, key in proportions, derive_seed(seed, "bootstrap", key))
         for key, column in columns.items()

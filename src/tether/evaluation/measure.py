@@ -16,7 +16,15 @@ from rich.table import Table
 from tether.config.sections import PromptSettings
 from tether.data.prompts import PromptRule
 from tether.errors import ConfigError
-from tether.evaluation.evaluate import Evaluation, WinRate, compare, differences, evaluate_model, with_kl
+from tether.evaluation.evaluate import (
+    TASK_SCORE,
+    Evaluation,
+    WinRate,
+    compare,
+    differences,
+    evaluate_model,
+    with_kl,
+)
 from tether.evaluation.judges import Judge
 from tether.evaluation.metrics import LEVEL, Estimate, OwnMetric
 from tether.models.load import LoadedModel
@@ -24,6 +32,7 @@ from tether.models.precision import dtype_name
 from tether.models.tokenizer import tokenizer_difference
 from tether.progress import working
 from tether.protocols import RewardFn, Sampling
+from tether.reports.charts import interval_text
 from tether.reports.safe_text import visible
 from tether.rewards.model import reading_text
 from tether.types import Prompt, Rollout
@@ -95,10 +104,8 @@ def print_report(report: EvaluationReport) -> None:
 
 
 def cell(estimate: Estimate) -> str:
-    """0.62 [0.55, 0.69], with digits that match the width of the interval."""
-    width = estimate.high - estimate.low
-    digits = 1 if width >= 10 else 4 if 0 < width < 0.02 else 2
-    return f"{estimate.value:.{digits}f} [{estimate.low:.{digits}f}, {estimate.high:.{digits}f}]"
+    """0.62 [0.55, 0.69]."""
+    return interval_text(estimate.value, estimate.low, estimate.high)
 
 
 def _table(report: EvaluationReport) -> Table:
@@ -147,9 +154,6 @@ def _metrics(metrics: Any) -> dict[str, Any]:
     return {name: dataclasses.asdict(estimate) for name, estimate in metrics.items()}
 
 
-SCORE = "score"  # the metric name of the task's own reward
-
-
 @dataclass(frozen=True)
 class Question:
     """The prompts, and the task's reward where there is a task."""
@@ -179,9 +183,10 @@ def measure(
     max_num_seqs: int | Literal["auto"] = "auto",
     quiet: bool,
     metrics: Sequence[OwnMetric] = (),
+    pass_at: Sequence[int] = (),
 ) -> EvaluationReport:
     """Sample and score the answers of one model, or of two, which are then compared."""
-    rewards: dict[str, RewardFn] = {SCORE: question.reward} if question.reward else {}
+    rewards: dict[str, RewardFn] = {TASK_SCORE: question.reward} if question.reward else {}
     rewards |= {judge.name: judge.reward for judge in judges if judge.reward and judge.name != "task"}
     for metric in metrics:
         metric.check(question.prompts)
@@ -199,6 +204,7 @@ def measure(
                     samples_per_prompt=samples,
                     seed=seed,
                     max_num_seqs=max_num_seqs,
+                    pass_at=pass_at,
                 )
             )
     notices = [notice for model in models for notice in model.notices]

@@ -154,12 +154,29 @@ def bootstrap_mean(values: Sequence[float], *, seed: int, level: float = LEVEL, 
     """A mean with the percentile bootstrap (Efron 1979): the middle `level` of the means of resampled values."""
     if not values:
         raise ValueError("a mean needs at least one value")
-    column = torch.tensor(values, dtype=torch.float64)
+    return bootstrap([values], lambda columns: columns[0].mean(dim=-1), seed=seed, level=level, resamples=resamples)
+
+
+def bootstrap(
+    columns: Sequence[Sequence[float]],
+    statistic: Callable[[Tensor], Tensor],
+    *,
+    seed: int,
+    level: float = LEVEL,
+    resamples: int = RESAMPLES,
+) -> Estimate:
+    """A statistic of n observations with its percentile bootstrap interval.
+
+    An observation is one value of each of the C columns. `statistic` maps (C, ..., n) values to one number for each
+    set of n of them.
+    """
+    table = torch.tensor(columns, dtype=torch.float64)  # (C, n)
+    count = table.shape[1]
     generator = torch.Generator().manual_seed(seed)
-    means = torch.cat([column[rows].mean(dim=1) for rows in _resampled(len(values), resamples, generator)])
+    found = torch.cat([statistic(table[:, rows]) for rows in _resampled(count, resamples, generator)])
     tail = (1.0 - level) / 2.0
-    low, high = torch.quantile(means, torch.tensor([tail, 1.0 - tail], dtype=torch.float64)).tolist()
-    return Estimate(float(column.mean()), low, high, len(values), "bootstrap")
+    low, high = torch.quantile(found, torch.tensor([tail, 1.0 - tail], dtype=torch.float64)).tolist()
+    return Estimate(float(statistic(table)), low, high, count, "bootstrap")
 
 
 def paired_difference(

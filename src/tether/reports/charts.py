@@ -209,6 +209,13 @@ def tick_label(value: float, step: float) -> str:
     return f"{value:,.{digits}f}".replace("-", MINUS) if abs(value) >= step * 1e-6 else "0"
 
 
+def interval_text(value: float, low: float, high: float) -> str:
+    """0.62 [0.55, 0.69], with digits that match the width of the interval."""
+    width = high - low
+    digits = 1 if width >= 10 else 4 if 0 < width < 0.02 else 2
+    return f"{value:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
+
+
 def short(value: float) -> str:
     """A value with two or three digits, for a label: 0.81, 12.4, 1,240, 3e-5."""
     if math.isnan(value):

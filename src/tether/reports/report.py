@@ -70,6 +70,20 @@ class Sample:
     parts: tuple[ScorePart, ...] = ()
 
 
+class CapabilityRow(NamedTuple):
+    """One metric of a capability suite, as text: before, after and the difference, each with its interval."""
+
+    label: str
+    start: str
+    end: str
+    difference: str
+    better: str  # higher or lower
+    verdict: str  # such as "loss"
+
+
+CAPABILITY_COLUMNS = ("", "before", "after", "difference", "better", "")
+
+
 @dataclass(frozen=True)
 class NextStep:
     """A suggestion for what to do next, with a command if there is one."""
@@ -88,6 +102,7 @@ class ReportContent:
     headline: tuple[Figure, ...] = ()
     findings: tuple[ReportFinding, ...] = ()
     charts: tuple[ChartGroup, ...] = ()
+    capabilities: tuple[CapabilityRow, ...] = ()
     samples: tuple[Sample, ...] = ()
     stages: tuple[tuple[str, float], ...] = ()
     recipe_text: str = ""
@@ -99,6 +114,10 @@ class ReportContent:
 
 # -- Markdown -----------------------------------------------------------------------------------------------------
 
+CAPABILITY_LEAD = (
+    "Capabilities before the first and after the last step, with 95 % intervals; differences are over pairs of the "
+    "same items."
+)
 _MARKDOWN_LEVELS = {"good": "✅", "note": "▫️", "warning": "⚠️"}
 
 
@@ -124,6 +143,10 @@ def render_markdown(content: ReportContent, charts_folder: str = "charts") -> Ma
         blocks.append(
             "\n".join(f"- {_MARKDOWN_LEVELS[finding.level]} {markdown(finding.text)}" for finding in content.findings)
         )
+    if content.capabilities:
+        rows = ["| " + " | ".join(map(markdown, row)) + " |" for row in content.capabilities]
+        head = ["| " + " | ".join(CAPABILITY_COLUMNS) + " |", "|---|---:|---:|---:|---|---|"]
+        blocks += ["## What it forgot", CAPABILITY_LEAD, "\n".join([*head, *rows])]
     if content.samples:
         blocks.append("## Before and after")
         for sample in content.samples:
@@ -206,13 +229,21 @@ def render_html(content: ReportContent) -> str:
     """The whole page."""
     sections = [
         ("happened", "What happened", _findings(content.findings)),
+        ("forgot", "What it forgot", _capabilities(content.capabilities)),
         ("samples", "Before and after", _samples(content)),
         ("curves", "", "".join(_group(group, place) for place, group in enumerate(content.charts))),
         ("time", "Where the time went", _stages(content.stages)),
         ("next", "What to do next", _next_steps(content)),
         ("made", "How it was made", _made(content)),
     ]
-    names = {"happened": "Findings", "samples": "Samples", "curves": "Curves", "time": "Time", "next": "Next"}
+    names = {
+        "happened": "Findings",
+        "forgot": "Capabilities",
+        "samples": "Samples",
+        "curves": "Curves",
+        "time": "Time",
+        "next": "Next",
+    }
     links = "".join(f'<a href="#{key}">{names[key]}</a>' for key, _, body in sections if body and key in names)
     main = "".join(_section(key, title, body) for key, title, body in sections if body)
     return f"""<!doctype html>
@@ -275,6 +306,14 @@ def _findings(findings: tuple[ReportFinding, ...]) -> str:
             "</li>"
         )
     return f'<ul class="findings">{"".join(items)}</ul>'
+
+
+def _capabilities(rows: tuple[CapabilityRow, ...]) -> str:
+    if not rows:
+        return ""
+    head = "".join(f"<th>{column}</th>" for column in CAPABILITY_COLUMNS)
+    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
+    return f'<p class="lead">{CAPABILITY_LEAD}</p><table class="capabilities"><tr>{head}</tr>{body}</table>'
 
 
 def _samples(content: ReportContent) -> str:

@@ -18,6 +18,7 @@ from typing import Literal
 
 import yaml
 
+from tether.reports.capability_table import CapabilityChange, changes_of
 from tether.reports.charts import Chart, ChartGroup, Series, drawable, group_charts, short
 from tether.reports.report import Figure, NextStep, ReportContent, ReportFinding, Sample, ScorePart, write_report
 from tether.reports.run_table import open_for, origin
@@ -289,6 +290,7 @@ def run_content(summary: RunSummary, run: RecordedRun) -> ReportContent:
         headline=headline(run),
         findings=findings(summary, run),
         charts=charts(run),
+        capabilities=tuple(change.row() for change in changes_of(run)),
         samples=samples(run),
         recipe_text=yaml.safe_dump(dict(summary.config), sort_keys=False),
         environment={name: str(value) for name, value in summary.environment.items() if value is not None},
@@ -334,10 +336,25 @@ def findings(summary: RunSummary, run: RecordedRun) -> tuple[ReportFinding, ...]
         found += [
             ReportFinding("warning", f"{words} at step {event.step}. {event.text}") for event in told[-MAX_ERRORS:]
         ]
+    if changes := changes_of(run):
+        found.append(capability_finding(changes))
     broken = sorted({name for row in run.metrics for name, value in row.items() if not math.isfinite(value)})
     if broken:
         found.append(ReportFinding("warning", f"Some values were not finite: {', '.join(broken[:8])}."))
     return tuple(found)
+
+
+def capability_finding(changes: Sequence[CapabilityChange]) -> ReportFinding:
+    """Whether the suite of capabilities found a loss."""
+    lost = [change for change in changes if change.is_loss]
+    if not lost:
+        return ReportFinding("good", f"No loss of capability was found. The suite compared {len(changes)} metrics.")
+    words = "; ".join(f"{each.label}: {each.texts[2]}" for each in lost)
+    return ReportFinding(
+        "warning",
+        f"The policy lost capability. It got worse in {len(lost)} of {len(changes)} metrics of the suite ({words}). "
+        "Raise kl.coef, lower optimizer.policy_lr, or mix in text with ptx.data.",
+    )
 
 
 def charts(run: RecordedRun) -> tuple[ChartGroup, ...]:

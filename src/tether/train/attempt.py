@@ -7,6 +7,7 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Any
 
+from tether.config.recipes import RLRecipe
 from tether.doctor.own_rules import own_rules
 from tether.errors import StorageError
 from tether.files import recover
@@ -14,6 +15,7 @@ from tether.models.save import save_model
 from tether.protocols import StepHook, StepOutcome
 from tether.store.checkpoints import Checkpoint
 from tether.store.database.records import steps_logged
+from tether.train.capability_hook import CapabilityHook
 from tether.train.checkpointing import BestModel, Checkpointer, StepRecorder
 from tether.train.failures import FaultRecorder, Watchdog
 from tether.train.hooks import (
@@ -184,6 +186,7 @@ def training_attempt(run: RunContext, planned: RunPlan, loaded: dict[str, Any], 
     hooks: list[StepHook] = [
         provenance,
         AnswerMetrics(),
+        *([CapabilityHook()] if isinstance(run.recipe, RLRecipe) and run.recipe.evaluation.suite else []),
         StepRecorder(),
         MetricTrackers(objects.trackers),
         PlanMeasurements(planned.measured),

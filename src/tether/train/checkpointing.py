@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from tether.config.evaluation_settings import PreferenceEvaluationSettings
 from tether.config.recipes import Recipe, RecordsRecipe, RLRecipe
-from tether.config.sections import PreferenceEvaluationSettings
 from tether.errors import StorageError
 from tether.files import files_damage
 from tether.models.save import save_model
