@@ -213,6 +213,7 @@ def _train(
     shape = Shape.of(policy.model)
     ranks = current_ranks()
     training = ranks.join(build_training(recipe, policy, inputs, objects), recipe)
+    loaded |= training.digests
     recipe = lasting(recipe, training.total)
     if forked is not None and forked.checkpoint.step >= training.total:
         raise ConfigError(
