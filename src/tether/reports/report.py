@@ -71,6 +71,16 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class ReportTable:
+    """A table of formatted cells; the first column names the rows."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class NextStep:
     """A suggestion for what to do next, with a command if there is one."""
 
@@ -87,6 +97,7 @@ class ReportContent:
     subtitle: str = ""
     headline: tuple[Figure, ...] = ()
     findings: tuple[ReportFinding, ...] = ()
+    tables: tuple[ReportTable, ...] = ()
     charts: tuple[ChartGroup, ...] = ()
     samples: tuple[Sample, ...] = ()
     stages: tuple[tuple[str, float], ...] = ()
@@ -124,6 +135,8 @@ def render_markdown(content: ReportContent, charts_folder: str = "charts") -> Ma
         blocks.append(
             "\n".join(f"- {_MARKDOWN_LEVELS[finding.level]} {markdown(finding.text)}" for finding in content.findings)
         )
+    for table in content.tables:
+        blocks += _markdown_table(table)
     if content.samples:
         blocks.append("## Before and after")
         for sample in content.samples:
@@ -131,6 +144,13 @@ def render_markdown(content: ReportContent, charts_folder: str = "charts") -> Ma
     blocks += _charts(content, charts_folder, charts)
     blocks += _endings(content)
     return MarkdownReport("\n\n".join(block for block in blocks if block) + "\n", charts)
+
+
+def _markdown_table(table: ReportTable) -> list[str]:
+    rows = [table.columns, *table.rows]
+    lines = [f"| {' | '.join(markdown(cell) for cell in row)} |" for row in rows]
+    lines.insert(1, f"|---|{'---:|' * (len(table.columns) - 1)}")
+    return [f"## {markdown(table.title)}", "\n".join(lines), markdown(table.note)]
 
 
 def _markdown_sample(content: ReportContent, sample: Sample) -> list[str]:
@@ -206,6 +226,7 @@ def render_html(content: ReportContent) -> str:
     """The whole page."""
     sections = [
         ("happened", "What happened", _findings(content.findings)),
+        ("tables", "", "".join(_table(table) for table in content.tables)),
         ("samples", "Before and after", _samples(content)),
         ("curves", "", "".join(_group(group, place) for place, group in enumerate(content.charts))),
         ("time", "Where the time went", _stages(content.stages)),
@@ -275,6 +296,17 @@ def _findings(findings: tuple[ReportFinding, ...]) -> str:
             "</li>"
         )
     return f'<ul class="findings">{"".join(items)}</ul>'
+
+
+def _table(table: ReportTable) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.columns)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+        for first, *rest in table.rows
+    )
+    note = f'<p class="lead">{escape(table.note)}</p>' if table.note else ""
+    body = f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return f"<h2>{escape(table.title)}</h2>{note}{body}"
 
 
 def _samples(content: ReportContent) -> str:
