@@ -53,7 +53,7 @@ def measure_round(places: Places, round: int) -> Figures:
     try:
         if pipeline.has_truth:
             figures |= _policy_figures(places, round)
-        reward = _reward_step(places, round)
+        reward = reward_step(places, round)
         if reward is not None:
             model = load_reward(places.model(reward))
             if pipeline.has_truth:
@@ -104,7 +104,7 @@ def _load(path: str, pipeline: Pipeline) -> LoadedModel:
     return load_causal_lm(find_model(path), dtype=settings.truth.dtype, device=settings.truth.device, seed=seed)
 
 
-def _reward_step(places: Places, round: int) -> PipelineStep | None:
+def reward_step(places: Places, round: int) -> PipelineStep | None:
     """The last stage of a round that trains a reward model."""
     found = [step for step in places.steps if step.stage.makes == "reward" and step.round == round]
     return found[-1] if found else None
@@ -141,7 +141,7 @@ def _agreement(places: Places, round: int, model: RewardModelReward) -> Figures:
     records = [record for file in files for record in read_lines(file)]
     seed = derive_seed(places.pipeline.settings.seed, "agreement")
     found: Figures = {"after": agreement(model, records, seed)}
-    earlier = _reward_step(places, round - 1) if round else None
+    earlier = reward_step(places, round - 1) if round else None
     if earlier is not None:
         found["before"] = agreement(load_reward(places.model(earlier)), records, seed)
     return found

@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from tether.config.pipeline_recipe import Pipeline
+from tether.config.recipes import RLRecipe
 from tether.files import read_plain_json, unsealed
 from tether.pipeline.answers import task_with
 from tether.pipeline.measure_rounds import TRUE, read_measured
@@ -222,44 +223,36 @@ def round_charts(rounds: Sequence[Figures]) -> list[Chart]:
 
 def step_charts(places: Places) -> list[Chart]:
     """Proxy, true score and KL over the steps of every RL stage, one round after another."""
-    true: list[tuple[float, float]] = []
-    proxy: list[tuple[float, float]] = []
-    kl: list[tuple[float, float]] = []
+    steps = [step for step in places.steps if step.round and isinstance(step.stage.settings, RLRecipe)]
+    if not steps:
+        return []
+    points: dict[str, list[tuple[float, float]]] = {TRUE_METRIC: [], "score": [], "kl_ref_k3": []}
     marks: list[Mark] = []
     offset = 0.0
     with open_workspace(places.root.parent) as opened:
-        for step in places.steps:
-            if (
-                step.stage.makes != "policy"
-                or not step.round
-                or step.stage.method in ("sft", "rejection_sampling", "dpo")
-            ):
-                continue
+        for step in steps:
             rows = [dict(row) for row in read_run(opened, f"{places.root.name}/{step.folder}").metrics]
             marks.append(Mark("x", offset, f"round {step.round}"))
-            for row in rows:
-                at = offset + float(row["step"])
-                for points, name in ((true, TRUE_METRIC), (proxy, "score"), (kl, "kl_ref_k3")):
-                    if row.get(name) is not None:
-                        points.append((at, float(row[name])))
+            for name, curve in points.items():
+                curve += [(offset + float(row["step"]), float(row[name])) for row in rows if row.get(name) is not None]
             offset += len(rows)
     drawn = (
-        ("True score of the training answers", "reward/true; it has no weight.", "true score", true),
-        ("Score of the training answers", "What the policy was trained on.", "score", proxy),
-        ("KL to the reference", "To the reference of the stage (kl.reference).", "nats per answer", kl),
+        ("True score of the training answers", "reward/true; it has no weight.", "true score", TRUE_METRIC),
+        ("Score of the training answers", "What the policy was trained on.", "score", "score"),
+        ("KL to the reference", "To the reference of the stage (kl.reference).", "nats per answer", "kl_ref_k3"),
     )
     return [
         Chart(
             title=title,
             question=STEPS,
-            series=(Series("mean", tuple(points)),),
+            series=(Series("mean", tuple(points[name])),),
             x_label="RL steps, all rounds",
             y_label=label,
             note=note,
             marks=tuple(marks),
         )
-        for title, note, label, points in drawn
-        if points
+        for title, note, label, name in drawn
+        if points[name]
     ]
 
 
@@ -296,14 +289,15 @@ def samples(places: Places) -> tuple[Sample, ...]:
     if first is None or last is None or "answers" not in first or "answers" not in last:
         return ()
     texts = _prompt_texts(places.pipeline)
-    each = places.pipeline.settings.truth.samples  # the first answer to every prompt
-    pairs = list(
-        zip(first["answers"][::each], last["answers"][::each], first["true_scores"], last["true_scores"], strict=True)
-    )
-    stride = max(1, -(-len(pairs) // MAX_SAMPLES))
+    each = places.pipeline.settings.truth.samples
+    sides = [side["answers"][::each] for side in (first, last)]  # the first answer to every prompt
+    # A prompt's score is the mean over its answers, so that it is the answer's own only where there is one.
+    scores = [side["true_scores"] if each == 1 else [None] * len(sides[0]) for side in (first, last)]
+    rows = list(zip(*sides, *scores, strict=True))
+    stride = max(1, -(-len(rows) // MAX_SAMPLES))
     return tuple(
         Sample(texts.get(before["id"], before["id"]), before["text"].strip(), after["text"].strip(), ours, theirs)
-        for before, after, ours, theirs in pairs[::stride]
+        for before, after, ours, theirs in rows[::stride]
     )
 
 

@@ -191,12 +191,14 @@ def by_people(
     """Fill a queue of the studio once, then wait until every item has its votes."""
     if find_spec("starlette") is None:
         raise ConfigError("rater person needs Tether Studio: pip install 'tether-rl[studio]'")
-    from tether.store.read import open_workspace
+    from tether.store.database.open import workspace_at
+    from tether.store.read import OpenWorkspace, open_store
     from tether.studio.import_export import export_records
     from tether.studio.label_store import Labels
 
     person = settings.person
-    with open_workspace(context.root.parent) as opened:
+    workspace = workspace_at(context.root.parent)
+    with OpenWorkspace(workspace, open_store(workspace)) as opened:
         labels = Labels(opened)
         queue, items = _queue(context, settings, labels, sampled)
         advance = context.progress(items, "votes")

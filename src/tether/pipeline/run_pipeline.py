@@ -31,7 +31,7 @@ from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.save import save_model
 from tether.pipeline.answers import reward_of, task_with
 from tether.pipeline.collect import best_of_n, collect, rejection_recipe
-from tether.pipeline.measure_rounds import measure_round, read_measured
+from tether.pipeline.measure_rounds import measure_round, read_measured, reward_step
 from tether.pipeline.order import RANDOM, START_FOLDER, PipelineStep, Places, check_references, steps_of
 from tether.pipeline.pipeline_report import stage_figures, summarise, write_pipeline_report
 from tether.pipeline.stage_context import StageContext, resume_words
@@ -379,7 +379,8 @@ def with_truth(recipe: Recipe, pipeline: Pipeline) -> Recipe:
 
 def _measure(run: PipelineRun, number: int) -> None:
     """Measure a round that is done, unless it was."""
-    if read_measured(run.root, number) is not None or (number == 0 and not run.pipeline.has_truth):
+    nothing = not run.pipeline.has_truth and reward_step(run.places, number) is None
+    if nothing or read_measured(run.root, number) is not None:
         return
     if run.stop():
         raise Stopped(f"stopped before round {number} was measured; resume with: {resume_words(run.root)}")
