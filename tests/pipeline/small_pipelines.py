@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
-
-import yaml
 
 from tether.config.load_pipeline import load_pipeline
 from tether.config.pipeline_recipe import Pipeline
@@ -65,7 +64,9 @@ def small(folder: Path, *flags: str, name: str = "p", rounds: int = 2, **keys: o
     }
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / f"{name}.yaml"
-    file.write_text(yaml.safe_dump({key: value for key, value in (content | keys).items() if value is not None}))
+    file.write_text(
+        json.dumps({key: value for key, value in (content | keys).items() if value is not None})
+    )  # also YAML
     pipeline = load_pipeline(str(file), flags)
     check_references(pipeline)
     return pipeline

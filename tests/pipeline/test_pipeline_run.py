@@ -30,7 +30,11 @@ def everything(root: Path) -> tuple[object, ...]:
     summary = json.loads((root / "summary.json").read_text())
     kept = {name: value for name, value in summary.items() if name not in ("seconds", "policy")}
     weights = {str(file.relative_to(root)): file.read_bytes() for file in root.glob("*/model/*.safetensors")}
-    records = {str(file.relative_to(root)): file.read_bytes() for file in root.glob("*/*.jsonl")}
+    records = {
+        str(file.relative_to(root)): file.read_bytes()
+        for file in root.glob("*/*.jsonl")
+        if file.name != "records.jsonl"
+    }
     metrics: dict[str, list[object]] = {}
     with open_workspace(root.parent) as opened:
         for name in (stage for stage in STAGES if (root / stage / "model").is_dir()):
@@ -146,7 +150,7 @@ def test_rounds_can_be_added_and_the_old_ones_stay(calm: Path, tmp_path: Path, c
     assert [line["stage"] for line in printed[:-1]] == STAGES[3:] and printed[-1]["rounds"][2]["round"] == 2
     assert (tmp_path / "p" / "round-1-ppo" / "finished.json").stat().st_mtime_ns == kept
     assert everything(tmp_path / "p") == everything(calm)
-    with pytest.raises(ConfigError, match="has 2 rounds already: name more|has 2 rounds already; name more"):
+    with pytest.raises(ConfigError, match="has 2 rounds already"):
         resume_pipeline(tmp_path / "p", json_output=False, rounds=1)
 
 
@@ -173,10 +177,11 @@ def test_stopping_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 @pytest.mark.parametrize("critic", ["head", "separate"])
 def test_every_role_mode_and_critic(tmp_path: Path, mode: str, critic: str):
     roles = {"mode": mode, "lora_rank": 2, "trainable_layers": 1}
+    part = {"kind": "model", "name": "proxy", "path": "stage:proxy", "shared": mode != "separate"}
     stages = {
         "answers": collect_stage(),
         "proxy": reward_stage(roles=roles),
-        "ppo": ppo_stage(roles=roles | {"critic": critic}),
+        "ppo": ppo_stage(roles=roles | {"critic": critic}, reward={"parts": [part]}),
     }
     assert run_pipeline(small(tmp_path, each_round=stages), json_output=False) == 0
     rounds = json.loads((tmp_path / "p" / "summary.json").read_text())["rounds"]
@@ -232,6 +237,10 @@ def test_best_of_n_and_rejection_sampling(tmp_path: Path):
 # -- wrong input --------------------------------------------------------------------------------------------------
 
 
+NO_FILE = {"sft": {"method": "sft", "data": {"train": "no.jsonl"}}}
+NO_REFERENCE = {"ppo": ppo_stage(kl={"reference": "./gone"}, reward={})}
+
+
 @pytest.mark.parametrize(
     ("keys", "message"),
     [
@@ -239,12 +248,12 @@ def test_best_of_n_and_rejection_sampling(tmp_path: Path):
         ({"policy": None}, "no stage before it makes a policy"),
         ({"policy": "./nowhere"}, r"there is no run and no model at \./nowhere"),
         ({"task": {"name": "no-such-task"}}, "no-such-task"),
-        ({"each_round": {"sft": {"method": "sft", "data": {"train": "no.jsonl"}}}}, r"stage sft, data\.train: there is no file no\.jsonl"),
-        ({"each_round": {"ppo": ppo_stage(kl={"reference": "./gone"}, reward={})}}, r"stage ppo, kl\.reference: there is no run and no model"),
+        ({"each_round": NO_FILE}, r"stage sft, data\.train: there is no file no\.jsonl"),
+        ({"each_round": NO_REFERENCE}, r"stage ppo, kl\.reference: there is no run and no model"),
     ],
-)  # fmt: skip
+)
 def test_what_would_fail_later_is_said_before_anything_is_trained(tmp_path: Path, keys, message: str):
-    with pytest.raises(ConfigError, match=message):
+    with pytest.raises(ValueError, match=message):
         check_pipeline(small(tmp_path, **keys))
     assert not (tmp_path / "p").exists()
 
@@ -275,9 +284,9 @@ def test_a_folder_of_something_else_and_another_pipeline_are_left_alone(calm: Pa
 
 
 def test_a_second_process_is_kept_out(tmp_path: Path):
-    with running._alone(tmp_path), pytest.raises(ConfigError, match="another process is running the pipeline"):
-        with running._alone(tmp_path):
-            pass
+    words = "another process is running the pipeline"
+    with running.alone(tmp_path), pytest.raises(ConfigError, match=words), running.alone(tmp_path):
+        pass
 
 
 def test_the_command_checks_lists_and_explains(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

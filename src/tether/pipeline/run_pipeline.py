@@ -166,7 +166,7 @@ def _changes(before: Any, now: Any, key: str = "") -> list[str]:
 
 
 @contextmanager
-def _alone(root: Path) -> Iterator[None]:
+def alone(root: Path) -> Iterator[None]:
     """Keep a second process out of the folder."""
     with (root / LOCK).open("w") as file:
         try:
@@ -261,7 +261,7 @@ def pipeline_names(pipeline: Pipeline) -> tuple[CodeName, ...]:
 
 def _run(pipeline: Pipeline, root: Path, *, json_output: bool) -> int:
     console = Console(stderr=True)
-    with _alone(root), interruptions() as stop, stage_progress(console) as show:
+    with alone(root), interruptions() as stop, stage_progress(console) as show:
         run = PipelineRun(Places(pipeline, root), console, show, stop, notify_once(console), json_output)
         if (root / PROGRESS).is_file():
             run.seconds = read_plain_json(root / PROGRESS)["seconds"]
