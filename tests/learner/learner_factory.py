@@ -9,7 +9,7 @@ import torch
 
 from tether.algorithms.algorithm import Algorithm
 from tether.algorithms.ppo import ppo
-from tether.config.kl import KLSettings
+from tether.config.kl_settings import KLSettings
 from tether.config.methods import PPOSettings
 from tether.config.sections import RewardSettings
 from tether.hub.tiny_model import tiny_model

@@ -10,7 +10,7 @@ import pytest
 from tether.config.load_pipeline import load_pipeline, pipeline_from_record
 from tether.config.pipeline_recipe import Pipeline
 from tether.errors import ConfigError
-from tether.pipeline.order import Places, check_references, order_lines, steps_of
+from tether.pipeline.order import StagePlaces, check_references, order_lines, steps_of
 
 GOOD = """\
 method: pipeline
@@ -50,7 +50,7 @@ def loaded(tmp_path: Path, text: str, *flags: str) -> Pipeline:
 
 
 def test_references_lead_to_what_was_made_before(tmp_path: Path):
-    places = Places(loaded(tmp_path, GOOD), Path("runs/p"))
+    places = StagePlaces(loaded(tmp_path, GOOD), Path("runs/p"))
     found = {step.folder: places.resolved(step) for step in places.steps}
     assert list(found) == ["sft"] + [f"round-{k}-{name}" for k in (1, 2, 3) for name in ("answers", "proxy", "ppo")]
     sft, ppo = "runs/p/sft/model", "runs/p/round-{}-ppo/model"
@@ -71,7 +71,7 @@ def test_the_previous_rounds_policy_may_be_the_reference(tmp_path: Path):
         "  ppo:\n",
         '  best:\n    method: rejection_sampling\n    reward: {parts: [{kind: model, path: "stage:proxy"}]}\n  ppo:\n',
     )
-    places = Places(loaded(tmp_path, text), Path("r"))
+    places = StagePlaces(loaded(tmp_path, text), Path("r"))
     found = {step.folder: places.resolved(step) for step in places.steps}
     assert found["round-1-ppo"].model.path == "r/round-1-best/model", "rejection sampling makes a policy"
     assert found["round-1-ppo"].kl.reference == "r/sft/model"

@@ -173,8 +173,10 @@ def test_stopping_says_how_to_go_on(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # -- other stages and modes ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("mode", ["separate", "lora", "shared_backbone"])
-@pytest.mark.parametrize("critic", ["head", "separate"])
+MODES = [("separate", "head"), ("lora", "separate"), ("lora", "head"), ("shared_backbone", "separate")]
+
+
+@pytest.mark.parametrize(("mode", "critic"), MODES)
 def test_every_role_mode_and_critic(tmp_path: Path, mode: str, critic: str):
     roles = {"mode": mode, "lora_rank": 2, "trainable_layers": 1}
     part = {"kind": "model", "name": "proxy", "path": "stage:proxy", "shared": mode != "separate"}
@@ -188,14 +190,15 @@ def test_every_role_mode_and_critic(tmp_path: Path, mode: str, critic: str):
     assert rounds[2]["kl"] > 0 and 0 <= rounds[2]["agreement"]["after"] <= 1
 
 
-@pytest.mark.parametrize("method", ["grpo", "rloo", "reinforce", "dpo"])
-def test_other_methods_are_stages_too(tmp_path: Path, method: str):
-    keys = {"rollout": {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4}}
+def test_other_methods_are_stages_too(tmp_path: Path):
     reward = {"parts": [{"kind": "model", "name": "proxy", "path": "stage:proxy"}]}
-    own = {"data": {"train": "stage:answers"}} if method == "dpo" else keys | {"reward": reward}
-    policy = {"method": method, "model": ON_CPU, "run": {"steps": 1}} | QUICK | own
-    stages = {"answers": collect_stage(), "proxy": reward_stage(), "policy_step": policy}
+    rollout = {"prompts_per_step": 2, "samples_per_prompt": 2, "max_new_tokens": 4}
+    dpo = {"method": "dpo", "model": ON_CPU, "run": {"steps": 1}, "data": {"train": "stage:answers"}} | QUICK
+    grpo = {"method": "grpo", "model": ON_CPU, "run": {"steps": 1}, "rollout": rollout, "reward": reward} | QUICK
+    stages = {"answers": collect_stage(), "proxy": reward_stage(), "preferred": dpo, "grouped": grpo}
     assert run_pipeline(small(tmp_path, rounds=1, each_round=stages), json_output=False) == 0
+    recipe = json.loads((tmp_path / "p" / "round-1-grouped" / "recipe.json").read_text())
+    assert recipe["model"]["path"] == str(tmp_path / "p" / "round-1-preferred" / "model")
 
 
 def test_best_of_n_and_rejection_sampling(tmp_path: Path):

@@ -14,7 +14,7 @@ from typing import Any, Literal, Protocol, cast
 import torch
 from torch import Tensor
 
-from tether.config.kl import KLSettings
+from tether.config.kl_settings import KLSettings
 from tether.config.sections import AggregationSettings, PenaltySettings, RewardSettings
 from tether.errors import ConfigError
 from tether.learner.batching import minibatches

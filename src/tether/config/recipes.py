@@ -11,7 +11,7 @@ from typing import ClassVar
 from pydantic import Field, model_validator
 
 from tether.config.base import CodeReference, Count, Fraction, Positive, PositiveFloat, Settings
-from tether.config.kl import KLSettings
+from tether.config.kl_settings import KLSettings
 from tether.config.methods import (
     DPOSettings,
     GRPOSettings,

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tether.config.kl import START
+from tether.config.kl_settings import START
 from tether.doctor.findings import (
     Curve,
     Finding,

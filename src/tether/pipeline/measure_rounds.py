@@ -18,7 +18,7 @@ from tether.evaluation.metrics import bootstrap_mean
 from tether.files import read_plain_json, sealed, unsealed
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.pipeline.answers import TextAnswer, held_out_prompts, load_reward, reward_of, task_with
-from tether.pipeline.order import HELD_OUT_FILE, PipelineStep, Places
+from tether.pipeline.order import HELD_OUT_FILE, PipelineStep, StagePlaces
 from tether.pipeline.rankings import read_lines
 from tether.protocols import RewardFn, Sampling
 from tether.rewards.model import RewardModelReward
@@ -46,7 +46,7 @@ def read_measured(root: Path, round: int) -> Figures | None:
         return None
 
 
-def measure_round(places: Places, round: int) -> Figures:
+def measure_round(places: StagePlaces, round: int) -> Figures:
     """Measure the policy at the end of a round, and write the figures."""
     pipeline, root = places.pipeline, places.root
     figures: Figures = {"round": round}
@@ -66,7 +66,7 @@ def measure_round(places: Places, round: int) -> Figures:
     return figures
 
 
-def _policy_figures(places: Places, round: int) -> Figures:
+def _policy_figures(places: StagePlaces, round: int) -> Figures:
     """The true score and the KL to the policy before the rounds, with intervals; and the answers."""
     settings, seed = places.pipeline.settings.truth, places.pipeline.settings.seed
     policy, first = places.policy_before(round + 1), places.policy_before(1)
@@ -104,13 +104,13 @@ def _load(path: str, pipeline: Pipeline) -> LoadedModel:
     return load_causal_lm(find_model(path), dtype=settings.truth.dtype, device=settings.truth.device, seed=seed)
 
 
-def reward_step(places: Places, round: int) -> PipelineStep | None:
+def reward_step(places: StagePlaces, round: int) -> PipelineStep | None:
     """The last stage of a round that trains a reward model."""
     found = [step for step in places.steps if step.stage.makes == "reward" and step.round == round]
     return found[-1] if found else None
 
 
-def _proxy_figures(places: Places, round: int, model: RewardModelReward, answers: list[Figures]) -> Figures:
+def _proxy_figures(places: StagePlaces, round: int, model: RewardModelReward, answers: list[Figures]) -> Figures:
     """The score of this round's reward model on the policy before the round, and after it."""
     prompts = {prompt.id: prompt for prompt in task_with(places.pipeline.settings.task).held_out()}
     found: Figures = {}
@@ -129,7 +129,7 @@ def _text_scores(reward: RewardFn, answers: Sequence[TextAnswer]) -> list[float]
     return [score.value for score in reward([answer.rollout() for answer in answers]) if score.usable]
 
 
-def _agreement(places: Places, round: int, model: RewardModelReward) -> Figures:
+def _agreement(places: StagePlaces, round: int, model: RewardModelReward) -> Figures:
     """How often the last round's reward model and this round's agree with the held-out ratings of this round."""
     files = [
         places.folder(step) / HELD_OUT_FILE

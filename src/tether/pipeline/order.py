@@ -58,7 +58,7 @@ def steps_of(pipeline: Pipeline) -> tuple[PipelineStep, ...]:
 
 
 @dataclass(frozen=True)
-class Places:
+class StagePlaces:
     """Where the steps of a pipeline keep what they make, and what a reference stands for."""
 
     pipeline: Pipeline
@@ -138,7 +138,7 @@ class Places:
 
 def check_references(pipeline: Pipeline) -> None:
     """Raise ConfigError where a reference cannot be resolved, or leads to something of another kind."""
-    places = Places(pipeline, Path(pipeline.settings.directory) / pipeline.settings.name)
+    places = StagePlaces(pipeline, Path(pipeline.settings.directory) / pipeline.settings.name)
     stages = {stage.name: stage for stage in pipeline.all_stages}
     for step in places.steps:
         if step.round > 1:

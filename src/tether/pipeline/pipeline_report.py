@@ -14,7 +14,7 @@ from tether.config.recipes import RLRecipe
 from tether.files import read_plain_json, unsealed
 from tether.pipeline.answers import task_with
 from tether.pipeline.measure_rounds import TRUE, read_measured
-from tether.pipeline.order import Places
+from tether.pipeline.order import StagePlaces
 from tether.pipeline.stage_context import DONE
 from tether.reports.charts import Chart, Mark, Series, group_charts
 from tether.reports.environment_rows import environment_rows
@@ -36,7 +36,7 @@ MAX_SAMPLES = 6
 Figures = Mapping[str, Any]
 
 
-def summarise(places: Places, seconds: Mapping[str, float]) -> dict[str, Any]:
+def summarise(places: StagePlaces, seconds: Mapping[str, float]) -> dict[str, Any]:
     """The figures that a script needs: one entry for each round, and those of each stage."""
     rounds: list[dict[str, Any]] = []
     for number in range(places.pipeline.settings.rounds + 1):
@@ -78,7 +78,7 @@ def _round(measured: Figures) -> dict[str, Any]:
     return found
 
 
-def write_pipeline_report(places: Places, summary: Mapping[str, Any]) -> Path:
+def write_pipeline_report(places: StagePlaces, summary: Mapping[str, Any]) -> Path:
     """Write report.html and report.md into the pipeline's folder; returns the page's path."""
     pipeline, rounds = places.pipeline, summary["rounds"]
     stages = ", ".join(stage.name for stage in pipeline.each_round)
@@ -221,7 +221,7 @@ def round_charts(rounds: Sequence[Figures]) -> list[Chart]:
     return found
 
 
-def step_charts(places: Places) -> list[Chart]:
+def step_charts(places: StagePlaces) -> list[Chart]:
     """Proxy, true score and KL over the steps of every RL stage, one round after another."""
     steps = [step for step in places.steps if step.round and isinstance(step.stage.settings, RLRecipe)]
     if not steps:
@@ -283,7 +283,7 @@ def rater_charts(rounds: Sequence[Figures]) -> list[Chart]:
     ]
 
 
-def samples(places: Places) -> tuple[Sample, ...]:
+def samples(places: StagePlaces) -> tuple[Sample, ...]:
     """Answers before the rounds and after them, evenly spaced over the prompts."""
     first, last = (read_measured(places.root, number) for number in (0, places.pipeline.settings.rounds))
     if first is None or last is None or "answers" not in first or "answers" not in last:
@@ -305,7 +305,7 @@ def _prompt_texts(pipeline: Pipeline) -> dict[str, str]:
     return {prompt.id: prompt.messages[-1]["content"] for prompt in task_with(pipeline.settings.task).held_out()}
 
 
-def next_steps(places: Places) -> tuple[NextStep, ...]:
+def next_steps(places: StagePlaces) -> tuple[NextStep, ...]:
     """Suggestions, with commands."""
     settings = places.pipeline.settings
     last, first = places.policy_before(settings.rounds + 1), places.policy_before(1)

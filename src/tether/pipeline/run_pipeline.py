@@ -32,7 +32,7 @@ from tether.models.save import save_model
 from tether.pipeline.answers import reward_of, task_with
 from tether.pipeline.collect import best_of_n, collect, rejection_recipe
 from tether.pipeline.measure_rounds import measure_round, read_measured, reward_step
-from tether.pipeline.order import RANDOM, START_FOLDER, PipelineStep, Places, check_references, steps_of
+from tether.pipeline.order import RANDOM, START_FOLDER, PipelineStep, StagePlaces, check_references, steps_of
 from tether.pipeline.pipeline_report import stage_figures, summarise, write_pipeline_report
 from tether.pipeline.stage_context import StageContext, resume_words
 from tether.pipeline.stage_progress import Show, notify_once, stage_progress, train_stage
@@ -60,7 +60,7 @@ LOCAL_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 class PipelineRun:
     """A pipeline that is running."""
 
-    places: Places
+    places: StagePlaces
     console: Console
     show: Show
     stop: Callable[[], bool]
@@ -182,7 +182,7 @@ def alone(root: Path) -> Iterator[None]:
 def check_pipeline(pipeline: Pipeline) -> None:
     """Raise ConfigError for what would end a later stage: references, names of files, models and tasks."""
     check_references(pipeline)
-    places = Places(pipeline, Path(pipeline.settings.directory) / pipeline.settings.name)
+    places = StagePlaces(pipeline, Path(pipeline.settings.directory) / pipeline.settings.name)
     if pipeline.settings.policy is not None:
         find_model(pipeline.settings.policy)
     for step in steps_of(pipeline):
@@ -194,7 +194,7 @@ def check_pipeline(pipeline: Pipeline) -> None:
         _check_truth(places)
 
 
-def _check_truth(places: Places) -> None:
+def _check_truth(places: StagePlaces) -> None:
     pipeline = places.pipeline
     if places.policy_before(1) is None:
         raise ConfigError(
@@ -262,7 +262,7 @@ def pipeline_names(pipeline: Pipeline) -> tuple[CodeName, ...]:
 def _run(pipeline: Pipeline, root: Path, *, json_output: bool) -> int:
     console = Console(stderr=True)
     with alone(root), interruptions() as stop, stage_progress(console) as show:
-        run = PipelineRun(Places(pipeline, root), console, show, stop, notify_once(console), json_output)
+        run = PipelineRun(StagePlaces(pipeline, root), console, show, stop, notify_once(console), json_output)
         if (root / PROGRESS).is_file():
             run.seconds = read_plain_json(root / PROGRESS)["seconds"]
         _save_random_policy(run)
@@ -356,7 +356,7 @@ def _carry_out(run: PipelineRun, context: StageContext) -> None:
         raise context.stopped(f"stopped after {trained.steps} of {trained.total} steps")
 
 
-def with_place(recipe: Recipe, places: Places, context: StageContext) -> Recipe:
+def with_place(recipe: Recipe, places: StagePlaces, context: StageContext) -> Recipe:
     """The recipe with its run in the pipeline's folder, and the seed of its round unless it has its own."""
     settings = places.pipeline.settings
     given = {"name": f"{places.root.name}/{context.step.folder}", "directory": str(places.root.parent)}

@@ -45,11 +45,11 @@ def stage_progress(console: Console) -> Iterator[Show]:
 
 def notify_once(console: Console) -> Callable[[str], None]:
     """Print each notice once: every stage loads the same tokenizer and would repeat its notice."""
-    told: set[str] = set()
+    known: set[str] = set()
 
     def notify(text: str) -> None:
-        if text not in told:
-            told.add(text)
+        if text not in known:
+            known.add(text)
             console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
 
     return notify

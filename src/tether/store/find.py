@@ -6,7 +6,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from tether.config.kl import START
+from tether.config.kl_settings import START
 from tether.config.recipes import RLRecipe
 from tether.errors import ConfigError
 from tether.files import same_place

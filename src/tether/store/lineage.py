@@ -16,7 +16,7 @@ from typing import Any
 
 from tether import __version__
 from tether.config.base import Paths
-from tether.config.kl import START
+from tether.config.kl_settings import START
 from tether.data.sources import shown_source, source_digest
 from tether.errors import ConfigError
 from tether.files import require_plain
