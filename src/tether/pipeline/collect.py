@@ -23,7 +23,7 @@ from tether.pipeline.answers import (
 )
 from tether.pipeline.order import BEST_FILE, HELD_OUT_FILE, TRAIN_FILE
 from tether.pipeline.rankings import read_lines, write_lines, write_split
-from tether.pipeline.raters import rated
+from tether.pipeline.raters import ANSWERS, rated
 from tether.pipeline.stage_context import StageContext
 from tether.protocols import RewardFn
 from tether.rewards.pool import close_workers
@@ -31,7 +31,6 @@ from tether.rewards.scoring import score_rollouts
 from tether.seeds import derive_seed
 from tether.types import Rollout
 
-ANSWERS = "answers.jsonl"
 Samples = CollectRecipe | BestOfNRecipe | RejectionSamplingRecipe
 
 

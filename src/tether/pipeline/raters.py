@@ -20,14 +20,14 @@ from tether.config.pipeline_recipe import CollectRecipe, JudgeSettings
 from tether.config.rewards import RemotePart
 from tether.errors import ConfigError, DataError
 from tether.evaluation.judges import ChatJudge, HTTPJudge, RemoteJudge, Verdict
-from tether.files import read_plain_json
-from tether.pipeline.rankings import noisy_ranks, read_lines
+from tether.files import file_digest, read_plain_json
+from tether.pipeline.rankings import noisy_ranks, read_lines, write_lines
 from tether.pipeline.stage_context import StageContext, resume_words
 from tether.rewards.remote import token_from
 from tether.seeds import derive_seed
 from tether.store.folder import write_whole
 
-VERDICTS, QUEUE = "verdicts.jsonl", "queue.json"
+ANSWERS, VERDICTS, QUEUE = "answers.jsonl", "verdicts.jsonl", "queue.json"
 Sampled = Mapping[str, Any]  # a line of answers.jsonl: id, prompt, answers, ended, and scores where there are some
 Groups = list[list[dict[str, Any]]]
 PAIRS_AT_ONCE = 16  # pairs that are judged between two writes
@@ -151,9 +151,7 @@ def _known_verdicts(context: StageContext) -> dict[tuple[int, int, int], Verdict
     """What the judge said before the pipeline was stopped."""
     file = context.folder / VERDICTS
     lines = read_lines(file) if file.is_file() else []
-    if file.is_file():  # without a last line that a kill cut off
-        write_kept = "".join(json.dumps(line) + "\n" for line in lines)
-        file.write_text(write_kept, encoding="utf-8")
+    write_lines(file, lines)  # without a last line that a kill cut off
     return {tuple(line["pair"]): Verdict(line["choice"], line["orders_agree"]) for line in lines}
 
 
@@ -243,8 +241,9 @@ def _queue(context: StageContext, settings: CollectRecipe, labels: Any, sampled:
     try:
         queue = int(read_plain_json(file)["queue"])
     except (OSError, ValueError, KeyError, TypeError):
-        same = [row["id"] for row in labels.queues(owner) if row["name"] == name]
-        meta = {"votes_per_item": person.votes_per_item}
+        meta = {"votes_per_item": person.votes_per_item, "answers": file_digest(context.folder / ANSWERS)}
+        named = [row["id"] for row in labels.queues(owner) if row["name"] == name]
+        same = [queue for queue in named if labels.queue(queue).meta.get("answers") == meta["answers"]]
         queue = same[-1] if same else labels.add_queue(owner, name, person.kind, person.guidelines, meta)
         write_whole(file, {"queue": queue})
     there = len(labels.items(queue))

@@ -53,6 +53,7 @@ SHOWN = {
     "accuracy": "accuracy",
     "response_length": "length",
 }
+SAMPLERS = (CollectRecipe, BestOfNRecipe, RejectionSamplingRecipe)
 LOCAL_FILES = (".jsonl", ".json", ".csv", ".parquet", ".txt")
 
 
@@ -188,6 +189,8 @@ def check_pipeline(pipeline: Pipeline) -> None:
     for step in steps_of(pipeline):
         if step.round <= 1:
             _check_files(step, pipeline)
+            if isinstance(step.stage.settings, SAMPLERS) and step.stage.settings.model.loader is not None:
+                raise _wrong(step.stage, "model.loader", "a stage that samples answers reads saved models only")
             if isinstance(step.stage.settings, Recipe) and step.stage.settings.distributed.shard != "none":
                 raise _wrong(step.stage, "distributed.shard", "a pipeline trains in one process")
     if pipeline.has_truth:
@@ -249,7 +252,7 @@ def pipeline_names(pipeline: Pipeline) -> tuple[CodeName, ...]:
         settings = stage.settings
         if isinstance(settings, Recipe):
             found += code_names(settings)
-        if isinstance(settings, CollectRecipe | BestOfNRecipe | RejectionSamplingRecipe):
+        if isinstance(settings, SAMPLERS):
             found += names_in(settings.task, settings.reward.parts)
         if isinstance(settings, CollectRecipe) and settings.rater == "judge":
             found.append(CodeName("judge.url", settings.judge.url, settings.judge.token_env or "", is_address=True))
