@@ -175,4 +175,5 @@ def rejection_recipe(context: StageContext, settings: RejectionSamplingRecipe) -
         sampled = sample_stage(context, settings, settings.reward)
         context.finish(write_best(context, sampled, settings.answers.samples_per_prompt))
     data = settings.data.model_copy(update={"train": str(context.folder / BEST_FILE)})
-    return SFTRecipe(**{name: getattr(settings, name) for name in SFTRecipe.model_fields} | {"data": data})
+    fields: dict[str, Any] = {name: getattr(settings, name) for name in SFTRecipe.model_fields}
+    return SFTRecipe(**fields | {"data": data})

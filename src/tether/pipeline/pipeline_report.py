@@ -290,14 +290,22 @@ def samples(places: StagePlaces) -> tuple[Sample, ...]:
         return ()
     texts = _prompt_texts(places.pipeline)
     each = places.pipeline.settings.truth.samples
-    sides = [side["answers"][::each] for side in (first, last)]  # the first answer to every prompt
-    # A prompt's score is the mean over its answers, so that it is the answer's own only where there is one.
-    scores = [side["true_scores"] if each == 1 else [None] * len(sides[0]) for side in (first, last)]
-    rows = list(zip(*sides, *scores, strict=True))
-    stride = max(1, -(-len(rows) // MAX_SAMPLES))
+    before, after = first["answers"][::each], last["answers"][::each]  # the first answer to every prompt
+    stride = max(1, -(-len(before) // MAX_SAMPLES))
+
+    def score(side: Figures, place: int) -> float | None:
+        """The score of the answer; with several answers only their mean is known."""
+        return side["true_scores"][place] if each == 1 else None
+
     return tuple(
-        Sample(texts.get(before["id"], before["id"]), before["text"].strip(), after["text"].strip(), ours, theirs)
-        for before, after, ours, theirs in rows[::stride]
+        Sample(
+            prompt=texts.get(before[place]["id"], ""),
+            before=before[place]["text"].strip(),
+            after=after[place]["text"].strip(),
+            before_score=score(first, place),
+            after_score=score(last, place),
+        )
+        for place in range(0, len(before), stride)
     )
 
 
