@@ -22,8 +22,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 ORDER = [
     *("config", "types", "protocols", "ops", "mask_cache", "accel", "data", "hub", "models", "store", "reports"),
     *("learner", "algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "distributed", "api"),
-    *("demo", "control", "scale"),
-    *("studio", "server", "commands", "cli"),
+    *("control", "scale"),
+    *("studio", "pipeline", "demo", "server", "commands", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}
 ABOVE["conformance"] = set(ORDER[: ORDER.index("train")])  # whatever training is made of, and no training

@@ -171,3 +171,9 @@ def recover(target: Path) -> None:
             shutil.rmtree(replaced, ignore_errors=True)
         else:
             replaced.rename(target)
+
+
+def same_place(one: str, other: str) -> bool:
+    """Whether two names of models are one name, or one folder."""
+    paths = [Path(name).expanduser() for name in (one, other)]
+    return one == other or (all(path.is_dir() for path in paths) and paths[0].resolve() == paths[1].resolve())

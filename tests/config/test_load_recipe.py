@@ -7,8 +7,10 @@ import pytest
 
 from tether.config import RECIPES
 from tether.config.load import load_recipe, load_settings
+from tether.config.load_pipeline import load_pipeline
 from tether.config.recipes import DemoRecipe, GRPORecipe, PPORecipe, SFTRecipe
 from tether.errors import ConfigError
+from tether.pipeline.order import check_references
 
 RECIPE_FOLDER = Path(__file__).parents[2] / "recipes"
 
@@ -78,6 +80,9 @@ def test_every_shipped_recipe_parses(file: Path):
         assert load_settings(DemoRecipe, str(file)).seed == 0
         return
     method = text.partition("method: ")[2].split()[0]
+    if method == "pipeline":
+        check_references(load_pipeline(str(file)))
+        return
     recipe = load_recipe(method, str(file))
     assert recipe.method == method
     if file.name.startswith("tiny-"):

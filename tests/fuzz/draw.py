@@ -51,6 +51,7 @@ VALUES: dict[str, tuple[Any, ...]] = {
     "roles.lora_targets": ("all-linear", "q_proj,v_proj", "no_such_layer"),
     "roles.trainable_layers": (1, 1, 1, 2),
     "roles.critic_init": (None, "{reward}"),
+    "kl.reference": ("start", "start", "tiny-bytes", "{reward}"),
     "roles.backbone_cache": (None, "{folder}/states"),
     "optimizer.micro_batch_tokens": (1, 20, 64, 8192),
     "optimizer.betas": ([0.9, 0.95], [0.0, 0.0], [0.9, 0.999]),

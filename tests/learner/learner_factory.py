@@ -9,8 +9,9 @@ import torch
 
 from tether.algorithms.algorithm import Algorithm
 from tether.algorithms.ppo import ppo
+from tether.config.kl_settings import KLSettings
 from tether.config.methods import PPOSettings
-from tether.config.sections import KLSettings, RewardSettings
+from tether.config.sections import RewardSettings
 from tether.hub.tiny_model import tiny_model
 from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner, LearnerSettings

@@ -16,7 +16,8 @@ from weakref import ref
 import torch
 from torch import Tensor
 
-from tether.config.sections import AggregationSettings, KLSettings, PenaltySettings, RewardSettings
+from tether.config.kl_settings import KLSettings
+from tether.config.sections import AggregationSettings, PenaltySettings, RewardSettings
 from tether.errors import ConfigError
 from tether.learner.batching import minibatches
 from tether.learner.learner import Learner

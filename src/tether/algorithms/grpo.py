@@ -13,8 +13,9 @@ from tether.algorithms.algorithm import (
 )
 from tether.algorithms.estimators import GroupRelative
 from tether.algorithms.objectives import CISPO, GSPO, Clip, PolicyObjective, Surrogate
+from tether.config.kl_settings import KLSettings
 from tether.config.methods import GRPOSettings
-from tether.config.sections import KLSettings, RewardSettings
+from tether.config.sections import RewardSettings
 from tether.ops.kl import FixedKL
 
 

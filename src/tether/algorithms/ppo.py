@@ -16,8 +16,9 @@ from tether.algorithms.algorithm import (
 )
 from tether.algorithms.estimators import GAE, NStep
 from tether.algorithms.objectives import Clip, KLPenalty, PolicyObjective, Surrogate, Unclipped, ValueObjective
+from tether.config.kl_settings import KLSettings
 from tether.config.methods import PPOSettings
-from tether.config.sections import KLSettings, RewardSettings
+from tether.config.sections import RewardSettings
 from tether.ops.kl import FixedKL
 from tether.protocols import AdvantageEstimator
 

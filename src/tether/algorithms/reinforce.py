@@ -13,8 +13,9 @@ from tether.algorithms.algorithm import (
 )
 from tether.algorithms.estimators import PolicyGradientWeights
 from tether.algorithms.objectives import PolicyObjective, Reinforce
+from tether.config.kl_settings import KLSettings
 from tether.config.methods import ReinforceSettings
-from tether.config.sections import KLSettings, RewardSettings
+from tether.config.sections import RewardSettings
 from tether.ops.advantages import MovingAverage
 from tether.ops.kl import FixedKL
 

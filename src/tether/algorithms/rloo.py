@@ -13,8 +13,9 @@ from tether.algorithms.algorithm import (
 )
 from tether.algorithms.estimators import LeaveOneOut
 from tether.algorithms.objectives import Clip, PolicyObjective, Reinforce
+from tether.config.kl_settings import KLSettings
 from tether.config.methods import RLOOSettings
-from tether.config.sections import KLSettings, RewardSettings
+from tether.config.sections import RewardSettings
 from tether.ops.kl import FixedKL
 
 

@@ -21,8 +21,9 @@ from tether.algorithms.algorithm import (
 )
 from tether.algorithms.estimators import GAE
 from tether.algorithms.objectives import PolicyObjective, Unclipped, ValueObjective
+from tether.config.kl_settings import KLSettings
 from tether.config.methods import TRPOSettings
-from tether.config.sections import KLSettings, RewardSettings
+from tether.config.sections import RewardSettings
 from tether.errors import ConfigError
 from tether.learner.batching import within_memory
 from tether.learner.learner import Learner

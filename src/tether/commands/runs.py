@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tether.commands.options import CommandParser, add_run_option, add_workspace_options
+from tether.commands.options import CommandParser, add_run_option, add_workspace_options, count
+from tether.errors import UsageError
 
 SHOW_EPILOG = """examples:
   tether show ppo                        the run: settings, where it came from, last metrics, events
@@ -75,22 +76,29 @@ REPLAY_EPILOG = """examples:
 
 
 def resume_command(words: list[str]) -> int:
-    """Resume a run, or a demo in the stage that it was in."""
+    """Resume a run, or a demo or a pipeline in the stage that it was in."""
     parser = CommandParser(
         "resume",
         "Resume a run that was stopped or killed, from its newest complete checkpoint: the result is the same, bit for "
         "bit.",
     )
     _add_checkpoint_options(parser)
+    parser.add_argument("--rounds", type=count, metavar="N", help="for a pipeline: go on until round N")
     options = parser.parse_args(words)
 
-    from tether.store.folder import DEMO
+    from tether.store.folder import DEMO, PIPELINE
 
     for folder in (Path(options.run).expanduser(), Path(options.workspace) / options.run):
         if (folder / DEMO).is_file():
             from tether.demo.pipeline import resume_demo
 
             return resume_demo(folder, json_output=options.json)
+        if (folder / PIPELINE).is_file():
+            from tether.pipeline.run_pipeline import resume_pipeline
+
+            return resume_pipeline(folder, json_output=options.json, rounds=options.rounds)
+    if options.rounds is not None:
+        raise UsageError(f"--rounds is for a pipeline, and {options.run} is none")
 
     from tether.control.run import is_control_run, resume_control
 

@@ -127,6 +127,7 @@ FOREIGN: dict[str, Foreign] = {
     **dict.fromkeys(("num_generations", "rloo_k", "num_return_sequences"), _to("rollout.samples_per_prompt")),
     **dict.fromkeys(("reward_model_path", "reward_model", "reward_pretrain", "reward_funcs"), _say(_REWARD)),
     **dict.fromkeys(("value_model_path", "critic_pretrain"), _to("roles.critic_init")),
+    **dict.fromkeys(("ref_model", "ref_model_path", "reference_model"), _to("kl.reference")),
     **dict.fromkeys(("use_vllm", "vllm_mode"), _say("Tether's own engine samples the answers, in this process")),
     # the run
     **dict.fromkeys(("output_dir", "save_path", "ckpt_path"), _FOLDER),

@@ -43,8 +43,9 @@ class Given(NamedTuple):
 class Keys:
     """The keys of one recipe class."""
 
-    def __init__(self, recipe_class: type[Settings]) -> None:
-        self.recipe_class = recipe_class
+    def __init__(self, recipe_class: type[Settings], page: str = "") -> None:
+        """`page` is the page of docs/ that lists the keys, where no `--help` does."""
+        self.recipe_class, self.page = recipe_class, page
         self.method: str = getattr(recipe_class, "method", recipe_class.__name__)
         self.leaves: dict[str, Leaf] = {leaf.key: leaf for leaf in describe(recipe_class)}
         self.sections = sections(recipe_class)
@@ -76,7 +77,8 @@ class Keys:
             return f"it belongs to another method, and this is {self.method}"
         nearest = self.nearest(key)
         command = f"tether train {self.method}" if self.method in RECIPES else f"tether {self.method}"
-        return f"did you mean {dashes}{nearest}?" if nearest else f"`{command} --help` lists them all"
+        all_keys = f"docs/{self.page} lists them all" if self.page else f"`{command} --help` lists them all"
+        return f"did you mean {dashes}{nearest}?" if nearest else all_keys
 
 
 def load_recipe(
@@ -103,7 +105,7 @@ def load_settings(
     """`load_recipe` for any recipe class."""
     keys = Keys(recipe_class)
     given = {**read_recipe(keys, path), **read_flags(keys, flags), **read_settings(keys, settings or {})}
-    return _with(recipe_class, defaults(recipe_class), given, keys, path)
+    return recipe_with(recipe_class, defaults(recipe_class), given, keys, path)
 
 
 def recipe_from_record(record: Mapping[str, Any]) -> Recipe:
@@ -132,10 +134,10 @@ def change_settings(recipe: AnyRecipe, flags: Sequence[str], settings: Mapping[s
     """The recipe with changes from flags or from a program's settings."""
     keys = Keys(type(recipe))
     given = {**read_flags(keys, flags), **read_settings(keys, settings or {})}
-    return _with(type(recipe), recipe.model_dump(mode="json"), given, keys, None)
+    return recipe_with(type(recipe), recipe.model_dump(mode="json"), given, keys, None)
 
 
-def _with(
+def recipe_with(
     recipe_class: type[AnyRecipe], plain: dict[str, Any], given: dict[str, Given], keys: Keys, path: str | None
 ) -> AnyRecipe:
     """The recipe from plain values, overridden by the given ones."""
@@ -191,18 +193,18 @@ def read_recipe(keys: Keys, path: str | None) -> dict[str, Given]:
     if path is None:
         return {}
     loader, top = read_mapping(path)
-    reader = _Reader(keys, loader, path)
+    reader = RecipeReader(keys, loader, path)
     try:
         reader.read(top)
     except yaml.YAMLError as error:
         raise ConfigError(in_one_line(error, path)) from error
     finally:
         loader.dispose()
-    _raise_if_any(reader.problems)
+    raise_if_any(reader.problems)
     return reader.given
 
 
-class _Reader:
+class RecipeReader:
     """Walks the file's nodes along the recipe's keys, and collects settings and problems."""
 
     def __init__(self, keys: Keys, loader: RecipeLoader, path: str) -> None:
@@ -269,7 +271,7 @@ def read_flags(keys: Keys, flags: Sequence[str]) -> dict[str, Given]:
     """
     given: dict[str, Given] = {}
     problems: list[str] = []
-    for flag, text in _pairs(flags):
+    for flag, text in flag_pairs(flags):
         key = flag.removeprefix("--").replace("-", "_")
         if key in keys.leaves:
             try:
@@ -284,7 +286,7 @@ def read_flags(keys: Keys, flags: Sequence[str]) -> dict[str, Given]:
             problems.append(f"flag --{key} is a section: set one of its keys, such as {inside[0]}")
         else:
             problems.append(keys.unknown(key, "", text, "--"))
-    _raise_if_any(problems)
+    raise_if_any(problems)
     return given
 
 
@@ -308,7 +310,7 @@ def read_settings(keys: Keys, settings: Mapping[str, Any]) -> dict[str, Given]:
             problems.append(f"{key} in {SETTINGS}: expected a mapping of its keys, got a {type(value).__name__}")
         else:
             problems.append(keys.unknown(str(key), SETTINGS, str(value)))
-    _raise_if_any(problems)
+    raise_if_any(problems)
     return given
 
 
@@ -341,7 +343,7 @@ def as_flags(settings: Mapping[str, Any]) -> list[str]:
 _KEY = re.compile(r"[A-Za-z0-9_]+([.-][A-Za-z0-9_]+)*")
 
 
-def _pairs(flags: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+def flag_pairs(flags: Sequence[str]) -> Iterator[tuple[str, str | None]]:
     """(flag, value) pairs; None for a flag without a value. A value may start with one dash (-0.5), not with two."""
     words = list(flags)
     while words:
@@ -449,7 +451,8 @@ def _a(words: str) -> str:
     return f"a {words}" if words.startswith(("number", "whole", "list", "mapping")) else words
 
 
-def _raise_if_any(problems: Iterable[str]) -> None:
+def raise_if_any(problems: Iterable[str]) -> None:
+    """Raise ConfigError with the problems, one per line."""
     if lines := list(problems):
         raise ConfigError(_shown(lines))
 

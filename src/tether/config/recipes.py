@@ -16,6 +16,7 @@ from tether.config.evaluation_settings import (
     PreferenceEvaluationSettings,
     RecordsEvaluationSettings,
 )
+from tether.config.kl_settings import KLSettings
 from tether.config.methods import (
     DPOSettings,
     GRPOSettings,
@@ -31,7 +32,6 @@ from tether.config.sections import (
     CheckpointSettings,
     DataSettings,
     DistributedSettings,
-    KLSettings,
     ModelSettings,
     OptimizerSettings,
     PromptSettings,

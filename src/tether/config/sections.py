@@ -182,27 +182,6 @@ class RewardSettings(Settings):
         return self
 
 
-class KLSettings(Settings):
-    """The KL to the reference, which is the policy before RL."""
-
-    apply_to: Literal["reward", "loss", "none"] = Field(
-        default="reward", description="Where the KL to the reference is applied."
-    )
-    coef: NonNegative = Field(default=0.05, description="Initial weight of the KL.")
-    estimator: Literal["k1", "k2", "k3"] = Field(default="k1", description="Per-token estimator of the KL.")
-    controller: Literal["fixed", "adaptive", "proportional"] = Field(
-        default="fixed", description="fixed; adaptive doubles and halves (PPO paper); proportional (RLHF papers)."
-    )
-    target: PositiveFloat = Field(default=6.0, description="Target KL per sequence, for adaptive and proportional.")
-    horizon: PositiveFloat = Field(default=10_000, description="Horizon of the proportional controller, in samples.")
-
-    @model_validator(mode="after")
-    def _something_to_adapt(self) -> KLSettings:
-        if self.controller != "fixed" and self.coef == 0.0:
-            raise ValueError("coef is 0, and no controller can change 0: start above 0, or use controller: fixed")
-        return self
-
-
 class RolesSettings(Settings):
     """Which models the roles use, and what they share."""
 

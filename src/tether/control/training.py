@@ -13,7 +13,8 @@ import torch
 from tether.algorithms.algorithm import Algorithm
 from tether.algorithms.select import BUILDERS
 from tether.config.control_recipe import ControlRecipe
-from tether.config.sections import KLSettings, RewardSettings
+from tether.config.kl_settings import KLSettings
+from tether.config.sections import RewardSettings
 from tether.control.environments import Environments, Trajectories
 from tether.control.experience import Stretches, by_step, by_stretch, with_advantages
 from tether.control.networks import ControlModel, NumpyPolicy

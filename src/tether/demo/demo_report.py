@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import math
-import platform
-import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 import yaml
 
-from tether import __version__
 from tether.demo.pipeline import Judged
 from tether.demo.rule import PARTS, rule_score
 from tether.reports.charts import Chart, ChartGroup, Series, group_charts
+from tether.reports.environment_rows import environment_rows
 from tether.reports.report import Figure, NextStep, ReportContent, ReportFinding, Sample, ScorePart, write_report
 from tether.reports.run_report import judge_overoptimisation
 
@@ -43,7 +40,7 @@ def write_demo_report(run: DemoRun, judged: Judged) -> tuple[Path, dict[str, Any
         samples=samples(run, judged),
         stages=tuple(run.seconds.items()),
         recipe_text=yaml.safe_dump(run.recipe.model_dump(mode="json"), sort_keys=False),
-        environment=environment(run.recipe.seed),
+        environment=environment_rows(run.recipe.seed),
         next_steps=next_steps(run),
         before_name="After SFT",
         after_name="After PPO",
@@ -180,29 +177,6 @@ def samples(run: DemoRun, judged: Judged) -> tuple[Sample, ...]:
             )
         )
     return tuple(shown)
-
-
-def environment(seed: int) -> dict[str, str]:
-    """The versions and the machine, including its matrix rate, which the times depend on."""
-    return {
-        "Tether": __version__,
-        "Python": platform.python_version(),
-        "torch": torch.__version__,
-        "Threads": str(torch.get_num_threads()),
-        "fp32 matrix rate": f"{matrix_rate():.0f} GFLOP/s on the CPU",
-        "Seed": str(seed),
-    }
-
-
-def matrix_rate(size: int = 1024, repeats: int = 5) -> float:
-    """GFLOP/s of an fp32 matrix product, the best of a few."""
-    matrix = torch.ones(size, size)
-    best = math.inf
-    for _ in range(repeats):
-        began = time.perf_counter()
-        torch.mm(matrix, matrix)
-        best = min(best, time.perf_counter() - began)
-    return 2 * size**3 / best / 1e9
 
 
 def next_steps(run: DemoRun) -> tuple[NextStep, ...]:

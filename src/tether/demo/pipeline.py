@@ -17,7 +17,6 @@ from typing import Any
 
 from rich.console import Console
 from rich.markup import escape
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from tether.config.allowed_code import SEAL, CodeName, code_names, seal_record
 from tether.config.recipes import DemoRecipe, PPORecipe, Recipe, RewardRecipe, SFTRecipe
@@ -32,15 +31,17 @@ from tether.evaluation.measure import visible
 from tether.models.backbones import backbone_of
 from tether.models.load import LoadedModel, load_causal_lm
 from tether.models.shared_backbone import BackboneCache
-from tether.progress import PlainProgress, working
+from tether.pipeline.rankings import ranking_record, write_split
+from tether.pipeline.stage_progress import Show, notify_once, stage_progress, train_stage
+from tether.progress import working
 from tether.protocols import Sampling
 from tether.rewards import consent
 from tether.rewards.agree import agree_to_names
 from tether.rollout.native import NativeEngine
 from tether.seeds import derive_seed
-from tether.store.folder import DEMO, is_run, write_whole
+from tether.store.folder import DEMO, write_whole
 from tether.store.read import open_workspace, read_run
-from tether.train.run import interruptions, train_recipe
+from tether.train.run import interruptions
 from tether.types import Rollout
 
 MAX_AT_ONCE = 96  # answers: above 64 the time grows in proportion, and fewer steps run with only a few answers left
@@ -157,13 +158,11 @@ def collect_preferences(recipe: DemoRecipe, places: Places, rater: Rater, model:
         chosen = [(i, j) for i, one in enumerate(ranks) for j, other in enumerate(ranks) if one < other]
         pairs += len(chosen)
         agreed += sum(scores[i] > scores[j] for i, j in chosen)
-        records.append(_record(answers, ranks))
+        records.append(ranking_record(answers, ranks))
     held_out = math.ceil(settings.held_out * len(records))
     if len(records) - held_out < 8 or held_out < 8:
         raise DataError(f"the answers to only {len(records)} prompts could be ranked: raise rater.prompts")
-    places.train_pairs.parent.mkdir(parents=True, exist_ok=True)
-    for path, part in ((places.held_out_pairs, records[:held_out]), (places.train_pairs, records[held_out:])):
-        path.write_text("".join(json.dumps(record) + "\n" for record in part), encoding="utf-8")
+    write_split(records, held_out, places.train_pairs, places.held_out_pairs)
     return {"prompts": len(records), "pairs": pairs, "held_out_prompts": held_out, "agrees_with_rule": agreed / pairs}
 
 
@@ -172,16 +171,6 @@ def _states_for_reward(recipe: DemoRecipe, places: Places, model: LoadedModel) -
     roles, backbone = recipe.reward.roles, backbone_of(model.model)
     depth = backbone.config.num_hidden_layers - roles.trainable_layers
     return BackboneCache(places.states, backbone, depth) if roles.mode == "shared_backbone" and depth > 0 else None
-
-
-def _record(answers: Sequence[Rollout], ranks: Sequence[int]) -> dict[str, Any]:
-    """One ranking in the usual columns; a truncated answer is marked, so that it gets no end token."""
-    return {
-        "prompt": list(answers[0].prompt.messages),
-        "answers": [answer.completion.strip() or "(empty)" for answer in answers],
-        "ranks": list(ranks),
-        "ended": [answer.finish == "stop" for answer in answers],
-    }
 
 
 @dataclass(frozen=True)
@@ -271,7 +260,7 @@ def run_demo(recipe: DemoRecipe, *, human: bool, json_output: bool, resume: bool
         prepare_folder(recipe, human=human)
     run = DemoRun(recipe, Places(root))
     run.take_up_progress()
-    with interruptions() as stop, stages(console) as show:
+    with interruptions() as stop, stage_progress(console) as show:
         judged = run_stages(run, stop=stop, show=show, human=human, console=console)
         with timed(run, "report"):
             report, summary = write_demo_report(run, judged)
@@ -334,47 +323,28 @@ def demo_names(recipe: DemoRecipe) -> tuple[CodeName, ...]:
     return tuple(name for stage in (recipe.sft, recipe.reward, recipe.ppo) for name in code_names(stage))
 
 
-Show = Callable[[str, str, int], "Advance"]
-Advance = Callable[[int, str], None]
-
-
 def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: bool, console: Console) -> Judged:
     """Run the stages in order; skips finished ones and resumes an interrupted one."""
     recipe, places = run.recipe, run.places
 
-    told: set[str] = set()
-
-    def notify(text: str) -> None:
-        if text not in told:  # every stage loads the same tokenizer and would repeat the message
-            told.add(text)
-            console.print(text, style="dim", markup=False, highlight=False, soft_wrap=True)
+    notify = notify_once(console)
 
     def train(stage: str, title: str, settings: Recipe) -> None:
-        advance = show(stage, title, settings.run.steps)
-
-        def step(index: int, metrics: dict[str, float]) -> None:
-            numbers = (f"{label} {metrics[name]:.3g}" for name, label in SHOWN[stage].items() if name in metrics)
-            advance(index + 1, "  ".join(numbers))
+        advance = show(title, settings.run.steps)
 
         def look_at(index: int, sample: Rollout) -> None:
             if index % max(settings.run.steps // SAMPLES_SHOWN, 1) == 0:
                 show_sample(console, index + 1, sample)
 
         with timed(run, stage):
-            trained = train_recipe(
-                settings,
-                stop=stop,
-                advance=step,
-                notify=notify,
-                on_sample=look_at,
-                resume=is_run(places.root / stage),
+            trained = train_stage(
+                settings, places.root / stage, advance, SHOWN[stage], stop=stop, notify=notify, on_sample=look_at
             )
         if not trained.finished:
             raise Stopped(f"stopped in stage {stage}; resume with: tether resume {places.root}")
-        advance(settings.run.steps, "")
 
     def rank() -> None:
-        advance = show("preferences", "2 Rank answers", recipe.rater.prompts)
+        advance = show("2 Rank answers", recipe.rater.prompts)
         if not run.preferences:
             with timed(run, "preferences"), working("2 Rank answers", announce=False, spinner=False):
                 rater = StandInRater(recipe.rater, recipe.seed)
@@ -389,7 +359,7 @@ def run_stages(run: DemoRun, *, stop: Callable[[], bool], show: Show, human: boo
     train("reward", "3 Train the reward model", reward_stage(recipe, places))
     shutil.rmtree(places.states, ignore_errors=True)  # large, and no later stage reads these texts
     train("ppo", "4 PPO on the reward model", ppo_stage(recipe, places))
-    advance = show("judging", "5 Compare on unseen prompts", recipe.judging.prompts)
+    advance = show("5 Compare on unseen prompts", recipe.judging.prompts)
     with timed(run, "judging"), working("5 Compare on unseen prompts", announce=False, spinner=False):
         models = [load(places.model(stage), recipe.seed) for stage in ("sft", "ppo")]
         judged = judge(recipe, *models)
@@ -417,27 +387,3 @@ def timed(run: DemoRun, stage: str) -> Iterator[None]:
     finally:
         run.seconds[stage] = round(run.seconds.get(stage, 0.0) + time.perf_counter() - began, 1)
         run.note_progress()
-
-
-@contextmanager
-def stages(console: Console) -> Iterator[Show]:
-    """One progress bar per stage, with a few numbers; plain lines where the output is not a terminal."""
-    if not console.is_terminal or console.is_dumb_terminal:
-        yield lambda stage, title, total: PlainProgress(title, total).advance  # noqa: ARG005
-        return
-    columns = (
-        TextColumn("{task.description:<30}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[numbers]}"),
-    )
-    with Progress(*columns, console=console) as progress:
-
-        def show(stage: str, title: str, total: int) -> Advance:
-            del stage
-            task = progress.add_task(title, total=total, numbers="")
-            return lambda done, numbers: progress.update(task, completed=done, numbers=numbers)
-
-        yield show

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 import random
 import re
 from collections import Counter
@@ -28,6 +27,7 @@ from rich.markup import escape
 from rich.panel import Panel
 
 from tether.config.recipes import RaterSettings
+from tether.pipeline.rankings import noisy_ranks
 from tether.protocols import RewardFn
 from tether.seeds import derive_seed
 from tether.types import Message, Prompt, Rollout, Score
@@ -243,8 +243,7 @@ class Rater(Protocol):
 class StandInRater:
     """A simulated rater: ranks by rule(answer) / noise + Gumbel noise.
 
-    P(prefers A to B) = sigmoid((rule(A) - rule(B)) / noise) (Plackett 1975, Luce 1959). Neighbors in the ranking whose
-    rule scores differ by less than `tie` share a rank; with a `tie` of 0 the noise decides between equals.
+    See `noisy_ranks`. The rater of a collect stage of a pipeline ranks in the same way.
     """
 
     settings: RaterSettings
@@ -252,15 +251,9 @@ class StandInRater:
 
     def __call__(self, answers: Sequence[Rollout]) -> list[int] | None:
         """The ranking; the same answers always get the same one."""
-        noise = random.Random(derive_seed(self.seed, "rater", answers[0].prompt.id))  # noqa: S311 (not a secret)
+        draws = random.Random(derive_seed(self.seed, "rater", answers[0].prompt.id))  # noqa: S311 (not a secret)
         scores = [rule_score(answer).value for answer in answers]
-        liking = [score / self.settings.noise - math.log(-math.log(1.0 - noise.random())) for score in scores]
-        order = sorted(range(len(answers)), key=lambda index: -liking[index])
-        ranks = [0] * len(answers)
-        for better, worse in itertools.pairwise(order):
-            tied = abs(scores[better] - scores[worse]) < self.settings.tie
-            ranks[worse] = ranks[better] + (not tied)
-        return ranks if max(ranks) > 0 else None
+        return noisy_ranks(scores, draws, noise=self.settings.noise, tie=self.settings.tie)
 
 
 class PersonRater:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from tether.config.kl_settings import START
 from tether.doctor.findings import (
     Curve,
     Finding,
@@ -173,7 +174,8 @@ def negative_kl(run: RecordedRun) -> Verdict:
         return TooLittle(f"kl_ref_k1 and kl_ref_k3 of {MIN_KL} iterations (kl.apply_to: none has no reference)")
     length = curve(run, "response_length")
     tokens = float(length.values.mean()) if len(length) else 1.0
-    if k1.first_step == 0 and float(k3.values[0]) / tokens > FIRST_KL:
+    named = setting(run, "kl.reference", START) != START  # a policy away from a reference that was chosen is no fault
+    if not named and k1.first_step == 0 and float(k3.values[0]) / tokens > FIRST_KL:
         return _other_reference(k3, tokens)
     old = curve(run, "approx_kl")
     if not np.any(k3.values) and not np.any(k1.values):

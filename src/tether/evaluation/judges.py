@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import math
+import re
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -70,12 +72,14 @@ class ScoreJudge:
         return Verdict("first" if lead > 0 else "second")
 
 
-class RemoteJudge:
+Item = dict[str, Any]
+"""A prompt and two answers as a judge gets them: `prompt`, `messages`, `first`, `second`."""
+
+
+class HTTPJudge(ABC):
     """A judge over HTTP. It sees every pair in both orders: if its choice changes with the order, the pair is a tie.
 
-    The protocol, version 1 (docs/evaluation.md): POST `{"version": 1, "items": [{"id", "prompt", "messages", "first",
-    "second"}]}`, answered by `{"choices": [{"id", "choice": "first" | "second" | "tie"}]}` in any order. The two orders
-    of a pair are never in one request, and nothing in a request reveals which model wrote an answer.
+    The two orders of a pair are never in one request, and nothing in a request reveals which model wrote an answer.
     """
 
     def __init__(self, part: RemotePart, *, token: str | None, seed: int, **options: Any) -> None:
@@ -85,11 +89,15 @@ class RemoteJudge:
 
     def __call__(self, pairs: Sequence[Pair]) -> list[Verdict]:
         """One verdict per pair; no choice where either order got no answer."""
-        straight = self._ask([_item(pair.first, pair.second) for pair in pairs])
-        swapped = self._ask([_item(pair.second, pair.first) for pair in pairs])
+        return self.judge([judge_item(pair.first, pair.second) for pair in pairs])
+
+    def judge(self, items: Sequence[Item]) -> list[Verdict]:
+        """One verdict per item; no choice where either order got no answer."""
+        straight = self._ask(items)
+        swapped = self._ask([item | {"first": item["second"], "second": item["first"]} for item in items])
         return [_both_orders(one, other) for one, other in zip(straight, swapped, strict=True)]
 
-    def _ask(self, items: Sequence[dict[str, Any]]) -> list[Verdict]:
+    def _ask(self, items: Sequence[Item]) -> list[Verdict]:
         def ask(start: int) -> list[Verdict]:
             batch = items[start : start + self.part.batch_size]
             return self._batch(start, [{"id": str(start + place)} | item for place, item in enumerate(batch)])
@@ -97,8 +105,8 @@ class RemoteJudge:
         batches = in_order(ask, range(0, len(items), self.part.batch_size), self.part.concurrency)
         return [verdict for batch in batches for verdict in batch]
 
-    def _batch(self, start: int, items: list[dict[str, Any]]) -> list[Verdict]:
-        body = json.dumps({"version": VERSION, "items": items}).encode()
+    def _batch(self, start: int, items: list[Item]) -> list[Verdict]:
+        body = json.dumps(self.request(items)).encode()
         for attempt in range(self.part.retries + 1):
             try:
                 answer = post(
@@ -108,12 +116,89 @@ class RemoteJudge:
                     timeout_seconds=self.part.timeout_seconds,
                     max_bytes=self.part.max_response_bytes,
                 )
-                return read_choices(answer, [item["id"] for item in items])
+                return self.read(answer, items)
             except PostError as error:
                 if not error.retriable or attempt == self.part.retries:
                     return [Verdict(None, reason=error.reason)] * len(items)
                 self.waits.sleep(self.waits.wait(start, attempt))
         raise AssertionError("the last attempt returns")
+
+    @abstractmethod
+    def request(self, items: Sequence[Item]) -> dict[str, Any]:
+        """The body of a request about these items, each with an `id`."""
+
+    @abstractmethod
+    def read(self, answer: bytes, items: Sequence[Item]) -> list[Verdict]:
+        """The verdicts in a response."""
+
+
+class RemoteJudge(HTTPJudge):
+    """A judge that speaks the protocol of docs/evaluation.md.
+
+    Version 1: POST `{"version": 1, "items": [{"id", "prompt", "messages", "first", "second"}]}`, answered by
+    `{"choices": [{"id", "choice": "first" | "second" | "tie"}]}` in any order.
+    """
+
+    def request(self, items: Sequence[Item]) -> dict[str, Any]:
+        """The items and the version."""
+        return {"version": VERSION, "items": list(items)}
+
+    def read(self, answer: bytes, items: Sequence[Item]) -> list[Verdict]:
+        """The choices by id."""
+        return read_choices(answer, [item["id"] for item in items])
+
+
+class ChatJudge(HTTPJudge):
+    """A language model behind an OpenAI-compatible endpoint, asked about one pair at a time at temperature 0."""
+
+    def __init__(
+        self,
+        part: RemotePart,
+        *,
+        model: str,
+        instruction: str,
+        max_tokens: int,
+        token: str | None,
+        seed: int,
+        **options: Any,
+    ) -> None:
+        url = part.url.rstrip("/")
+        url = url if url.endswith("/chat/completions") else f"{url}/chat/completions"
+        super().__init__(part.model_copy(update={"url": url, "batch_size": 1}), token=token, seed=seed, **options)
+        self.model, self.instruction, self.max_tokens = model, instruction, max_tokens
+
+    def request(self, items: Sequence[Item]) -> dict[str, Any]:
+        """One user message with the conversation, answer A, answer B, and the instruction."""
+        (item,) = items
+        asked = "\n\n".join(f"[{message['role']}]\n{message['content']}" for message in item["messages"])
+        text = f"{asked}\n\n[Answer A]\n{item['first']}\n\n[Answer B]\n{item['second']}\n\n{self.instruction}"
+        return {
+            "model": self.model,
+            "messages": [{"role": "user", "content": text}],
+            "temperature": 0,
+            "max_tokens": self.max_tokens,
+        }
+
+    def read(self, answer: bytes, items: Sequence[Item]) -> list[Verdict]:
+        """The verdict in the reply's text."""
+        del items
+        try:
+            text = json.loads(answer)["choices"][0]["message"]["content"]
+        except (ValueError, RecursionError):
+            return [Verdict(None, reason="not_json")]
+        except (TypeError, KeyError, IndexError):
+            return [Verdict(None, reason="wrong_shape")]
+        return [read_reply(text)]
+
+
+REPLY = re.compile(r"\b(A|B|[Tt]ie|TIE)\b")
+CHOICES: dict[str, Choice] = {"a": "first", "b": "second", "tie": "tie"}
+
+
+def read_reply(text: Any) -> Verdict:
+    """The choice in a judge's words: A, B or tie. A reply that names none of them, or several, is no verdict."""
+    named = {word.lower() for word in REPLY.findall(text)} if isinstance(text, str) else set[str]()
+    return Verdict(CHOICES[named.pop()]) if len(named) == 1 else Verdict(None, reason="not_a_choice")
 
 
 def read_choices(answer: bytes, ids: Sequence[str]) -> list[Verdict]:
@@ -147,7 +232,8 @@ def _both_orders(straight: Verdict, swapped: Verdict) -> Verdict:
     return Verdict("tie", orders_agree=False)
 
 
-def _item(first: Rollout, second: Rollout) -> dict[str, Any]:
+def judge_item(first: Rollout, second: Rollout) -> Item:
+    """Two answers to one prompt as a judge gets them."""
     messages = [dict(message) for message in first.prompt.messages]
     prompt = messages[-1]["content"]
     return {"prompt": prompt, "messages": messages, "first": first.completion, "second": second.completion}

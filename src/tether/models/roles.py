@@ -402,7 +402,7 @@ class ActorCritic(nn.Module):
 
 
 class ReferencePolicy:
-    """The policy before any RL: frozen."""
+    """The frozen policy that the KL is to: by default the policy before RL."""
 
     def __init__(self, backbone: Backbone, output: OutputLayer) -> None:
         self.backbone = backbone
@@ -445,16 +445,17 @@ class Roles:
         critic: Literal["head", "separate"] | None,
         with_reference: bool,
         seed: int,
+        reference_from: tuple[Backbone, OutputLayer] | None = None,
         start_critic_from: ScalarModel | None = None,
         offload_reference: bool = False,
     ) -> Roles:
         """The policy and what the algorithm needs beside it.
 
         A value head starts at zero, so that the first advantages are the rewards themselves. `start_critic_from`, a
-        reward model loaded through `sharing`, becomes the separate critic. With `offload_reference` a reference
-        with weights of its own waits in host memory.
+        reward model loaded through `sharing`, becomes the separate critic. `reference_from` is a reference other than
+        the policy as it was loaded. With `offload_reference` a reference with weights of its own waits in host memory.
         """
-        reference = ReferencePolicy(*sharing.reference()) if with_reference else None
+        reference = ReferencePolicy(*(reference_from or sharing.reference())) if with_reference else None
         if reference is not None and offload_reference and isinstance(sharing, Separate):
             reference.wait()
         value: ScalarModel | ScalarHead | None = None

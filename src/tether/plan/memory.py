@@ -35,6 +35,7 @@ from tether.models.acceleration import MAX_WORK
 from tether.ops.logprobs import CHUNK_ELEMENTS
 from tether.plan.gathered import gathered
 from tether.plan.workload import Shape, Work
+from tether.store.find import is_start
 
 Backend = Literal["plain", "fused", "modules"]
 CHUNK = {"fused": FUSED_CHUNK, "plain": CHUNK_ELEMENTS, "modules": CHUNK_ELEMENTS}  # logits per chunk
@@ -273,7 +274,7 @@ def memory_of(
         room = _work_space(recipe, shape, work, held)
         phases["rollout"] = always + graphs + sum(role.cache for role in roles)
         always += room + _remembered(recipe, shape, work, held)
-    streamed = shape.parameters * held.width if held.offload and work.reference else 0
+    streamed = (work.other_reference or shape).parameters * held.width if held.offload and work.reference else 0
     passing = max(one.forward(shape), other.forward(own), one.chunk(shape) if work.policy else 0)
     phases["evaluation"] = always + graphs + streamed + passing
     passing = max(one.passing(shape) + one.rerun(shape), other.passing(own) + other.rerun(own))
@@ -372,8 +373,9 @@ def _separate(_: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> lis
     elif work.critic == "head":
         found.append(_value_head(shape))
     if work.reference:
-        where = 0 if held.offload else shape.parameters * held.width
-        words = "a frozen copy" + (", in CPU memory between its passes" if held.offload else "")
+        where = 0 if held.offload else (work.other_reference or shape).parameters * held.width
+        words = "a frozen copy" if work.other_reference is None else "another model, frozen"
+        words += ", in CPU memory between its passes" if held.offload else ""
         found.append(RoleCost("reference", words, where))
     return found
 
@@ -394,8 +396,11 @@ def _adapters(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -
     words = f"adapters of rank {recipe.roles.lora_rank}"
     found = [RoleCost("base", "one frozen model under all roles", base)]
     found += _learning(shape, work, held, one, count, words)
-    if work.reference:
-        found.append(RoleCost("reference", "the base itself"))
+    if work.reference and (other := work.other_reference) is not None:
+        found.append(RoleCost("reference", "another model, frozen", other.parameters * held.width))
+    elif work.reference:
+        adapted = isinstance(recipe, RLRecipe) and not is_start(recipe)
+        found.append(RoleCost("reference", "adapters on the base" if adapted else "the base itself"))
     return found
 
 
@@ -423,6 +428,8 @@ def _tops(recipe: Recipe, shape: Shape, work: Work, held: Held, one: Pass) -> li
     found += _learning(shape, work, held, one, count, words)
     # The initial top layers are kept even without a reference, because other roles start from them.
     found.append(RoleCost("reference", f"the {top} layers as they were loaded", count * held.width))
+    if work.other_reference is not None:
+        found.append(RoleCost("reference", f"{top} layers of another model", count * held.width))
     return found
 
 

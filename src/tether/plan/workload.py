@@ -29,7 +29,8 @@ from tether.models.backbones import layer_list
 from tether.models.load import ask_hub
 from tether.models.lora import CONFIG as ADAPTER_CONFIG
 from tether.models.lora import saved_config
-from tether.store.find import find_model
+from tether.models.references import stands_on
+from tether.store.find import find_model, is_start, reference_path
 from tether.types import Prompt
 
 TINY = "tiny-bytes"
@@ -162,6 +163,19 @@ def critic_shape_of(recipe: Recipe) -> Shape | None:
         raise ConfigError(f"roles.critic_init {start!r} has no readable config: {error}") from error
 
 
+def reference_shape_of(recipe: Recipe) -> Shape | None:
+    """The shape of a reference that is another model; None where it is the policy's start, or adapters on its base."""
+    if not isinstance(recipe, RLRecipe) or is_start(recipe):
+        return None
+    path = reference_path(recipe)
+    if recipe.roles.mode == "lora" and stands_on(Path(path), find_model(recipe.model.path)):
+        return None
+    try:
+        return shape_of(path)
+    except ConfigError as error:
+        raise ConfigError(f"kl.reference {recipe.kl.reference!r} has no readable config: {error}") from error
+
+
 def shape_of_config(config: PretrainedConfig) -> Shape:
     """The shape that a config describes."""
     try:
@@ -262,6 +276,7 @@ class Work:
     reference: bool
     rewards: int  # reward models
     policy: bool  # whether a policy is trained; a reward model's training has none
+    other_reference: Shape | None = None  # of a reference that shares no weights with the policy
 
     @property
     def tokens(self) -> int:
@@ -316,6 +331,7 @@ def _from_rollouts(recipe: RLRecipe, lengths: Lengths, algorithm: Algorithm) -> 
         reference=algorithm.needs_reference,
         rewards=len(models),
         policy=True,
+        other_reference=reference_shape_of(recipe) if algorithm.needs_reference else None,
     )
 
 

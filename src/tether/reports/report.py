@@ -85,6 +85,16 @@ CAPABILITY_COLUMNS = ("", "before", "after", "difference", "better", "")
 
 
 @dataclass(frozen=True)
+class ReportTable:
+    """A table of formatted cells; the first column names the rows."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class NextStep:
     """A suggestion for what to do next, with a command if there is one."""
 
@@ -101,6 +111,7 @@ class ReportContent:
     subtitle: str = ""
     headline: tuple[Figure, ...] = ()
     findings: tuple[ReportFinding, ...] = ()
+    tables: tuple[ReportTable, ...] = ()
     charts: tuple[ChartGroup, ...] = ()
     capabilities: tuple[CapabilityRow, ...] = ()
     samples: tuple[Sample, ...] = ()
@@ -147,6 +158,8 @@ def render_markdown(content: ReportContent, charts_folder: str = "charts") -> Ma
         rows = ["| " + " | ".join(map(markdown, row)) + " |" for row in content.capabilities]
         head = ["| " + " | ".join(CAPABILITY_COLUMNS) + " |", "|---|---:|---:|---:|---|---|"]
         blocks += ["## What it forgot", CAPABILITY_LEAD, "\n".join([*head, *rows])]
+    for table in content.tables:
+        blocks += _markdown_table(table)
     if content.samples:
         blocks.append("## Before and after")
         for sample in content.samples:
@@ -154,6 +167,13 @@ def render_markdown(content: ReportContent, charts_folder: str = "charts") -> Ma
     blocks += _charts(content, charts_folder, charts)
     blocks += _endings(content)
     return MarkdownReport("\n\n".join(block for block in blocks if block) + "\n", charts)
+
+
+def _markdown_table(table: ReportTable) -> list[str]:
+    rows = [table.columns, *table.rows]
+    lines = [f"| {' | '.join(markdown(cell) for cell in row)} |" for row in rows]
+    lines.insert(1, f"|---|{'---:|' * (len(table.columns) - 1)}")
+    return [f"## {markdown(table.title)}", "\n".join(lines), markdown(table.note)]
 
 
 def _markdown_sample(content: ReportContent, sample: Sample) -> list[str]:
@@ -230,6 +250,7 @@ def render_html(content: ReportContent) -> str:
     sections = [
         ("happened", "What happened", _findings(content.findings)),
         ("forgot", "What it forgot", _capabilities(content.capabilities)),
+        ("tables", "", "".join(_table(table) for table in content.tables)),
         ("samples", "Before and after", _samples(content)),
         ("curves", "", "".join(_group(group, place) for place, group in enumerate(content.charts))),
         ("time", "Where the time went", _stages(content.stages)),
@@ -314,6 +335,17 @@ def _capabilities(rows: tuple[CapabilityRow, ...]) -> str:
     head = "".join(f"<th>{column}</th>" for column in CAPABILITY_COLUMNS)
     body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
     return f'<p class="lead">{CAPABILITY_LEAD}</p><table class="capabilities"><tr>{head}</tr>{body}</table>'
+
+
+def _table(table: ReportTable) -> str:
+    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.columns)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
+        for first, *rest in table.rows
+    )
+    note = f'<p class="lead">{escape(table.note)}</p>' if table.note else ""
+    body = f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
+    return f"<h2>{escape(table.title)}</h2>{note}{body}"
 
 
 def _samples(content: ReportContent) -> str:

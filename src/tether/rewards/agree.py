@@ -271,6 +271,11 @@ def agree_to_recipe(recipe: Recipe | ControlRecipe, path: str | None, flags: Seq
     _agree_to(code_names(recipe), flags, _elsewhere(path))
 
 
+def agree_to_file(names: Sequence[CodeName], path: str) -> None:
+    """For a file with several recipes: its names are the user's own if it is in the user's folder."""
+    _agree_to(names, (), _elsewhere(path))
+
+
 def agree_to_run(recipe: Recipe | ControlRecipe, folder: Path, flags: Sequence[str] = ()) -> None:
     """For a resumed run: its names are the user's own if they started it from this folder."""
     agree_to_names(code_names(recipe), code_names(recipe), folder, flags)

@@ -7,7 +7,10 @@ from pathlib import Path
 from typing import Any
 
 from tether.config.control_recipe import ControlRecipe
+from tether.config.kl_settings import START
+from tether.config.recipes import RLRecipe
 from tether.errors import ConfigError
+from tether.files import same_place
 from tether.hub.catalog import EMBEDDED, looks_like_path
 from tether.store.folder import is_run
 from tether.store.header import kept_recipe, protected_recipe
@@ -66,3 +69,16 @@ def run_config(name: str) -> dict[str, Any]:
     """
     place = run_of(name)
     return protected_recipe(place) if is_run(place) else {}
+
+
+def reference_path(recipe: RLRecipe) -> str:
+    """The model that `kl.reference` names, by itself or by its run."""
+    try:
+        return find_model(recipe.kl.reference)
+    except ConfigError as error:
+        raise ConfigError(f"kl.reference: {error}") from None
+
+
+def is_start(recipe: RLRecipe) -> bool:
+    """Whether the KL is to the run's own policy at its start: by the word `start`, or by the path of its model."""
+    return recipe.kl.reference == START or same_place(reference_path(recipe), find_model(recipe.model.path))

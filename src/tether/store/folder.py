@@ -24,6 +24,7 @@ FINISHED = "finished.json"
 FORKED = "forked.json"  # the origin of a forked run; written before the recipe
 UNSTARTED = "no-step-yet.json"  # exists until the first step is complete: a run that died before it frees its name
 LAUNCH = "launch.json"  # the launcher that started a run, so that it resumes its own run when it starts ranks again
+PIPELINE = "pipeline.json"  # a folder with this file is a pipeline, with one folder for each stage
 DEMO = "demo.json"  # a folder with this file is a demo, with one run for each stage
 
 
@@ -43,10 +44,15 @@ def is_run(folder: Path) -> bool:
 
 def write_whole(path: Path, content: dict[str, Any]) -> None:
     """Write a JSON file atomically: after a crash it is complete or absent."""
+    write_text_whole(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_text_whole(path: Path, text: str) -> None:
+    """The same for any text."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     unfinished.unlink(missing_ok=True)  # writing would follow a symbolic link
     with unfinished.open("x", encoding="utf-8") as file:
-        file.write(json.dumps(content, indent=2) + "\n")
+        file.write(text)
         file.flush()
         os.fsync(file.fileno())
     unfinished.replace(path)

@@ -16,6 +16,7 @@ from typing import Any
 
 from tether import __version__
 from tether.config.base import Paths
+from tether.config.kl_settings import START
 from tether.data.sources import shown_source, source_digest
 from tether.errors import ConfigError
 from tether.files import require_plain
@@ -189,6 +190,8 @@ def models_of(config: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
         yield "model", path
     if path := config.get("roles", {}).get("critic_init"):
         yield "critic", path
+    if (path := config.get("kl", {}).get("reference", START)) != START:
+        yield "reference", path
     for part in config.get("reward", {}).get("parts", ()):
         if part.get("kind") == "model" and part.get("path"):
             yield "reward", part["path"]

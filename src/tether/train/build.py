@@ -59,6 +59,7 @@ from tether.store.find import find_model
 from tether.train.engines import build_engine
 from tether.train.inputs import Inputs, checked, read_inputs
 from tether.train.objects import Objects, check_loader, loader_named, with_named_code
+from tether.train.reference import OtherReference, check_reference, other_reference
 from tether.train.rl import RLParts
 from tether.train.supervised import SupervisedParts, centred, finish_reward_model
 from tether.types import Metrics, PairBatch
@@ -69,6 +70,7 @@ def load_policy(recipe: Recipe, *, verify: bool = True, loader: OwnLoader | None
     settings = recipe.model
     loader = loader or loader_named(recipe)
     check_critic_start(recipe)
+    check_reference(recipe)
     check_loader(recipe, loader)
     if settings.quantize != "none" and recipe.roles.mode != "lora":
         raise ConfigError(
@@ -136,7 +138,11 @@ def build_rl(
         if longest < policy.context_length:  # prompts must fit the critic too
             policy = dataclasses.replace(policy, context_length=longest)
             task = checked(recipe, task, TextModel.of(recipe.model.path, policy))
-    roles = build_roles(recipe, algorithm, sharing, start)
+    reference = other_reference(recipe, sharing, policy, objects.own_loader()) if algorithm.needs_reference else None
+    if reference is not None and reference.context_length < policy.context_length:
+        policy = dataclasses.replace(policy, context_length=reference.context_length)
+        task = checked(recipe, task, TextModel.of(recipe.model.path, policy))
+    roles = build_roles(recipe, algorithm, sharing, start, reference)
     rollout = recipe.rollout
     reward = build_reward(
         recipe.reward.parts,
@@ -171,15 +177,23 @@ def build_rl(
         dynamic_sampling_rounds=rollout.dynamic_sampling_rounds,
         top_logprobs_every=recipe.store.rollouts_every,  # the store keeps no answers of other steps
         queue=RolloutQueue(rollout.lag),
+        reference_digest=reference.digest if reference is not None else "",
     )
 
 
-def build_roles(recipe: RLRecipe, algorithm: Algorithm, sharing: Sharing, start: ScalarModel | None) -> Roles:
-    """The roles that the algorithm needs; the critic starts from `start`, if there is one."""
+def build_roles(
+    recipe: RLRecipe,
+    algorithm: Algorithm,
+    sharing: Sharing,
+    start: ScalarModel | None,
+    reference: OtherReference | None,
+) -> Roles:
+    """The roles that the algorithm needs; critic and reference start from what is given, if there is any."""
     return Roles.build(
         sharing,
         critic=recipe.roles.critic if algorithm.needs_critic else None,
         with_reference=algorithm.needs_reference,
+        reference_from=reference.parts if reference is not None else None,
         seed=derive_seed(recipe.run.seed, "critic"),
         start_critic_from=start,
         offload_reference=recipe.roles.offload_reference,

@@ -104,7 +104,7 @@ class Provenance(StepHook):
         changed = [role for role, digest in before.items() if self.sources.get(role) != digest]
         if not changed:
             return
-        models = [role for role in changed if role.partition(" ")[0] in ("critic", "reward")]
+        models = [role for role in changed if role.partition(" ")[0] in ("critic", "reward", "reference")]
         repair = "or start a new run"
         if not models:  # records and prompts: where they were repaired, what was learned so far is still good
             more = f" --run.steps {2 * checkpoint.step}" if checkpoint.step >= run.total else ""
@@ -268,6 +268,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], *, same_version: 
             part
         ) != value:
             found.append("the chat template" if part == "chat template" else f"the tokenizer's {part}")
+    if "reference" in before and now.get("reference", before["reference"]) != before["reference"]:
+        found.append("the weights of kl.reference")
     for name, files in before.get("models", {}).items():
         there = now.get("models", {}).get(name, {})
         if names := sorted(file for file in {**files, **there} if files.get(file) != there.get(file)):

@@ -18,7 +18,7 @@ from tether.algorithms.select import build_algorithm
 from tether.config.load import change_settings, recipe_from_record
 from tether.config.recipes import ReinforceRecipe, RLRecipe
 from tether.errors import ConfigError
-from tether.ops.baselines import MovingAverage
+from tether.ops.advantages import MovingAverage
 from tether.ops.masks import masked_mean, masked_variance
 from tether.reports.run_table import open_for, printing
 from tether.store.database.schema import without_infinities

@@ -72,6 +72,7 @@ class RLParts:
     top_logprobs_every: int = 1  # in steps; 0: never
     queue: RolloutQueue = field(default_factory=RolloutQueue)  # what was asked for, ahead of the step that takes it
     dynamic_sampling_rounds: int = 0  # further rounds of sampling in place of groups without spread
+    reference_digest: str = ""  # of the weights of a reference other than the policy at the start
 
 
 @dataclass(frozen=True, kw_only=True)

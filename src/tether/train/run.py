@@ -271,6 +271,7 @@ def _prepare(
     loaded = model_digests(policy) | {"code": code_digests(recipe)}
     shape = Shape.of(policy.model)
     training = current_ranks().join(build_training(recipe, policy, inputs, objects), recipe)
+    loaded |= training.digests
     recipe = lasting(recipe, training.total)
     if forked is not None and forked.checkpoint.step >= training.total:
         raise ConfigError(

@@ -71,6 +71,11 @@ class Training(Protocol):
         """Number of steps."""
         ...
 
+    @property
+    def digests(self) -> dict[str, str]:
+        """Digests of other models that were loaded, which a resumed run must find unchanged."""
+        ...
+
     def as_saved(self) -> AbstractContextManager[None]:
         """A context in which the model is as it will be at the end, to save it before the last step."""
         ...
@@ -109,6 +114,8 @@ class FromRollouts:
         if recipe.kl.coef and self.parts.algorithm.ignores_reference_kl:
             self.notices += (KL_IGNORED.format(self.parts.algorithm.name),)
         self.controllers = self.parts.algorithm.controllers
+        digest = self.parts.reference_digest
+        self.digests = {"reference": digest} if digest else {}
 
     def as_saved(self) -> AbstractContextManager[None]:
         """The model is saved unchanged."""
@@ -151,6 +158,7 @@ class FromRecords:
         assert isinstance(learned, ScalarModel | ActorCritic)
         self.notices = backbone_notices(learned)
         self.model = learned if isinstance(learned, ScalarModel) else learned.policy
+        self.digests: dict[str, str] = {}
 
     def as_saved(self) -> AbstractContextManager[None]:
         """Centre a reward model while it is saved."""
