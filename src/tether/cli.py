@@ -125,6 +125,7 @@ def _table(*rows: tuple[str, str, str]) -> dict[str, Command]:
 COMMANDS = _table(
     ("train", "train", "train a model: PPO and its neighbours, SFT, a reward model"),
     ("control", "control", "PPO and TRPO on gymnasium's environments"),
+    ("sweep", "sweep", "run several settings and seeds, and compare them"),
     ("resume", "runs", "resume a run that was stopped or killed"),
     ("fork", "runs", "continue from a checkpoint with other settings"),
     ("replay", "runs", "recompute a step's advantages under other settings"),

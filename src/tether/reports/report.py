@@ -16,17 +16,20 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tether.errors import StorageError
-from tether.reports.chart_svg import chart_css, render_svg
+from tether.reports.chart_svg import chart_css
 from tether.reports.charts import (
     Chart,
     ChartGroup,
     Mark,
+    ParallelCoordinates,
+    Picture,
     Series,
     calibration_chart,
     group_charts,
     margin_histogram,
     short,
 )
+from tether.reports.pictures_svg import draw_picture
 from tether.reports.safe_text import duration, escape, fenced, markdown
 
 Level = Literal["good", "note", "warning"]
@@ -71,6 +74,16 @@ class Sample:
 
 
 @dataclass(frozen=True)
+class ReportTable:
+    """A table: its heading, one line about it, and its rows. The first column names the row."""
+
+    title: str
+    columns: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+    note: str = ""
+
+
+@dataclass(frozen=True)
 class NextStep:
     """A suggestion for what to do next, with a command if there is one."""
 
@@ -87,6 +100,7 @@ class ReportContent:
     subtitle: str = ""
     headline: tuple[Figure, ...] = ()
     findings: tuple[ReportFinding, ...] = ()
+    tables: tuple[ReportTable, ...] = ()
     charts: tuple[ChartGroup, ...] = ()
     samples: tuple[Sample, ...] = ()
     stages: tuple[tuple[str, float], ...] = ()
@@ -124,6 +138,8 @@ def render_markdown(content: ReportContent, charts_folder: str = "charts") -> Ma
         blocks.append(
             "\n".join(f"- {_MARKDOWN_LEVELS[finding.level]} {markdown(finding.text)}" for finding in content.findings)
         )
+    for table in content.tables:
+        blocks += _markdown_table(table)
     if content.samples:
         blocks.append("## Before and after")
         for sample in content.samples:
@@ -131,6 +147,12 @@ def render_markdown(content: ReportContent, charts_folder: str = "charts") -> Ma
     blocks += _charts(content, charts_folder, charts)
     blocks += _endings(content)
     return MarkdownReport("\n\n".join(block for block in blocks if block) + "\n", charts)
+
+
+def _markdown_table(table: ReportTable) -> list[str]:
+    head = [f"| {' | '.join(map(markdown, table.columns))} |", f"|{'---|' * len(table.columns)}"]
+    rows = [f"| {' | '.join(map(markdown, row))} |" for row in table.rows]
+    return [f"## {markdown(table.title)}", markdown(table.note), "\n".join([*head, *rows])]
 
 
 def _markdown_sample(content: ReportContent, sample: Sample) -> list[str]:
@@ -157,7 +179,7 @@ def _charts(content: ReportContent, folder: str, charts: dict[str, str]) -> list
         blocks += [f"## {markdown(group.question)}", markdown(group.answer)]
         for chart in group.charts:
             name = f"{len(charts) + 1:02d}-{_slug(chart.title)}.svg"
-            charts[name] = render_svg(chart, name=name.removesuffix(".svg"), standalone=True) + "\n"
+            charts[name] = draw_picture(chart, name=name.removesuffix(".svg"), standalone=True) + "\n"
             blocks.append(f"![{markdown(chart.title)}]({folder}/{name})")
             blocks.append(markdown(chart.note))
     return blocks
@@ -206,13 +228,21 @@ def render_html(content: ReportContent) -> str:
     """The whole page."""
     sections = [
         ("happened", "What happened", _findings(content.findings)),
+        ("tables", "", "".join(map(_table, content.tables))),
         ("samples", "Before and after", _samples(content)),
         ("curves", "", "".join(_group(group, place) for place, group in enumerate(content.charts))),
         ("time", "Where the time went", _stages(content.stages)),
         ("next", "What to do next", _next_steps(content)),
         ("made", "How it was made", _made(content)),
     ]
-    names = {"happened": "Findings", "samples": "Samples", "curves": "Curves", "time": "Time", "next": "Next"}
+    names = {
+        "happened": "Findings",
+        "tables": "Tables",
+        "samples": "Samples",
+        "curves": "Curves",
+        "time": "Time",
+        "next": "Next",
+    }
     links = "".join(f'<a href="#{key}">{names[key]}</a>' for key, _, body in sections if body and key in names)
     main = "".join(_section(key, title, body) for key, title, body in sections if body)
     return f"""<!doctype html>
@@ -277,6 +307,19 @@ def _findings(findings: tuple[ReportFinding, ...]) -> str:
     return f'<ul class="findings">{"".join(items)}</ul>'
 
 
+def _table(table: ReportTable) -> str:
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
+    rows = "".join(
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in table.rows
+    )
+    note = f'<p class="lead">{escape(table.note)}</p>' if table.note else ""
+    return (
+        f'<div class="group"><h2>{escape(table.title)}</h2>{note}<div class="wide"><table class="rows"><thead><tr>'
+        f"{head}</tr></thead><tbody>{rows}</tbody></table></div></div>\n"
+    )
+
+
 def _samples(content: ReportContent) -> str:
     scored = any(sample.after_score is not None for sample in content.samples)
     lead = '<p class="lead">Scores and their parts are by the true rule.</p>' if scored else ""
@@ -317,11 +360,12 @@ def _group(group: ChartGroup, place: int) -> str:
     return f'<div class="group"><h2>{escape(group.question)}</h2>{answer}<div class="charts">{charts}</div></div>\n'
 
 
-def _figure(chart: Chart, name: str) -> str:
+def _figure(chart: Picture, name: str) -> str:
     note = f"<p>{escape(chart.note)}</p>" if chart.note else ""
+    broad = ' class="broad"' if isinstance(chart, ParallelCoordinates) else ""
     return (
-        f"<figure><figcaption><h3>{escape(chart.title)}</h3>{note}</figcaption>"
-        f"{render_svg(chart, name=name)}</figure>\n"
+        f"<figure{broad}><figcaption><h3>{escape(chart.title)}</h3>{note}</figcaption>"
+        f"{draw_picture(chart, name=name)}</figure>\n"
     )
 
 
@@ -380,6 +424,7 @@ __all__ = [
     "NextStep",
     "ReportContent",
     "ReportFinding",
+    "ReportTable",
     "Sample",
     "ScorePart",
     "Series",
