@@ -24,7 +24,7 @@ ALL_UP_TO = 50_000
 
 
 @dataclass(frozen=True)
-class Judged:
+class RankedSetting:
     """A setting, or a value of one key: its value for each seed, and how it compares.
 
     `seeds` holds one value a seed: a number, minus infinity where the seed diverged (plus infinity where less is
@@ -68,12 +68,12 @@ class KeyEffect:
     """The main effect of one key: its values, each averaged over the settings that have it."""
 
     key: str
-    values: tuple[Judged, ...]
+    values: tuple[RankedSetting, ...]
     own: Any  # the recipe's value
     direction: str = "max"
 
     @property
-    def best(self) -> Judged | None:
+    def best(self) -> RankedSetting | None:
         """The best of its values."""
         return best_of(self.values, self.direction)
 
@@ -87,16 +87,16 @@ class KeyEffect:
 # -- settings -----------------------------------------------------------------------------------------------------
 
 
-def judge_settings(manifest: SweepManifest, results: Sequence[TrialResult]) -> list[Judged]:
+def judge_settings(manifest: SweepManifest, results: Sequence[TrialResult]) -> list[RankedSetting]:
     """Every setting, in the order in which they were made."""
     by_setting: dict[int, dict[int, TrialResult]] = {}
     for result in results:
         by_setting.setdefault(result.trial.setting, {})[result.trial.seed] = result
-    found: list[Judged] = []
+    found: list[RankedSetting] = []
     for number, values in enumerate(manifest.settings):
         mine = [by_setting[number][seed] for seed in manifest.seeds]
         seeds = tuple(seed_value(result, manifest.direction) for result in mine)
-        found.append(Judged(values, number, seeds, _state(mine, number in manifest.stopped)))
+        found.append(RankedSetting(values, number, seeds, _state(mine, number in manifest.stopped)))
     return compare(found, manifest.direction)
 
 
@@ -117,7 +117,7 @@ def _state(mine: Sequence[TrialResult], stopped: bool) -> str:
     return "early" if stopped else "unfinished"
 
 
-def compare(candidates: Sequence[Judged], direction: str) -> list[Judged]:
+def compare(candidates: Sequence[RankedSetting], direction: str) -> list[RankedSetting]:
     """The same settings with intervals, differences to the best, and chances of being the best."""
     sign = -1.0 if direction == "min" else 1.0
     with_means = [_with(each, interval=_finite_interval(each.seeds)) for each in candidates]
@@ -133,8 +133,8 @@ def compare(candidates: Sequence[Judged], direction: str) -> list[Judged]:
     return [_with(each, behind=_behind(each, best, sign), chance=chances.get(each.number)) for each in with_means]
 
 
-def _with(judged: Judged, **changes: Any) -> Judged:
-    return Judged(**{**judged.__dict__, **changes})
+def _with(judged: RankedSetting, **changes: Any) -> RankedSetting:
+    return RankedSetting(**{**judged.__dict__, **changes})
 
 
 def _finite_interval(seeds: Sequence[float | None]) -> MeanInterval | None:
@@ -142,7 +142,7 @@ def _finite_interval(seeds: Sequence[float | None]) -> MeanInterval | None:
     return mean_interval(known) if known else None
 
 
-def _behind(each: Judged, best: Judged | None, sign: float) -> MeanInterval | None:
+def _behind(each: RankedSetting, best: RankedSetting | None, sign: float) -> MeanInterval | None:
     """How much worse it is than the best, seed by seed."""
     if best is None or each is best or each.state == "unfinished":
         return None
@@ -151,7 +151,7 @@ def _behind(each: Judged, best: Judged | None, sign: float) -> MeanInterval | No
     return mean_interval(gaps) if gaps else None
 
 
-def best_of(candidates: Sequence[Judged], direction: str = "max") -> Judged | None:
+def best_of(candidates: Sequence[RankedSetting], direction: str = "max") -> RankedSetting | None:
     """The complete setting with the best mean; one with a diverged seed only where there is no other."""
     complete = [each for each in candidates if each.complete and each.interval is not None]
     steady = [each for each in complete if not each.diverged] or complete
@@ -159,11 +159,11 @@ def best_of(candidates: Sequence[Judged], direction: str = "max") -> Judged | No
     return max(steady, key=lambda each: sign * each.interval.mean if each.interval else 0.0, default=None)
 
 
-def ranked(judged: Sequence[Judged], direction: str) -> list[Judged]:
+def ranked(judged: Sequence[RankedSetting], direction: str) -> list[RankedSetting]:
     """The settings, the best first: complete ones, then those with diverged seeds, then those that did not end."""
     sign = -1.0 if direction == "min" else 1.0
 
-    def place(each: Judged) -> tuple[int, int, float, int]:
+    def place(each: RankedSetting) -> tuple[int, int, float, int]:
         mean = sign * each.interval.mean if each.interval is not None else -math.inf
         return (("done", "early", "unfinished").index(each.state), each.diverged, -mean, each.number)
 
@@ -204,7 +204,7 @@ def _resamples(count: int) -> np.ndarray:
 # -- main effects -------------------------------------------------------------------------------------------------
 
 
-def main_effects(manifest: SweepManifest, judged: Sequence[Judged], own: Mapping[str, Any]) -> list[KeyEffect]:
+def main_effects(manifest: SweepManifest, judged: Sequence[RankedSetting], own: Mapping[str, Any]) -> list[KeyEffect]:
     """The effect of each key that has listed values; `own` are the recipe's values.
 
     In a study of one key at a time, a value's settings are those where only this key differs from the recipe.
@@ -219,11 +219,11 @@ def main_effects(manifest: SweepManifest, judged: Sequence[Judged], own: Mapping
             for each in judged
             if not alone or all(each.values[other] == own[other] for other in each.values if other != key)
         ]
-        groups: dict[str, list[Judged]] = {}
+        groups: dict[str, list[RankedSetting]] = {}
         for each in usable:
             groups.setdefault(repr(each.values[key]), []).append(each)
         levels = [
-            Judged({key: members[0].values[key]}, place, _mean_by_seed(members), _worst_state(members))
+            RankedSetting({key: members[0].values[key]}, place, _mean_by_seed(members), _worst_state(members))
             for place, members in enumerate(sorted(groups.values(), key=lambda group: _order(group[0].values[key])))
         ]
         found.append(KeyEffect(key, tuple(compare(levels, manifest.direction)), own[key], manifest.direction))
@@ -239,7 +239,7 @@ def _order(value: Any) -> tuple[int, float, str]:
     return (2, 0.0, str(value))
 
 
-def _mean_by_seed(members: Sequence[Judged]) -> tuple[float | None, ...]:
+def _mean_by_seed(members: Sequence[RankedSetting]) -> tuple[float | None, ...]:
     """For each seed the mean over some settings; None where one of them has no value."""
     found: list[float | None] = []
     for column in zip(*(each.seeds for each in members), strict=True):
@@ -248,6 +248,6 @@ def _mean_by_seed(members: Sequence[Judged]) -> tuple[float | None, ...]:
     return tuple(found)
 
 
-def _worst_state(members: Sequence[Judged]) -> str:
+def _worst_state(members: Sequence[RankedSetting]) -> str:
     states = ("done", "early", "unfinished")
     return max((each.state for each in members), key=states.index)

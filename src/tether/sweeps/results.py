@@ -6,7 +6,7 @@ The value is the mean of the metric over the last quarter of the steps taken. Th
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 
@@ -18,6 +18,7 @@ from tether.sweeps.manifest import SweepManifest, Trial
 
 TAIL = 0.25  # the part of the steps whose mean is a trial's value
 Points = Sequence[tuple[int, float]]
+ReadPoints = Callable[[RunSummary], Points]  # a metric of a run by step
 
 
 @dataclass(frozen=True)
@@ -65,22 +66,32 @@ def runs_of_sweep(opened: OpenWorkspace, manifest: SweepManifest) -> dict[str, R
     return {run.name.removeprefix(start): run for run in list_runs(opened) if run.name.startswith(start)}
 
 
-def read_results(opened: OpenWorkspace, manifest: SweepManifest) -> list[TrialResult]:
-    """Every trial, in the order in which they run."""
+def read_results(
+    opened: OpenWorkspace, manifest: SweepManifest, read_points: ReadPoints | None = None
+) -> list[TrialResult]:
+    """Every trial, in the order in which they run. `read_points` reads the metric where a reader has a cache of it.
+
+    Raises ConfigError where finished trials recorded other metrics than the one that judges them.
+    """
     runs = runs_of_sweep(opened, manifest)
-    found = [_read_one(opened, manifest, trial, runs.get(trial.name)) for trial in manifest.trials()]
-    _check_metric(opened, manifest, found, runs)
+    read = read_points or (lambda run: _points(opened, manifest.metric, run))
+    found = [_read_one(manifest, trial, runs.get(trial.name), read) for trial in manifest.trials()]
+    finished = [result for result in found if result.state == "done"]
+    if finished and not any(result.points for result in finished):
+        raise ConfigError(_other_metrics(opened, manifest.metric, runs[finished[0].trial.name]))
     return found
 
 
-def _read_one(opened: OpenWorkspace, manifest: SweepManifest, trial: Trial, run: RunSummary | None) -> TrialResult:
+def _points(opened: OpenWorkspace, metric: str, run: RunSummary) -> Points:
+    return [(int(row["step"]), float(row[metric])) for row in recorded(opened, run).metrics if metric in row]
+
+
+def _read_one(manifest: SweepManifest, trial: Trial, run: RunSummary | None, read: ReadPoints) -> TrialResult:
     end = manifest.ends.get(trial.name)
+    reason = end.reason if end is not None else ""
     if run is None:
-        return TrialResult(trial, end.state if end else "waiting", 0, reason=end.reason if end else "")
-    rows = recorded(opened, run).metrics
-    points = [(int(row["step"]), float(row[manifest.metric])) for row in rows if manifest.metric in row]
-    state = _state(manifest, trial, run)
-    return TrialResult(trial, state, run.steps_done, points, run.id, end.reason if end is not None else "")
+        return TrialResult(trial, end.state if end else "waiting", 0, reason=reason)
+    return TrialResult(trial, _state(manifest, trial, run), run.steps_done, read(run), run.id, reason)
 
 
 def _state(manifest: SweepManifest, trial: Trial, run: RunSummary) -> str:
@@ -91,16 +102,10 @@ def _state(manifest: SweepManifest, trial: Trial, run: RunSummary) -> str:
     return "early" if trial.setting in manifest.stopped and run.state != "running" else run.state
 
 
-def _check_metric(
-    opened: OpenWorkspace, manifest: SweepManifest, found: Sequence[TrialResult], runs: Mapping[str, RunSummary]
-) -> None:
-    """Raise ConfigError where finished trials recorded other metrics than the one that judges them."""
-    finished = [result for result in found if result.state == "done"]
-    if not finished or any(result.points for result in finished):
-        return
-    rows = recorded(opened, runs[finished[0].trial.name]).metrics
-    names = sorted({name for row in rows for name in row} - {"step"})
-    close = get_close_matches(manifest.metric, names, n=1)
+def _other_metrics(opened: OpenWorkspace, metric: str, run: RunSummary) -> str:
+    """What to say where a finished run has no such metric."""
+    names = sorted({name for row in recorded(opened, run).metrics for name in row} - {"step"})
+    close = get_close_matches(metric, names, n=1)
     advice = f"did you mean {close[0]}?" if close else f"choose one of {', '.join(names[:12])}"
-    hint = " (it needs evaluation.every)" if manifest.metric.startswith("held_out/") else ""
-    raise ConfigError(f"--metric {manifest.metric}: no trial recorded it{hint}: {advice}")
+    hint = " (it needs evaluation.every)" if metric.startswith("held_out/") else ""
+    return f"--metric {metric}: no trial recorded it{hint}: {advice}"

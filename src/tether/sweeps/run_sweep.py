@@ -24,7 +24,7 @@ from tether.sweeps.design import WAVE, differing, draw_settings
 from tether.sweeps.manifest import PruneDecision, SweepManifest, Trial, TrialEnd, is_sweep
 from tether.sweeps.prepare import begin_folder, total_steps
 from tether.sweeps.pruning import hopeless, rung_steps
-from tether.sweeps.ranking import Judged, judge_settings
+from tether.sweeps.ranking import RankedSetting, judge_settings
 from tether.sweeps.results import TrialResult, open_results, read_results, runs_of_sweep
 from tether.sweeps.room import Room, room_for
 from tether.sweeps.sweep_progress import SweepProgress
@@ -297,7 +297,7 @@ def write_results(manifest: SweepManifest) -> tuple[list[TrialResult], Path]:
     return results, write_sweep_report(manifest, judged, results)
 
 
-def table_of(manifest: SweepManifest, judged: Sequence[Judged]) -> dict[str, Any]:
+def table_of(manifest: SweepManifest, judged: Sequence[RankedSetting]) -> dict[str, Any]:
     """The table as plain data: the same for the same trials, however often the sweep was interrupted."""
     return {
         "name": manifest.name,

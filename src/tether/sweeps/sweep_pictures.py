@@ -20,7 +20,7 @@ from tether.reports.charts import (
 )
 from tether.sweeps.design import differing
 from tether.sweeps.manifest import SweepManifest
-from tether.sweeps.ranking import Judged, KeyEffect, ranked
+from tether.sweeps.ranking import KeyEffect, RankedSetting, ranked
 from tether.sweeps.results import TrialResult
 from tether.sweeps.student_t import MeanInterval, mean_interval
 from tether.sweeps.variation import Variation, in_words, shown
@@ -36,7 +36,9 @@ BINS = 4  # of a range, in a heat map
 MAX_HEAT_MAPS = 3
 
 
-def effect_charts(manifest: SweepManifest, judged: Sequence[Judged], effects: Sequence[KeyEffect]) -> list[Picture]:
+def effect_charts(
+    manifest: SweepManifest, judged: Sequence[RankedSetting], effects: Sequence[KeyEffect]
+) -> list[Picture]:
     """One chart for each key: the mean of each value with its interval, or a dot for each drawn setting."""
     by_key = {effect.key: effect for effect in effects}
     charts: list[Picture] = []
@@ -81,7 +83,7 @@ def _bar(x: float, interval: MeanInterval) -> tuple[float, float, float]:
     return (float(x), interval.low, interval.high)
 
 
-def _drawn_chart(manifest: SweepManifest, variation: Variation, judged: Sequence[Judged]) -> Chart | None:
+def _drawn_chart(manifest: SweepManifest, variation: Variation, judged: Sequence[RankedSetting]) -> Chart | None:
     """The settings that a sampler drew, by their value of one key."""
     known = [(float(each.values[variation.key]), each.interval) for each in judged if each.interval is not None]
     if not known:
@@ -119,7 +121,7 @@ def range_ticks(variation: Variation) -> list[float]:
 
 
 def interaction_charts(
-    manifest: SweepManifest, judged: Sequence[Judged], effects: Sequence[KeyEffect]
+    manifest: SweepManifest, judged: Sequence[RankedSetting], effects: Sequence[KeyEffect]
 ) -> list[Picture]:
     """Heat maps of pairs of keys, and parallel coordinates of all."""
     if len(manifest.variations) < 2:
@@ -132,7 +134,7 @@ def interaction_charts(
     return [*maps, *([lines] if lines is not None else [])]
 
 
-def heat_map(manifest: SweepManifest, judged: Sequence[Judged], across: Variation, up: Variation) -> HeatMap:
+def heat_map(manifest: SweepManifest, judged: Sequence[RankedSetting], across: Variation, up: Variation) -> HeatMap:
     """The mean of the settings in each cell; ranges are cut into equal parts."""
     columns, rows = _cells_of(across), _cells_of(up)
     inside: dict[tuple[int, int], list[float]] = {}
@@ -186,7 +188,7 @@ def _last(key: str) -> str:
     return key.rpartition(".")[2]
 
 
-def _parallel(manifest: SweepManifest, judged: Sequence[Judged]) -> ParallelCoordinates | None:
+def _parallel(manifest: SweepManifest, judged: Sequence[RankedSetting]) -> ParallelCoordinates | None:
     known = [each for each in judged if each.interval is not None]
     if len(known) < 2:
         return None
@@ -225,7 +227,7 @@ def _height(variation: Variation, value: Any) -> float:
 
 
 def setting_curves(
-    manifest: SweepManifest, judged: Sequence[Judged], results: Sequence[TrialResult], own: Mapping[str, Any]
+    manifest: SweepManifest, judged: Sequence[RankedSetting], results: Sequence[TrialResult], own: Mapping[str, Any]
 ) -> list[Picture]:
     """The curve of each setting with its interval over seeds: by key where one key is varied at a time."""
     curves = {number: setting_curve(results, number) for number in range(len(manifest.settings))}
@@ -263,7 +265,7 @@ def _curve(name: str, points: Sequence[tuple[int, MeanInterval]], *, banded: boo
 
 def _curves_by_key(
     manifest: SweepManifest,
-    judged: Sequence[Judged],
+    judged: Sequence[RankedSetting],
     curves: Mapping[int, Sequence[tuple[int, MeanInterval]]],
     own: Mapping[str, Any],
 ) -> list[Picture]:

@@ -13,7 +13,7 @@ from tether.reports.charts import Picture, group_charts, short
 from tether.reports.report import Figure, NextStep, ReportContent, ReportFinding, ReportTable, write_report
 from tether.sweeps.design import differing
 from tether.sweeps.manifest import SweepManifest
-from tether.sweeps.ranking import Judged, KeyEffect, best_of, main_effects, ranked
+from tether.sweeps.ranking import KeyEffect, RankedSetting, best_of, main_effects, ranked
 from tether.sweeps.results import TrialResult
 from tether.sweeps.sweep_pictures import effect_charts, interaction_charts, setting_curves
 from tether.sweeps.sweep_table import chance_in_words, state_in_words, with_interval
@@ -22,12 +22,16 @@ from tether.sweeps.variation import in_words, shown, value_in
 MAX_ROWS = 60
 
 
-def write_sweep_report(manifest: SweepManifest, judged: Sequence[Judged], results: Sequence[TrialResult]) -> Path:
+def write_sweep_report(
+    manifest: SweepManifest, judged: Sequence[RankedSetting], results: Sequence[TrialResult]
+) -> Path:
     """Write report.html and report.md into the sweep's folder; returns the path of the page."""
     return write_report(manifest.folder, sweep_content(manifest, judged, results))
 
 
-def sweep_content(manifest: SweepManifest, judged: Sequence[Judged], results: Sequence[TrialResult]) -> ReportContent:
+def sweep_content(
+    manifest: SweepManifest, judged: Sequence[RankedSetting], results: Sequence[TrialResult]
+) -> ReportContent:
     """The report as values."""
     own = own_values(manifest)
     effects = sorted(main_effects(manifest, judged, own), key=lambda effect: -effect.span)
@@ -52,7 +56,7 @@ def own_values(manifest: SweepManifest) -> dict[str, Any]:
 
 def _pictures(
     manifest: SweepManifest,
-    judged: Sequence[Judged],
+    judged: Sequence[RankedSetting],
     results: Sequence[TrialResult],
     effects: Sequence[KeyEffect],
     own: Mapping[str, Any],
@@ -86,7 +90,7 @@ def _subtitle(manifest: SweepManifest, results: Sequence[TrialResult]) -> str:
 
 
 def _headline(
-    manifest: SweepManifest, judged: Sequence[Judged], results: Sequence[TrialResult], own: Mapping[str, Any]
+    manifest: SweepManifest, judged: Sequence[RankedSetting], results: Sequence[TrialResult], own: Mapping[str, Any]
 ) -> tuple[Figure, ...]:
     best = best_of(judged, manifest.direction)
     base = next((each for each in judged if dict(each.values) == dict(own)), None)
@@ -106,7 +110,7 @@ def _headline(
     return tuple(figures)
 
 
-def clearly_worse(effect: KeyEffect) -> list[Judged]:
+def clearly_worse(effect: KeyEffect) -> list[RankedSetting]:
     """The values whose difference to the best has an interval above 0, or with a diverged seed."""
     return [
         each
@@ -134,7 +138,7 @@ def _finding(effect: KeyEffect) -> ReportFinding:
     return ReportFinding(level if len(effect.values) > 1 else "note", text.strip())
 
 
-def _gap(each: Judged) -> str:
+def _gap(each: RankedSetting) -> str:
     if each.diverged:
         return f"{each.diverged} of {len(each.seeds)} seeds diverged"
     return f"by {with_interval(each.behind)}"
@@ -192,7 +196,7 @@ def _choices(effects: Sequence[KeyEffect]) -> ReportTable:
     )
 
 
-def _own_in_words(effect: KeyEffect, mine: Judged | None) -> str:
+def _own_in_words(effect: KeyEffect, mine: RankedSetting | None) -> str:
     if mine is None:
         return f"{shown(effect.own)}, not run"
     if mine is effect.best:
@@ -200,7 +204,7 @@ def _own_in_words(effect: KeyEffect, mine: Judged | None) -> str:
     return f"{shown(effect.own)}, behind by {with_interval(mine.behind)}"
 
 
-def _settings(manifest: SweepManifest, judged: Sequence[Judged], own: Mapping[str, Any]) -> ReportTable:
+def _settings(manifest: SweepManifest, judged: Sequence[RankedSetting], own: Mapping[str, Any]) -> ReportTable:
     rows: list[tuple[str, ...]] = []
     for each in ranked(judged, manifest.direction)[:MAX_ROWS]:
         alone = manifest.sampler == "one-at-a-time"
@@ -235,7 +239,7 @@ def _environment(manifest: SweepManifest) -> dict[str, str]:
     }
 
 
-def _next_steps(manifest: SweepManifest, judged: Sequence[Judged]) -> tuple[NextStep, ...]:
+def _next_steps(manifest: SweepManifest, judged: Sequence[RankedSetting]) -> tuple[NextStep, ...]:
     steps = [NextStep("See the runs", "Every trial is an ordinary run.", f"tether runs --group {quote(manifest.name)}")]
     best = best_of(judged, manifest.direction)
     if best is not None:

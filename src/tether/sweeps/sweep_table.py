@@ -11,7 +11,7 @@ from rich.table import Table
 from tether.files import read_plain_json, unsealed
 from tether.reports.charts import short
 from tether.sweeps.manifest import SweepManifest
-from tether.sweeps.ranking import Judged, judge_settings, ranked
+from tether.sweeps.ranking import RankedSetting, judge_settings, ranked
 from tether.sweeps.results import read_results
 from tether.sweeps.student_t import MeanInterval
 from tether.sweeps.variation import in_words, shown
@@ -30,7 +30,7 @@ def with_interval(interval: MeanInterval | None, sign: str = "") -> str:
     return f"{mean} [{short(interval.low)}, {short(interval.high)}]"
 
 
-def state_in_words(manifest: SweepManifest, judged: Judged) -> str:
+def state_in_words(manifest: SweepManifest, judged: RankedSetting) -> str:
     """What the value of a setting rests on."""
     if judged.state == "early":
         return f"stopped after {manifest.stopped[judged.number]} steps"
@@ -63,7 +63,7 @@ def print_sweep(manifest: SweepManifest, *, json_output: bool) -> int:
     return 0
 
 
-def _table(manifest: SweepManifest, rows: Sequence[Judged]) -> Table:
+def _table(manifest: SweepManifest, rows: Sequence[RankedSetting]) -> Table:
     table = Table(box=None, header_style="bold", padding=(0, 2, 0, 0))
     keys = [variation.key for variation in manifest.variations]
     wide = len(keys) <= 3
