@@ -33,6 +33,7 @@ IMPORTED_AS = {
     "gymnasium": {"gymnasium", "mujoco"},
     "math-verify": {"math_verify", "latex2sympy2_extended"},
     "reasoning-gym": {"reasoning_gym"},
+    "optuna": {"optuna"},
     "mkdocs-material": {"mkdocs"},
 }
 OF_DEVELOPERS = {"httpx", "openai", "gguf", "playwright", "schemathesis", "pandas"}

@@ -147,16 +147,13 @@ def _gap(each: RankedSetting) -> str:
 def _endings(manifest: SweepManifest, results: Sequence[TrialResult]) -> tuple[ReportFinding, ...]:
     """Findings about trials that did not end well."""
     found: list[ReportFinding] = []
-    for state, words in (("diverged", "diverged"), ("failed", "failed and will be tried again on resume")):
+    for state, words in (("diverged", "diverged"), ("failed", "failed; resuming tries again")):
         mine = [result for result in results if result.state == state]
         if mine:
-            first = mine[0]
-            values = in_words(manifest.settings[first.trial.setting])
-            found.append(
-                ReportFinding(
-                    "warning", f"{len(mine)} trials {words}. The first is {first.trial.name} ({values}): {first.reason}"
-                )
-            )
+            first, many = mine[0], f"{len(mine)} trial{'s' * (len(mine) > 1)}"
+            named = f"{first.trial.name} ({in_words(manifest.settings[first.trial.setting])})"
+            text = f"{many} {words}. The first is {named}: {first.reason}"
+            found.append(ReportFinding("warning", text))
     left = sum(result.state not in ("done", "diverged", "early", "failed") for result in results)
     if left:
         found.append(ReportFinding("note", f"{left} trials are not complete. Values are those of the complete ones."))
