@@ -18,7 +18,19 @@ FLAGS = [
     ),
     *("--task.name=match-case", "--kl.apply_to=none", "--model.device=cpu"),
 ]
-SWEEP = ["--vary", "optimizer.policy_lr=1e-3,1e-2", "--seeds", "2", "--name", "s", "--jobs", "2", "--json"]
+SWEEP = [
+    "--vary",
+    "optimizer.policy_lr=1e-3,1e-2",
+    "--seeds",
+    "2",
+    "--name",
+    "s",
+    "--jobs",
+    "2",
+    "--json",
+    "--metric",
+    "entropy",
+]
 KILLS = 5
 PATIENCE = 900  # seconds, after which something hangs
 
