@@ -7,8 +7,8 @@ from tether.reports.charts import Chart, HeatMap, ParallelCoordinates, Picture, 
 from tether.reports.safe_text import escape
 
 CELL_HEIGHT = 34.0
-PARALLEL_HEIGHT = 190.0
-PARALLEL_WIDTH = 620.0
+PARALLEL_HEIGHT = 200.0
+PARALLEL_WIDTH = 844.0  # two charts and the space between them
 STRONGEST = 0.62  # opacity of the best cell, below which text on it stays readable
 
 
