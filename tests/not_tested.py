@@ -47,6 +47,7 @@ NEEDS = (
     ),
     Need(r"extra `ray`", "Ray", f"{PIP} 'ray>=2.50'"),
     Need(r"extra `control`", "gymnasium", f"{PIP} 'gymnasium[mujoco]>=1.1'"),
+    Need(r"extra `sweep`", "Optuna", f"{PIP} 'optuna>=4'"),
     Need(r"cuda device", "a CUDA device"),
     Need(r"bitsandbytes", "bitsandbytes", f"{PIP} 'bitsandbytes>=0.46'"),
     Need(r"nginx", "nginx", "apt-get install nginx"),

@@ -21,8 +21,8 @@ FILES = sorted(SOURCE.rglob("*.py"))
 # A package may import only packages above it in this list.
 ORDER = [
     *("config", "types", "protocols", "ops", "mask_cache", "accel", "data", "hub", "models", "store", "reports"),
-    *("learner", "algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "distributed", "api"),
-    *("control", "scale"),
+    *("learner", "algorithms", "rollout", "rewards", "evaluation", "doctor", "plan", "train", "distributed"),
+    *("control", "sweeps", "api", "scale"),
     *("studio", "pipeline", "demo", "server", "commands", "cli"),
 ]
 ABOVE = {name: set(ORDER[:place]) for place, name in enumerate(ORDER)}

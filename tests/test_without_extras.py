@@ -34,6 +34,7 @@ IMPORTED_AS = {
     "math-verify": {"math_verify", "latex2sympy2_extended"},
     "reasoning-gym": {"reasoning_gym"},
     "lm-eval": {"lm_eval", "evaluate"},
+    "optuna": {"optuna"},
     "mkdocs-material": {"mkdocs"},
 }
 OF_DEVELOPERS = {"httpx", "openai", "gguf", "playwright", "schemathesis", "pandas"}

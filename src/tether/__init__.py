@@ -18,6 +18,7 @@ if TYPE_CHECKING:
         Answer,
         Run,
         Step,
+        Sweep,
         dpo,
         evaluate,
         grpo,
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
         ppo,
         reward_model,
         sft,
+        sweep,
         train_recipe,
     )
     from tether.errors import ConfigError, DataError, Stopped, TetherError
@@ -38,6 +40,7 @@ __all__ = [
     "Run",
     "Step",
     "Stopped",
+    "Sweep",
     "TetherError",
     "dpo",
     "evaluate",
@@ -46,6 +49,7 @@ __all__ = [
     "ppo",
     "reward_model",
     "sft",
+    "sweep",
     "train_recipe",
 ]
 

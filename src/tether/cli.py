@@ -141,6 +141,7 @@ COMMANDS = _table(
     ("conformance", "conformance", "check any implementation of PPO against the golden traces"),
     ("demo", "train", "the whole of RLHF on a real model, in minutes"),
     ("pipeline", "pipelines", "SFT, ratings, reward models and RL in one file, for several rounds"),
+    ("sweep", "sweep", "run several settings and seeds, and compare them"),
     ("control", "control", "PPO and TRPO on gymnasium's environments"),
     ("models", "models", "list the models known by name, and fetch one"),
     ("eval", "eval", "measure a model, alone or against another"),

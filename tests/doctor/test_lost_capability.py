@@ -9,7 +9,7 @@ from synthetic import synthetic
 
 from tether.doctor.findings import Finding, Healthy, TooLittle
 from tether.doctor.lost_capability import lost_capability
-from tether.reports.capability_table import EVENT, CapabilityChange, changes_of
+from tether.reports.capability_table import EVENT, CapabilityChange, capability_table, changes_of
 from tether.reports.report import ReportContent, render_html, render_markdown
 from tether.reports.run_report import capability_finding
 from tether.store.recorded import Event, RecordedRun
@@ -71,7 +71,7 @@ def test_without_a_suite_there_is_too_little():
 def test_the_report_has_a_table_and_a_finding():
     lost, kept = change(0.1, 0.06, 0.14), change(0.0, -0.1, 0.1, name="x", label="other <x>")
     content = ReportContent(
-        "A run", capabilities=(lost.row(), kept.row()), findings=(capability_finding([lost, kept]),)
+        "A run", tables=(capability_table([lost, kept]),), findings=(capability_finding([lost, kept]),)
     )
     page, text = render_html(content), render_markdown(content).text
     for shown in ("What it forgot", "0.10 [0.06, 0.14]", "1.00 [0.90, 1.10]", "The policy lost capability."):

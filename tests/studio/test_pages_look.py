@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from studio_browser import Served, Visitor, a_rollout, expect, serving, small_workspace, start_run
+
+sys.path.append(str(Path(__file__).parents[1] / "sweeps"))  # sweep_folders.py
+
+from sweep_folders import make_sweep
 
 PHONE = {"viewport": {"width": 375, "height": 740}}
 WIDE = {"viewport": {"width": 1280, "height": 860}}
@@ -45,7 +51,9 @@ UNNAMED = """() => [...document.querySelectorAll("button, a, input, select, text
 
 @pytest.fixture(scope="module")
 def served(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
-    with serving(small_workspace(tmp_path_factory.mktemp("look"))) as found:
+    root = tmp_path_factory.mktemp("look")
+    make_sweep(root)
+    with serving(small_workspace(root)) as found:
         queue = found.api("POST", "label/queues", json={"name": "pairs", "kind": "pair", "axes": ["overall"]})["id"]
         records = [{"prompt": "which?", "chosen": "this", "rejected": "that " * 40}]
         found.api("POST", f"label/queues/{queue}/fill", json={"from": "file", "records": records})
@@ -61,7 +69,8 @@ def pages(served: Served) -> list[str]:
     tokens = f"#/run/{run}/tokens?step=20&row=2"
     long = f"#/run/{served.run_id('long')}/tokens?step=0&row=0"
     label = ["#/label", "#/label/1", "#/label/1/items"]
-    return ["#/runs", "#/start", f"#/run/{run}", tokens, long, *label, "#/train", "#/arena", "#/chat"]
+    sweeps = ["#/sweeps", "#/sweep/study"]
+    return ["#/runs", "#/start", f"#/run/{run}", tokens, long, *sweeps, *label, "#/train", "#/arena", "#/chat"]
 
 
 @pytest.mark.parametrize("theme", ["light", "dark"])

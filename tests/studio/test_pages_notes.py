@@ -9,7 +9,7 @@ from studio_browser import Served, Visitor, expect, record_steps, serving, small
 
 from tether.store.database.open import workspace_at
 
-OWN_PAGES = ["#/runs", "#/label", "#/train", "#/arena", "#/chat", "#/nowhere"]
+OWN_PAGES = ["#/runs", "#/sweeps", "#/label", "#/train", "#/arena", "#/chat", "#/nowhere"]
 
 MIDDLE = """() => {
   const box = document.querySelector(".empty").getBoundingClientRect();

@@ -4,12 +4,14 @@ Every function uses the same recipe, checks and loop as the command line.
 """
 
 from tether.api.run import Answer, Run, load_run
+from tether.api.sweep import Sweep, sweep
 from tether.api.training import Step, dpo, evaluate, grpo, ppo, reward_model, sft, train_recipe
 
 __all__ = [
     "Answer",
     "Run",
     "Step",
+    "Sweep",
     "dpo",
     "evaluate",
     "grpo",
@@ -17,5 +19,6 @@ __all__ = [
     "ppo",
     "reward_model",
     "sft",
+    "sweep",
     "train_recipe",
 ]

@@ -5,16 +5,10 @@ from __future__ import annotations
 import argparse
 import json
 from dataclasses import asdict
-from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tether.commands.options import CommandParser
 from tether.commands.plan_cluster import add_cluster_options, print_cluster_plan, wants_cluster
-from tether.errors import ConfigError, TetherError, UsageError
-
-if TYPE_CHECKING:
-    from tether.config.recipes import Recipe
-    from tether.plan.workload import Lengths
+from tether.errors import UsageError
 
 SUMMARY = "Estimate the memory, optimiser steps and seconds of a recipe, before anything is loaded."
 
@@ -54,9 +48,11 @@ def print_plan(options: argparse.Namespace, flags: list[str]) -> int:
     """Plan the recipe that the options name, and print it."""
     import torch
 
+    from tether.config.recipe_file import recipe_named
     from tether.models.precision import resolve_dtype, with_precision
     from tether.plan.machine import machine_for, planned_device
     from tether.plan.plan import advice, make_plan
+    from tether.plan.prompt_lengths import lengths_of
     from tether.plan.table import plan_text
     from tether.plan.workload import shape_of
     from tether.reports.run_table import printing
@@ -87,62 +83,3 @@ def print_plan(options: argparse.Namespace, flags: list[str]) -> int:
         for part in plan_text(plan, alone=alone, together=together):
             console.print(part)
     return 0
-
-
-def recipe_named(name: str, flags: list[str]) -> Recipe:
-    """The recipe of a file, or the defaults of a method."""
-    from tether.config.load import load_recipe
-    from tether.config.recipes import RECIPES
-
-    if name in RECIPES:
-        return load_recipe(name, None, flags)
-    return load_recipe(method_of(name), name, flags)
-
-
-def method_of(path: str) -> str:
-    """The value of `method:` in the recipe file."""
-    import yaml
-
-    from tether.config.read_yaml import read_mapping
-    from tether.config.recipes import RECIPES
-
-    if not Path(path).is_file():
-        raise ConfigError(f"{path} is neither a recipe's file nor a method ({', '.join(RECIPES)})")
-    loader, top = read_mapping(path)
-    try:
-        for key, value in top.value if top is not None else ():
-            if loader.construct_plain(key) == "method":
-                method = str(loader.construct_plain(value))
-                if method in RECIPES:
-                    return method
-                raise ConfigError(f"method in {path} is {method}: choose one of {', '.join(RECIPES)}")
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not a YAML file ({error})") from error
-    finally:
-        loader.dispose()
-    raise ConfigError(f"{path} does not say its method: add a line such as `method: ppo`")
-
-
-def lengths_of(recipe: Recipe, path: str, given: int | None) -> Lengths:
-    """How long prompts or records are: as given, as the recipe's own prompts are, or assumed."""
-    from tether.config.recipes import RLRecipe
-    from tether.data.prompts import PromptRule
-    from tether.hub.catalog import EMBEDDED, cached_model
-    from tether.models.tokenizer import read_tokenizer
-    from tether.plan.workload import ASSUMED_PROMPT, PROMPTS_LOOKED_AT, Lengths
-    from tether.rewards.tasks import prompts_without_code
-
-    if given is not None:
-        return Lengths.assumed(given, "as given")
-    if not isinstance(recipe, RLRecipe):
-        return Lengths.of_records(recipe)
-    try:
-        if path in EMBEDDED and cached_model(path) is None:
-            raise ConfigError(f"{path} is not in the cache yet")  # a plan downloads nothing
-        model = read_tokenizer(path)
-        rule = PromptRule.of(recipe.data, model.context_length, recipe.rollout.max_new_tokens)
-        asked = prompts_without_code(recipe.task, recipe.data)[:PROMPTS_LOOKED_AT]
-        return Lengths.of(rule.apply(asked, model.tokenizer, "prompts").prompts, model.tokenizer)
-    except (TetherError, OSError, ValueError, ImportError) as error:
-        reason = str(error).partition("\n")[0][:80]
-        return Lengths.assumed(ASSUMED_PROMPT, f"assumed, because the prompts cannot be read here ({reason})")

@@ -30,6 +30,7 @@ AnyRecipe = TypeVar("AnyRecipe", bound=Settings)
 
 FLAGS = "the flags"
 SETTINGS = "the settings"  # from a Python program
+APART = ("sweep",)  # sections of a recipe's file that other commands than `tether train` read
 MAX_PROBLEMS, MAX_LINE = 8, 600  # limits on the length of an error message
 
 
@@ -106,6 +107,15 @@ def load_settings(
     keys = Keys(recipe_class)
     given = {**read_recipe(keys, path), **read_flags(keys, flags), **read_settings(keys, settings or {})}
     return recipe_with(recipe_class, defaults(recipe_class), given, keys, path)
+
+
+def load_section(
+    section_class: type[AnyRecipe], name: str, path: str | None, flags: Sequence[str], settings: Mapping[str, Any]
+) -> AnyRecipe:
+    """The section `name` of a file, which is no part of the recipe, overridden by flags and settings."""
+    keys = Keys(section_class)
+    given = {**read_recipe(keys, path, name), **read_flags(keys, flags), **read_settings(keys, settings)}
+    return recipe_with(section_class, defaults(section_class), given, keys, path)
 
 
 def recipe_from_record(record: Mapping[str, Any]) -> Recipe:
@@ -188,14 +198,14 @@ def _one_length(given: dict[str, Given], keys: Keys) -> None:
 # -- YAML ---------------------------------------------------------------------------------------------------------
 
 
-def read_recipe(keys: Keys, path: str | None) -> dict[str, Given]:
-    """The file's settings, by dotted key."""
+def read_recipe(keys: Keys, path: str | None, section: str | None = None) -> dict[str, Given]:
+    """The file's settings, by dotted key; with `section`, those of one of its sections."""
     if path is None:
         return {}
     loader, top = read_mapping(path)
     reader = RecipeReader(keys, loader, path)
     try:
-        reader.read(top)
+        reader.read(top) if section is None else reader.read_only(top, section)
     except yaml.YAMLError as error:
         raise ConfigError(in_one_line(error, path)) from error
     finally:
@@ -225,9 +235,21 @@ class RecipeReader:
                 self.problems.append(f"key {prefix}{name} in {where}: nest it, as {name.replace('.', ': {')}: ...}}")
             elif prefix + name == "method":
                 _same_method(self.loader.construct_plain(value_node), self.keys.method, where)
+            elif prefix + name in APART and name not in self.keys.leaves:
+                pass
             else:
                 self.read_entry(prefix + name, value_node, where)
             first_line.setdefault(name, line)
+
+    def read_only(self, top: yaml.MappingNode | None, section: str) -> None:
+        """Read one section of the file and nothing else."""
+        for key_node, value_node in top.value if top is not None else ():
+            if self.loader.construct_plain(key_node) != section:
+                continue
+            if not isinstance(value_node, yaml.MappingNode):
+                where = f"{self.path}, line {line_of(key_node)}"
+                raise ConfigError(f"{section} in {where}: expected a section with keys under it")
+            self.read(value_node)
 
     def read_entry(self, key: str, node: yaml.Node, where: str) -> None:
         """Read one key, a section or a value."""

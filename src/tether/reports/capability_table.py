@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from tether.reports.charts import interval_text
-from tether.reports.report import CapabilityRow
+from tether.reports.report import ReportTable
 from tether.store.recorded import RecordedRun
 
 EVENT = "capability"
@@ -71,10 +71,22 @@ class CapabilityChange:
         """The start, the end and the difference, each with its interval."""
         return interval_text(*self.start), interval_text(*self.end), interval_text(*self.difference)
 
-    def row(self) -> CapabilityRow:
+    def row(self) -> tuple[str, ...]:
         """As a report shows it."""
         verdict = "loss" if self.is_loss else "" if self.judged else "not judged"
-        return CapabilityRow(self.label, *self.texts, self.better, verdict)
+        return (self.label, *self.texts, self.better, verdict)
+
+
+COLUMNS = ("", "before", "after", "difference", "better", "")
+NOTE = (
+    "Capabilities before the first and after the last step, with 95 % intervals; differences are over pairs of the "
+    "same items."
+)
+
+
+def capability_table(changes: Sequence[CapabilityChange]) -> ReportTable:
+    """One row per metric."""
+    return ReportTable("What it forgot", COLUMNS, tuple(change.row() for change in changes), NOTE)
 
 
 def changes_of(run: RecordedRun) -> list[CapabilityChange]:

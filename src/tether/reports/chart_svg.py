@@ -41,7 +41,7 @@ class Plot:
 
     x: Scale
     y: Scale
-    x_ticks: list[float]
+    x_ticks: list[tuple[float, str]]
     y_ticks: list[float]
     legend: list[list[tuple[int, Series]]]
     top: float  # of the text rows
@@ -62,7 +62,8 @@ def plan(chart: Chart, heading: float) -> Plot:
     top = heading + (22.0 if chart.y_label else 8.0) + 17.0 * len(legend)
     bottom = heading + HEIGHT - (34.0 if chart.x_label else 20.0)
     whole = all(x == int(x) for series in chart.series for x, y in series.points if drawable(x))
-    x_ticks = nice_ticks(x_low, x_high, 5, whole=whole and not any(s.kind == "bars" for s in chart.series))
+    nice = nice_ticks(x_low, x_high, 5, whole=whole and not any(s.kind == "bars" for s in chart.series))
+    x_ticks = list(chart.x_ticks) or list(zip(nice, tick_labels(nice), strict=True))
     x, y = Scale(x_low, x_high, left, right), Scale(low, high, bottom, top)
     return Plot(x, y, x_ticks, y_ticks, legend, heading, _colours(chart))
 
@@ -139,14 +140,14 @@ def render_svg(chart: Chart, *, name: str = "chart", standalone: bool = False) -
     if standalone:
         parts.append(f"<style>{chart_css()}</style>")
         parts.append(f'<rect class="paper" x="{-edge:g}" y="{-edge:g}" width="{size[0]:g}" height="{size[1]:g}"/>')
-        parts.append(_text(0, 13, chart.title, "head"))
+        parts.append(draw_text(0, 13, chart.title, "head"))
     if any(runs_of(series.points) for series in chart.series):
         parts += [*_axes(chart, plot), *_legend(chart, plot), *_marks(chart, plot), *_every_series(chart, plot)]
         parts += [] if standalone else _hits(chart, plot)
     else:
         parts += [
             f'<rect class="grid" fill="none" x=".5" y="{plot.top + 8:g}" width="{WIDTH - 1:g}" height="190" rx="4"/>',
-            _text(WIDTH / 2, plot.top + 107, "no data was recorded for this chart", "soft", "middle"),
+            draw_text(WIDTH / 2, plot.top + 107, "no data was recorded for this chart", "soft", "middle"),
         ]
     return "\n".join([*parts, "</svg>"])
 
@@ -177,16 +178,16 @@ def _axes(chart: Chart, plot: Plot) -> list[str]:
     for tick, label in zip(plot.y_ticks, tick_labels(plot.y_ticks), strict=True):
         y = plot.y(tick)
         parts.append(f'<line class="grid" x1="{left:.1f}" x2="{right:.1f}" y1="{y:.1f}" y2="{y:.1f}"/>')
-        parts.append(_text(left - 6, y + 3.8, label, "soft", "end"))
+        parts.append(draw_text(left - 6, y + 3.8, label, "soft", "end"))
     parts.append(f'<line class="axis" x1="{left:.1f}" x2="{right:.1f}" y1="{base:.1f}" y2="{base:.1f}"/>')
-    for tick, label in zip(plot.x_ticks, tick_labels(plot.x_ticks), strict=True):
+    for tick, label in plot.x_ticks:
         x = plot.x(tick)
         parts.append(f'<line class="axis" x1="{x:.1f}" x2="{x:.1f}" y1="{base:.1f}" y2="{base + 4:.1f}"/>')
-        parts.append(_text(x, base + 15, label, "soft", "middle"))
+        parts.append(draw_text(x, base + 15, label, "soft", "middle"))
     if chart.x_label:
-        parts.append(_text(right, base + 30, f"{chart.x_label} →", "soft", "end"))
+        parts.append(draw_text(right, base + 30, f"{chart.x_label} →", "soft", "end"))
     if chart.y_label:
-        parts.append(_text(0, plot.top + 10, f"↑ {chart.y_label}", "soft"))
+        parts.append(draw_text(0, plot.top + 10, f"↑ {chart.y_label}", "soft"))
     return parts
 
 
@@ -198,7 +199,7 @@ def _legend(chart: Chart, plot: Plot) -> list[str]:
             if series.kind == "line":
                 parts.append(f'<path class="line s{plot.colours[place]}" d="M{x:.1f} {y - 4:.1f}h14"/>')
             parts.append(_shape(plot.colours[place], series.kind, x + 7.0, y - 4.0))
-            parts.append(_text(x + 19.0, y, series.name))
+            parts.append(draw_text(x + 19.0, y, series.name))
             x += 32.0 + text_width(series.name, FONT)
     return parts
 
@@ -215,14 +216,16 @@ def _marks(chart: Chart, plot: Plot) -> list[str]:
             x = plot.x(mark.value)
             parts.append(f'<path class="mark" d="M{x:.1f} {top:.1f}V{base:.1f}"/>')
             before = x + text_width(mark.label, FONT) + 6 > right
-            parts.append(_text(x - 5 if before else x + 5, base - 6, mark.label, "soft halo", "end" if before else ""))
+            parts.append(
+                draw_text(x - 5 if before else x + 5, base - 6, mark.label, "soft halo", "end" if before else "")
+            )
         else:
             y = plot.y(mark.value)
             parts.append(f'<path class="mark" d="M{left:.1f} {y:.1f}H{right:.1f}"/>')
             ends = [[abs(plot.y(run[place][1]) - y) for _, run in line_ends(chart)] for place in (0, -1)]
             after = min(ends[1], default=0.0) > min(ends[0], default=0.0)  # the side that is further from the lines
             place, anchor = (right - 4, "end") if after else (left + 5, "")
-            parts.append(_text(place, y + 13 if y - 5 < top + 8 else y - 5, mark.label, "soft halo", anchor))
+            parts.append(draw_text(place, y + 13 if y - 5 < top + 8 else y - 5, mark.label, "soft halo", anchor))
     return parts
 
 
@@ -232,6 +235,7 @@ def _every_series(chart: Chart, plot: Plot) -> list[str]:
     over_dots = any(series.kind == "line" for series in chart.series)
     for colour, series in zip(plot.colours, chart.series, strict=True):
         runs = runs_of(series.points)
+        parts += _band(colour, series, plot)
         if series.kind == "bars":
             parts += [_bar(colour, point, width, plot) for run in runs for point in run]
         elif series.kind == "dots":
@@ -250,6 +254,19 @@ def _every_series(chart: Chart, plot: Plot) -> list[str]:
     return parts + _end_labels(chart, plot)
 
 
+def _band(colour: int, series: Series, plot: Plot) -> list[str]:
+    """The interval of a series: an area along a line, error bars at dots."""
+    rows = [(plot.x(x), plot.y(low), plot.y(high)) for x, low, high in series.band if drawable(low) and drawable(high)]
+    if series.kind == "dots":
+        return [
+            f'<path class="line bounds s{colour}" d="M{x:.1f} {low:.1f}V{high:.1f}M{x - 4:.1f} {low:.1f}h8'
+            f'M{x - 4:.1f} {high:.1f}h8"/>'
+            for x, low, high in rows
+        ]
+    edge = [f"{x:.1f},{high:.1f}" for x, _, high in rows] + [f"{x:.1f},{low:.1f}" for x, low, _ in reversed(rows)]
+    return [f'<polygon class="fill area s{colour}" points="{" ".join(edge)}"/>'] if rows else []
+
+
 def _end_labels(chart: Chart, plot: Plot) -> list[str]:
     """The last value of each line at its end; overlapping labels are moved apart."""
     ends = sorted((plot.y(run[-1][1]), place, run[-1]) for place, run in line_ends(chart))
@@ -260,7 +277,7 @@ def _end_labels(chart: Chart, plot: Plot) -> list[str]:
     spill = max(0.0, rows[-1] - plot.y.start) if rows else 0.0
     for row, (y, place, (x, value)) in zip(rows, ends, strict=True):
         parts.append(_shape(plot.colours[place], "line", plot.x(x), y))
-        parts.append(_text(plot.x.end + 8, row - spill + 4, short(value), f"value s{plot.colours[place]}"))
+        parts.append(draw_text(plot.x.end + 8, row - spill + 4, short(value), f"value s{plot.colours[place]}"))
     return parts
 
 
@@ -294,6 +311,7 @@ def _hits(chart: Chart, plot: Plot) -> list[str]:
     for series in chart.series:
         for x, y in (point for run in runs_of(series.points) for point in run):
             values.setdefault(x, []).append(f"{series.name}: {short(y)}")
+    names = dict(chart.x_ticks)
     xs = sorted(values)
     xs = xs[:: -(-len(xs) // MAX_HITS)] if xs else xs
     pixels = [plot.x(x) for x in xs]
@@ -301,14 +319,16 @@ def _hits(chart: Chart, plot: Plot) -> list[str]:
     edges = [plot.x.start, *middles, plot.x.end]
     top, height = plot.y.end, plot.y.start - plot.y.end
     return [
-        f'<g class="hit"><title>{escape(f"{chart.x_label} {short(x)}")}&#10;{escape("; ".join(values[x]))}</title>'
+        f'<g class="hit"><title>{escape(f"{chart.x_label} {names.get(x, short(x))}")}&#10;'
+        f"{escape('; '.join(values[x]))}</title>"
         f'<line x1="{pixel:.1f}" x2="{pixel:.1f}" y1="{top:.1f}" y2="{top + height:.1f}"/>'
         f'<rect x="{low:.1f}" y="{top:.1f}" width="{max(high - low, 0.0):.1f}" height="{height:.1f}"/></g>'
         for x, pixel, low, high in zip(xs, pixels, edges, edges[1:], strict=False)
     ]
 
 
-def _text(x: float, y: float, words: str, style: str = "", anchor: str = "") -> str:
+def draw_text(x: float, y: float, words: str, style: str = "", anchor: str = "") -> str:
+    """A text element; empty where there are no words."""
     named = f' class="{style}"' if style else ""
     placed = f' text-anchor="{anchor}"' if anchor else ""
     return f'<text x="{x:.1f}" y="{y:.1f}"{named}{placed}>{escape(words)}</text>' if words else ""

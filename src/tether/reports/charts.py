@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Literal
+from typing import Literal, TypeAlias
 
 Kind = Literal["line", "dots", "bars"]
 Point = tuple[float, float]
@@ -18,11 +18,15 @@ Point = tuple[float, float]
 
 @dataclass(frozen=True)
 class Series:
-    """Named points. Bars start at zero; they are as wide as the smallest distance between two of them."""
+    """Named points. Bars start at zero; they are as wide as the smallest distance between two of them.
+
+    `band` holds (x, low, high): a shaded area around a line, an error bar at a dot.
+    """
 
     name: str
     points: tuple[Point, ...]
     kind: Kind = "line"
+    band: tuple[tuple[float, float, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -47,6 +51,45 @@ class Chart:
     marks: tuple[Mark, ...] = ()
     y_range: tuple[float | None, float | None] = (None, None)  # None: from the points
     diagonal: bool = False  # both axes share a range, and the line x = y is drawn
+    x_ticks: tuple[tuple[float, str], ...] = ()  # (place, label); empty: round numbers
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """Values of two settings as shaded cells: `cells[row][column]`, None where there is no value."""
+
+    title: str
+    question: str
+    columns: tuple[str, ...]
+    rows: tuple[str, ...]
+    cells: tuple[tuple[float | None, ...], ...]
+    x_label: str
+    y_label: str
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class ParallelAxis:
+    """One axis of parallel coordinates: (place from 0 to 1, label) of each tick."""
+
+    label: str
+    ticks: tuple[tuple[float, str], ...]
+
+
+@dataclass(frozen=True)
+class ParallelCoordinates:
+    """One line for each setting, through its places (0 to 1) on the axes; `strengths` (0 to 1) say how good each is."""
+
+    title: str
+    question: str
+    axes: tuple[ParallelAxis, ...]
+    lines: tuple[tuple[float, ...], ...]
+    strengths: tuple[float, ...]
+    names: tuple[str, ...]
+    note: str = ""
+
+
+Picture: TypeAlias = Chart | HeatMap | ParallelCoordinates
 
 
 @dataclass(frozen=True)
@@ -54,13 +97,13 @@ class ChartGroup:
     """The charts that answer one question, and the answer in words if there is one."""
 
     question: str
-    charts: tuple[Chart, ...]
+    charts: tuple[Picture, ...]
     answer: str = ""
 
 
-def group_charts(charts: Iterable[Chart], answers: dict[str, str] | None = None) -> tuple[ChartGroup, ...]:
+def group_charts(charts: Iterable[Picture], answers: dict[str, str] | None = None) -> tuple[ChartGroup, ...]:
     """Charts grouped by question, in the order in which the questions first appear."""
-    groups: dict[str, list[Chart]] = {}
+    groups: dict[str, list[Picture]] = {}
     for chart in charts:
         groups.setdefault(chart.question, []).append(chart)
     return tuple(ChartGroup(name, tuple(members), (answers or {}).get(name, "")) for name, members in groups.items())
@@ -158,6 +201,7 @@ def value_range(values: Sequence[float], *, from_zero: bool = False, pad: float 
 def y_bounds(chart: Chart) -> tuple[float, float]:
     """The range of a chart's y axis: its own, or one that holds its points and horizontal marks."""
     values = [y for series in chart.series for x, y in series.points if drawable(x)]
+    values += [end for series in chart.series for _, *ends in series.band for end in ends]
     values += [mark.value for mark in chart.marks if mark.axis == "y"]
     low, high = value_range(values, from_zero=any(series.kind == "bars" for series in chart.series))
     low = low if chart.y_range[0] is None else chart.y_range[0]

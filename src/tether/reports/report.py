@@ -16,17 +16,20 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from tether.errors import StorageError
-from tether.reports.chart_svg import chart_css, render_svg
+from tether.reports.chart_svg import chart_css
 from tether.reports.charts import (
     Chart,
     ChartGroup,
     Mark,
+    ParallelCoordinates,
+    Picture,
     Series,
     calibration_chart,
     group_charts,
     margin_histogram,
     short,
 )
+from tether.reports.pictures_svg import draw_picture
 from tether.reports.safe_text import duration, escape, fenced, markdown
 
 Level = Literal["good", "note", "warning"]
@@ -70,23 +73,9 @@ class Sample:
     parts: tuple[ScorePart, ...] = ()
 
 
-class CapabilityRow(NamedTuple):
-    """One metric of a capability suite, as text: before, after and the difference, each with its interval."""
-
-    label: str
-    start: str
-    end: str
-    difference: str
-    better: str  # higher or lower
-    verdict: str  # such as "loss"
-
-
-CAPABILITY_COLUMNS = ("", "before", "after", "difference", "better", "")
-
-
 @dataclass(frozen=True)
 class ReportTable:
-    """A table of formatted cells; the first column names the rows."""
+    """A table: its heading, one line about it, and its rows. The first column names the row."""
 
     title: str
     columns: tuple[str, ...]
@@ -113,7 +102,6 @@ class ReportContent:
     findings: tuple[ReportFinding, ...] = ()
     tables: tuple[ReportTable, ...] = ()
     charts: tuple[ChartGroup, ...] = ()
-    capabilities: tuple[CapabilityRow, ...] = ()
     samples: tuple[Sample, ...] = ()
     stages: tuple[tuple[str, float], ...] = ()
     recipe_text: str = ""
@@ -125,10 +113,6 @@ class ReportContent:
 
 # -- Markdown -----------------------------------------------------------------------------------------------------
 
-CAPABILITY_LEAD = (
-    "Capabilities before the first and after the last step, with 95 % intervals; differences are over pairs of the "
-    "same items."
-)
 _MARKDOWN_LEVELS = {"good": "✅", "note": "▫️", "warning": "⚠️"}
 
 
@@ -154,10 +138,6 @@ def render_markdown(content: ReportContent, charts_folder: str = "charts") -> Ma
         blocks.append(
             "\n".join(f"- {_MARKDOWN_LEVELS[finding.level]} {markdown(finding.text)}" for finding in content.findings)
         )
-    if content.capabilities:
-        rows = ["| " + " | ".join(map(markdown, row)) + " |" for row in content.capabilities]
-        head = ["| " + " | ".join(CAPABILITY_COLUMNS) + " |", "|---|---:|---:|---:|---|---|"]
-        blocks += ["## What it forgot", CAPABILITY_LEAD, "\n".join([*head, *rows])]
     for table in content.tables:
         blocks += _markdown_table(table)
     if content.samples:
@@ -170,10 +150,9 @@ def render_markdown(content: ReportContent, charts_folder: str = "charts") -> Ma
 
 
 def _markdown_table(table: ReportTable) -> list[str]:
-    rows = [table.columns, *table.rows]
-    lines = [f"| {' | '.join(markdown(cell) for cell in row)} |" for row in rows]
-    lines.insert(1, f"|---|{'---:|' * (len(table.columns) - 1)}")
-    return [f"## {markdown(table.title)}", "\n".join(lines), markdown(table.note)]
+    head = [f"| {' | '.join(map(markdown, table.columns))} |", f"|{'---|' * len(table.columns)}"]
+    rows = [f"| {' | '.join(map(markdown, row))} |" for row in table.rows]
+    return [f"## {markdown(table.title)}", markdown(table.note), "\n".join([*head, *rows])]
 
 
 def _markdown_sample(content: ReportContent, sample: Sample) -> list[str]:
@@ -200,7 +179,7 @@ def _charts(content: ReportContent, folder: str, charts: dict[str, str]) -> list
         blocks += [f"## {markdown(group.question)}", markdown(group.answer)]
         for chart in group.charts:
             name = f"{len(charts) + 1:02d}-{_slug(chart.title)}.svg"
-            charts[name] = render_svg(chart, name=name.removesuffix(".svg"), standalone=True) + "\n"
+            charts[name] = draw_picture(chart, name=name.removesuffix(".svg"), standalone=True) + "\n"
             blocks.append(f"![{markdown(chart.title)}]({folder}/{name})")
             blocks.append(markdown(chart.note))
     return blocks
@@ -249,8 +228,7 @@ def render_html(content: ReportContent) -> str:
     """The whole page."""
     sections = [
         ("happened", "What happened", _findings(content.findings)),
-        ("forgot", "What it forgot", _capabilities(content.capabilities)),
-        ("tables", "", "".join(_table(table) for table in content.tables)),
+        ("tables", "", "".join(map(_table, content.tables))),
         ("samples", "Before and after", _samples(content)),
         ("curves", "", "".join(_group(group, place) for place, group in enumerate(content.charts))),
         ("time", "Where the time went", _stages(content.stages)),
@@ -259,7 +237,7 @@ def render_html(content: ReportContent) -> str:
     ]
     names = {
         "happened": "Findings",
-        "forgot": "Capabilities",
+        "tables": "Tables",
         "samples": "Samples",
         "curves": "Curves",
         "time": "Time",
@@ -329,23 +307,17 @@ def _findings(findings: tuple[ReportFinding, ...]) -> str:
     return f'<ul class="findings">{"".join(items)}</ul>'
 
 
-def _capabilities(rows: tuple[CapabilityRow, ...]) -> str:
-    if not rows:
-        return ""
-    head = "".join(f"<th>{column}</th>" for column in CAPABILITY_COLUMNS)
-    body = "".join("<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in row) + "</tr>" for row in rows)
-    return f'<p class="lead">{CAPABILITY_LEAD}</p><table class="capabilities"><tr>{head}</tr>{body}</table>'
-
-
 def _table(table: ReportTable) -> str:
-    head = "".join(f'<th scope="col">{escape(cell)}</th>' for cell in table.columns)
+    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table.columns)
     rows = "".join(
-        f'<tr><th scope="row">{escape(first)}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in rest)}</tr>'
-        for first, *rest in table.rows
+        f'<tr><th scope="row">{escape(row[0])}</th>{"".join(f"<td>{escape(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in table.rows
     )
     note = f'<p class="lead">{escape(table.note)}</p>' if table.note else ""
-    body = f'<div class="table"><table><thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table></div>'
-    return f"<h2>{escape(table.title)}</h2>{note}{body}"
+    return (
+        f'<div class="group"><h2>{escape(table.title)}</h2>{note}<div class="wide"><table class="rows"><thead><tr>'
+        f"{head}</tr></thead><tbody>{rows}</tbody></table></div></div>\n"
+    )
 
 
 def _samples(content: ReportContent) -> str:
@@ -388,11 +360,12 @@ def _group(group: ChartGroup, place: int) -> str:
     return f'<div class="group"><h2>{escape(group.question)}</h2>{answer}<div class="charts">{charts}</div></div>\n'
 
 
-def _figure(chart: Chart, name: str) -> str:
+def _figure(chart: Picture, name: str) -> str:
     note = f"<p>{escape(chart.note)}</p>" if chart.note else ""
+    broad = ' class="broad"' if isinstance(chart, ParallelCoordinates) else ""
     return (
-        f"<figure><figcaption><h3>{escape(chart.title)}</h3>{note}</figcaption>"
-        f"{render_svg(chart, name=name)}</figure>\n"
+        f"<figure{broad}><figcaption><h3>{escape(chart.title)}</h3>{note}</figcaption>"
+        f"{draw_picture(chart, name=name)}</figure>\n"
     )
 
 
@@ -451,6 +424,7 @@ __all__ = [
     "NextStep",
     "ReportContent",
     "ReportFinding",
+    "ReportTable",
     "Sample",
     "ScorePart",
     "Series",

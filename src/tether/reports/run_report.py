@@ -18,7 +18,7 @@ from typing import Literal
 
 import yaml
 
-from tether.reports.capability_table import CapabilityChange, changes_of
+from tether.reports.capability_table import CapabilityChange, capability_table, changes_of
 from tether.reports.charts import Chart, ChartGroup, Series, drawable, group_charts, short
 from tether.reports.report import Figure, NextStep, ReportContent, ReportFinding, Sample, ScorePart, write_report
 from tether.reports.run_table import open_for, origin
@@ -282,7 +282,7 @@ def report(options: argparse.Namespace) -> int:
 
 def run_content(summary: RunSummary, run: RecordedRun) -> ReportContent:
     """The content of a run's report."""
-    came_from = origin(summary)
+    came_from, changes = origin(summary), changes_of(run)
     return ReportContent(
         title=f"Run {summary.name}",
         subtitle=f"{summary.method}, {summary.steps_done} of {summary.steps_target} steps, {summary.state}."
@@ -290,7 +290,7 @@ def run_content(summary: RunSummary, run: RecordedRun) -> ReportContent:
         headline=headline(run),
         findings=findings(summary, run),
         charts=charts(run),
-        capabilities=tuple(change.row() for change in changes_of(run)),
+        tables=(capability_table(changes),) if changes else (),
         samples=samples(run),
         recipe_text=yaml.safe_dump(dict(summary.config), sort_keys=False),
         environment={name: str(value) for name, value in summary.environment.items() if value is not None},

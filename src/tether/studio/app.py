@@ -19,7 +19,7 @@ from starlette.responses import Response
 from tether import __version__
 from tether.store.database.open import Workspace
 from tether.store.read import OpenWorkspace, open_store, open_workspace
-from tether.studio import chat_routes, label_routes, run_routes, train_routes
+from tether.studio import chat_routes, label_routes, run_routes, sweep_routes, train_routes
 from tether.studio.auth import AuthMiddleware
 from tether.studio.context import Studio
 from tether.studio.import_export import Imports
@@ -93,7 +93,8 @@ async def static_file(request: Request, address: str) -> Response:
 
 KEPT_CONNECTIONS = 8
 ROUTERS = (
-    *(run_routes.router, run_routes.stream_router, label_routes.router, train_routes.launch_router),
+    *(run_routes.router, run_routes.stream_router, sweep_routes.router, label_routes.router),
+    train_routes.launch_router,
     *(label_routes.item_router, train_routes.router, chat_routes.router, label_routes.session_router),
 )
 

@@ -11,6 +11,7 @@ import { toggleTheme } from "./theme.js";
 
 const PAGES = [
   { name: "runs", title: "Runs", key: "r", roles: ["owner"] },
+  { name: "sweeps", title: "Sweeps", key: "s", roles: ["owner"] },
   { name: "label", title: "Label", key: "l", roles: ["owner", "annotator"] },
   { name: "train", title: "Train", key: "t", roles: ["owner"] },
   { name: "arena", title: "Arena", key: "a", roles: ["owner"] },
@@ -21,6 +22,8 @@ const MODULES = {
   runs: "runs",
   run: "run",
   start: "start",
+  sweeps: "sweeps",
+  sweep: "sweep",
   label: "label",
   train: "train",
   arena: "arena",
@@ -96,7 +99,7 @@ function showError(error) {
 }
 
 function markNav(current) {
-  const section = { run: "runs", start: "runs" }[current] ?? current;
+  const section = { run: "runs", start: "runs", sweep: "sweeps" }[current] ?? current;
   for (const link of document.querySelectorAll("#nav a")) {
     if (link.dataset.name === section) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
