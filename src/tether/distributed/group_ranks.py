@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tether.config.allowed_code import is_code
 from tether.config.recipes import Recipe, RewardRecipe, RLRecipe
 from tether.config.rewards import ModelPart
+from tether.distributed.copies import copies_of
 from tether.distributed.fsdp import ShardedModels, Tree
 from tether.distributed.group import ProcessGroup
 from tether.distributed.launch import LAUNCHER
@@ -50,7 +51,7 @@ class GroupRanks(Ranks):
         self.index, self.count = group.index, group.count
         self.reduction = "exact"
         self.learner: Learner | None = None
-        self.shares: Shares | None = None  # with distributed.shard: full
+        self.shares: Shares | None = None  # unless distributed.shard is none
         self.trained: nn.Module | None = None  # the model that is sampled from and saved
         self._restored: LearnerState | None = None  # rank 0: what the run goes on from, until the others have it
         self.in_step = False  # whether the others may be in the middle of a step, and not wait for a word
@@ -95,19 +96,21 @@ class GroupRanks(Ranks):
             inner = parts.engine.engine if isinstance(parts.engine, ChunkedEngine) else parts.engine
             engine = chunked(inner, chunk, self, everywhere=parts.shared is not None)
             training.parts = dataclasses.replace(parts, engine=engine)
-        if recipe.distributed.shard == "full" and self.count > 1:
-            self._shard(training)
+        if recipe.distributed.shard != "none" and self.count > 1:
+            self._shard(training, recipe)
 
     # -- weights that ranks share -------------------------------------------------------------------------------------
 
-    def _shard(self, training: Training) -> None:
+    def _shard(self, training: Training, recipe: Recipe) -> None:
         learner, model = training.learner, training.learner.model
+        copies, notice = copies_of(recipe.distributed, self.group)
         assert isinstance(model, ActorCritic | ScalarModel)
         assert isinstance(training, FromRollouts | FromRecords)
         reference = training.parts.roles.reference if isinstance(training, FromRollouts) else training.parts.reference
         whole = dict(learner.named)
-        models = ShardedModels(trees_of(model, reference), learner.groups, exact=self.reduction == "exact")
-        self.shares = Shares(self.group, models, whole)
+        exact = self.reduction == "exact"
+        models = ShardedModels(trees_of(model, reference), learner.groups, copies, exact=exact)
+        self.shares = Shares(self.group, copies, models, whole, exact=exact)
         shares = self.shares.by_name
         learner.hold(
             {name: share.held for name, share in shares.items()},
@@ -118,7 +121,7 @@ class GroupRanks(Ranks):
         for module in model.modules():
             if isinstance(module, Backbone):
                 module.fast.look_again(module.model)
-        training.notices = tuple(dict.fromkeys((*training.notices, *backbone_notices(model))))
+        training.notices = tuple(dict.fromkeys((*training.notices, *backbone_notices(model), *notice)))
 
     def fills(self, pieces: int) -> bool:
         """Whether this rank has no piece in the last round."""
@@ -239,7 +242,7 @@ class GroupRanks(Ranks):
 
 def check_recipe(recipe: Recipe) -> None:
     """Refuse what several ranks cannot do."""
-    if recipe.distributed.shard == "full":
+    if recipe.distributed.shard != "none":
         _check_shard(recipe)
     engine = recipe.rollout.engine if isinstance(recipe, RLRecipe) else "auto"
     named = {"model.loader": recipe.model.loader, "rollout.engine": engine if is_code(engine) else None}

@@ -241,11 +241,12 @@ class Held:
 
 
 def memory_of(
-    recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None, shards: int | None = None
-) -> Memory:
+    recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None, shards: int | None = None,
+    copies: int = 1,
+) -> Memory:  # fmt: skip
     """The memory of the recipe, by role and phase; `critic` is the critic's shape if it differs from the policy's.
 
-    With `shards`, on each of so many devices that share the weights of every role.
+    With `shards`, on each of so many devices that share the weights of every role; `copies` of them exist.
     """
     held = Held.of(recipe, shape, device)
     micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_batch_tokens // max(1, work.longest_row)))
@@ -276,7 +277,7 @@ def memory_of(
     several = micro_batches > 1 or one.captured
     phases["update"] = always + _update(shape, work, held, one, roles, (passing, stays, largest), several=several)
     if shards is not None:
-        for phase, size in gathered(recipe, shape, own, work, held.width).items():
+        for phase, size in gathered(recipe, shape, own, work, held.width, shards, copies).items():
             phases |= {phase: phases[phase] + size} if phase in phases else {}
     return Memory(roles, phases, micro_rows, micro_batches)
 
