@@ -11,6 +11,9 @@ from same_runs import differences, metrics_table
 from threaded_engine import ThreadedEngine
 from tiny_recipes import TOP, tiny
 
+from tether.distributed.follow import with_same_algorithm
+from tether.distributed.group_ranks import code_record
+from tether.errors import ConfigError
 from tether.store import checkpoints
 from tether.store.folder import RunFolder
 from tether.train import build
@@ -72,6 +75,38 @@ def test_a_run_goes_on_with_any_number_of_ranks(tmp_path, method, flags):
     for count in (1, 3, 2):
         trained(recipe, count, steps=1)
     assert differences(calm, trained(recipe, 1)) == []
+
+
+MINE = """
+from dataclasses import replace
+
+def mine(ppo, recipe):
+    settings = replace(ppo.advantage_settings, missing_eos_penalty=-2.0)
+    return replace(ppo, name="mine", advantage_settings=settings)
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("--distributed.shard", "full")], ids=["whole", "shared"])
+def test_an_algorithm_of_the_user_s_runs_on_every_rank(tmp_path, monkeypatch, flags):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    shipped = trained(tiny("ppo", tmp_path / "shipped", *FEW), 1)
+    own = (*FEW, "--algorithm", "mine.py:mine")
+    one = trained(tiny("ppo", tmp_path / "one", *own), 1)
+    two = trained(tiny("ppo", tmp_path / "two", *own, *flags), 2)
+    assert differences(one, two) == []
+    assert metrics_table(shipped) != metrics_table(one)
+
+
+def test_an_algorithm_that_is_other_code_on_another_rank_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    recipe = tiny("ppo", tmp_path / "runs", "--algorithm", "mine.py:mine")
+    code = code_record(recipe)
+    assert with_same_algorithm(recipe, code, 1).named == {"algorithm": "mine.py:mine"}
+    (tmp_path / "mine.py").write_text(MINE.replace("-2.0", "-1.0"))
+    with pytest.raises(ConfigError, match=r"algorithm mine\.py:mine is other code on rank 1 than on rank 0"):
+        with_same_algorithm(recipe, code, 1)
 
 
 def test_rank_0_asks_an_engine_that_samples_elsewhere_for_all_ranks(tmp_path, monkeypatch):
