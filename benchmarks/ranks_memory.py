@@ -161,7 +161,7 @@ def planned(recipe: Recipe, model: Path, count: int) -> dict[str, int]:
     work = work_of(recipe, Lengths(PROMPT, PROMPT, "the benchmark"))
     several = count > 1 and recipe.distributed.shard != "none"
     shards = recipe.distributed.sharing(count, count) if several else None
-    return memory_of(recipe, shape, work, "cpu", shards=shards, copies=count // (shards or count)).phases
+    return memory_of(recipe, shape, work, "cpu", shards=shards, copies=count // (shards or 1)).phases
 
 
 def main() -> int:

@@ -28,15 +28,10 @@ def follow(group: ProcessGroup) -> None:
     if message["what"] == "end":
         return
     training = built(group, message)
-    checkpoint = hear_checkpoint(group)
-    if checkpoint is None:  # rank 0 found something wrong first
+    start = restored(training, group)
+    if start is None:
         return
-    if checkpoint.tensors["learner"]:
-        training.restore(checkpoint)
-    else:  # a sharded run begins with the weights that each rank built
-        set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
-        training.learner.micro_batch_tokens = int(checkpoint.values["learner"]["micro_batch_tokens"]["now"])
-    steps = training.steps(checkpoint.step, lambda: False, lambda words: None)  # noqa: ARG005
+    steps = training.steps(start, lambda: False, lambda words: None)  # noqa: ARG005
     ranks = training.learner.ranks
     assert isinstance(ranks, GroupRanks)
     while (message := group.hear()[0])["what"] != "end":
@@ -53,6 +48,19 @@ def follow(group: ProcessGroup) -> None:
                 ranks.write_share(Path(message["folder"]), training.capture(0, {}))
             case what:
                 raise AssertionError(f"rank 0 tells {what}")
+
+
+def restored(training: Training, group: ProcessGroup) -> int | None:
+    """Take over rank 0's state; the number of steps taken, or None where rank 0 found something wrong first."""
+    checkpoint = hear_checkpoint(group)
+    if checkpoint is None:
+        return None
+    if checkpoint.tensors["learner"]:
+        training.restore(checkpoint)
+    else:  # a sharded run begins with the weights that each rank built
+        set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
+        training.learner.micro_batch_tokens = int(checkpoint.values["learner"]["micro_batch_tokens"]["now"])
+    return checkpoint.step
 
 
 def built(group: ProcessGroup, message: dict[str, Any]) -> Training:

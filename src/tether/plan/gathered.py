@@ -11,11 +11,15 @@ layer:
   end for each role that is trained whole; there they are sent and received too.
 - With several copies (`hybrid`) and `exact`, what is sent is put in another order first: one more L, or E. The part of
   the sum that a rank adds up is held beside the share that it gathers.
+
+Without shares (`none`) a rank adds up gradients in buffers: one that it sends and one that it receives, and with
+`exact` its part of the sums. See distributed/sums.py.
 """
 
 from __future__ import annotations
 
 from tether.config.recipes import Recipe
+from tether.learner.ranks import GRADIENT_BUFFER
 from tether.plan.workload import Shape, Work
 
 
@@ -40,3 +44,9 @@ def gathered(
         "evaluation": forward,
         "update": max(forward, backward),
     }
+
+
+def summing(recipe: Recipe, gradients: int, width: int, ranks: int) -> int:
+    """Bytes to add up whole gradients over ranks, beside the gradients."""
+    buffers = 2 * min(gradients, GRADIENT_BUFFER * width)
+    return buffers + (gradients // ranks if recipe.distributed.reduction == "exact" else 0)

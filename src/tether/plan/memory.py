@@ -32,7 +32,7 @@ from tether.learner.adamw import BLOCK, BUCKET, PART
 from tether.models.acceleration import FUSED_CHUNK_ELEMENTS as FUSED_CHUNK
 from tether.models.acceleration import MAX_WORK
 from tether.ops.logprobs import CHUNK_ELEMENTS
-from tether.plan.gathered import gathered
+from tether.plan.gathered import gathered, summing
 from tether.plan.workload import Shape, Work
 
 Backend = Literal["plain", "fused", "modules"]
@@ -246,7 +246,7 @@ def memory_of(
 ) -> Memory:  # fmt: skip
     """The memory of the recipe, by role and phase; `critic` is the critic's shape if it differs from the policy's.
 
-    With `shards`, on each of so many devices that share the weights of every role; `copies` of them exist.
+    With `shards`, on each of so many devices that share the weights of every role. There are `copies` of the weights.
     """
     held = Held.of(recipe, shape, device)
     micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_batch_tokens // max(1, work.longest_row)))
@@ -279,6 +279,9 @@ def memory_of(
     if shards is not None:
         for phase, size in gathered(recipe, shape, own, work, held.width, shards, copies).items():
             phases |= {phase: phases[phase] + size} if phase in phases else {}
+    elif copies > 1:
+        gradients = sum(role.gradients for role in roles)
+        phases["update"] = max(phases["update"], always + gradients + summing(recipe, gradients, held.width, copies))
     return Memory(roles, phases, micro_rows, micro_batches)
 
 

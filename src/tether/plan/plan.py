@@ -96,7 +96,7 @@ def make_plan(
     work, critic = work_of(recipe, lengths, algorithm), critic_shape_of(recipe)
     several = ranks > 1 and recipe.distributed.shard != "none"
     shards = recipe.distributed.sharing(ranks, ranks_of_machine(ranks)) if several else None
-    memory = memory_of(recipe, shape, work, machine.kind, critic, shards, ranks // (shards or ranks))
+    memory = memory_of(recipe, shape, work, machine.kind, critic, shards, ranks // (shards or 1))
     seconds = seconds_of(recipe, shape, work, memory, machine, critic)
     named = (recipe.method, recipe.model.path, recipe.model.dtype)
     return Plan(*named, shape, lengths, work, memory, seconds, machine, algorithm, ranks)
