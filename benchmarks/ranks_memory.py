@@ -44,7 +44,6 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 512,
     "intermediate_size": 1408,
-    "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "max_position_embeddings": 512,
@@ -59,12 +58,13 @@ MIB = 2**20
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}  # freed memory goes back at once
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, layers: int) -> Path:
     """A model of random weights with the tiny model's tokenizer."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **ends, **SHAPE)).save_pretrained(folder)
+    shape = SHAPE | {"num_hidden_layers": layers}
+    LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **ends, **shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -172,6 +172,7 @@ def main() -> int:
     parser.add_argument("--shard", choices=kinds, nargs="+", default=["full"], help="for several ranks")
     parser.add_argument("--reduction", choices=("exact", "fast"), default="exact")
     parser.add_argument("--mode", choices=("separate", "lora"), default="separate")
+    parser.add_argument("--layers", type=int, default=8, help="of the model; 8 are 30M parameters")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON on the last line")
     options = parser.parse_args()
@@ -181,7 +182,7 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = save_model(folder / "model")
+        model = save_model(folder / "model", options.layers)
         cases = [("none" if count == 1 else shard, count) for shard in options.shard for count in options.ranks]
         for shard, count in dict.fromkeys(cases):
             flags = ("--distributed.shard", shard, "--roles.mode", options.mode, "--run.steps", str(options.steps))
