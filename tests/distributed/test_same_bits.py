@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import weakref
 
 import pytest
 import torch
@@ -13,7 +14,9 @@ from tiny_recipes import TOP, tiny
 
 from tether.distributed.follow import with_same_algorithm
 from tether.distributed.group_ranks import code_record
+from tether.distributed.sums import OrderedSums
 from tether.errors import ConfigError
+from tether.learner.learner import Learner
 from tether.store import checkpoints
 from tether.store.folder import RunFolder
 from tether.train import build
@@ -75,6 +78,25 @@ def test_a_run_goes_on_with_any_number_of_ranks(tmp_path, method, flags):
     for count in (1, 3, 2):
         trained(recipe, count, steps=1)
     assert differences(calm, trained(recipe, 1)) == []
+
+
+def test_a_step_begins_without_the_sums_of_gradients(tmp_path, monkeypatch):
+    """They are as large as a rank's part of all gradients, and would stay until the next ones are made."""
+    made: list[weakref.ref[OrderedSums]] = []
+    begin, step = OrderedSums.__init__, Learner.step
+
+    def noted(self, *given):
+        made.append(weakref.ref(self))
+        begin(self, *given)
+
+    def checked(self):
+        assert made
+        assert not [each for each in made if each() is not None]
+        return step(self)
+
+    monkeypatch.setattr(OrderedSums, "__init__", noted)
+    monkeypatch.setattr(Learner, "step", checked)
+    trained(tiny("sft", tmp_path, *FEW), 2)
 
 
 MINE = """
