@@ -5,8 +5,8 @@
 Each case trains the tiny model in one process, then with 2, 3, ... ranks on this machine (gloo), a row at a time, so
 that a step has several micro-batches. Two runs are equal if their models, last checkpoints, metrics (but for seconds)
 and every stored token are, to the bit. The last column has run on 2, 3 and 1 ranks in turn, stopped in between.
-With `--shard full` several ranks share the weights, and cases that need whole weights are left out. Seconds are of
-whole runs. With fewer cores than ranks there is no speed-up to see: this measures exactness.
+With `--shard full` several ranks share the weights, with `hybrid` in pairs; cases that need whole weights are left out.
+Seconds are of whole runs. With fewer cores than ranks there is no speed-up to see: this measures exactness.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def measure(case: str, steps: int, most: int, folder: Path, shard: str) -> dict[
     """One row of the table."""
     method, flags = CASES[case]
     flags = (*flags, "--optimizer.micro_batch_tokens", "16", "--run.steps", str(steps))
-    shared = ("--distributed.shard", shard)
+    shared = ("--distributed.shard", shard, *(("--distributed.shard_ranks", "2") if shard == "hybrid" else ()))
     began = time.perf_counter()
     one = trained(tiny(method, folder / "1", *flags), 1)
     row: dict[str, object] = {"case": case, "seconds 1": time.perf_counter() - began}
@@ -78,14 +78,14 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--ranks", type=int, default=4, help="the most ranks")
     parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
-    parser.add_argument("--shard", choices=("none", "full"), default="none")
+    parser.add_argument("--shard", choices=("none", "full", "hybrid"), default="none")
     parser.add_argument("--json", action="store_true", help="print the rows as JSON on the last line")
     options = parser.parse_args()
     torch.set_num_threads(1)  # processes are forked, and a pool of threads does not survive that
     counts = range(2, options.ranks + 1)
     print(f"{'case':<24}{'1 rank':>9}", *(f"{count} ranks".rjust(16) for count in counts), "2, 3, 1 in turn".rjust(16))
     rows: list[dict[str, object]] = []
-    needs_whole = ("shared_backbone", "trpo") if options.shard == "full" else ()
+    needs_whole = ("shared_backbone", "trpo") if options.shard != "none" else ()
     for case in options.only:
         if any(word in case for word in needs_whole):
             continue

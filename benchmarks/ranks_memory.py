@@ -1,11 +1,12 @@
-"""Peak memory of each rank with `distributed.shard: full`, against what the plan says, and what exchanging costs.
+"""Peak memory of each rank by `distributed.shard`, against what the plan says, and what exchanging costs.
 
-    OMP_NUM_THREADS=1 python benchmarks/ranks_memory.py [--ranks 1 2 4] [--shard full none] [--mode separate] [--json]
+    OMP_NUM_THREADS=1 python benchmarks/ranks_memory.py [--ranks 1 2 4] [--shard full none hybrid] [--reduction exact]
+        [--mode separate] [--json]
 
 PPO with four roles in float32 on CPUs over gloo; a model of random weights (30M). A rank's peak is the largest resident
 memory in a phase less what the process had before it loaded the model. `build` is before the first step.
-Seconds are those of the fastest update after the first step, and `exchanging` is the part of it in which rank 0 sent,
-received or waited for another rank: more where ranks have to share a core.
+With `hybrid`, two ranks share a copy. Seconds are those of the fastest update after the first step, and `exchanging` is
+the part of it in which rank 0 sent, received or waited for another rank: more where ranks have to share a core.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ SHAPE: dict[str, Any] = {
     "vocab_size": 8192,
     "hidden_size": 512,
     "intermediate_size": 1408,
-    "num_hidden_layers": 8,
     "num_attention_heads": 8,
     "num_key_value_heads": 8,
     "max_position_embeddings": 512,
@@ -58,12 +58,13 @@ MIB = 2**20
 MALLOC = {"MALLOC_MMAP_THRESHOLD_": "1048576", "MALLOC_TRIM_THRESHOLD_": "1048576"}  # freed memory goes back at once
 
 
-def save_model(folder: Path) -> Path:
+def save_model(folder: Path, layers: int) -> Path:
     """A model of random weights with the tiny model's tokenizer."""
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **ends, **SHAPE)).save_pretrained(folder)
+    shape = SHAPE | {"num_hidden_layers": layers}
+    LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **ends, **shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 
@@ -140,6 +141,7 @@ def measure(recipe: Recipe, count: int, folder: Path) -> list[list[dict[str, flo
 
     process = os.fork()
     if not process:  # so that nothing of a run is left in this process
+        ranks_runner.attempt(tiny("ppo", folder / "first", "--run.steps", "1"))  # a process's own, such as modules
         watch(folder)
         ranks_runner.LIMIT = 3600.0
         try:
@@ -157,15 +159,20 @@ def planned(recipe: Recipe, model: Path, count: int) -> dict[str, int]:
     """The plan's peak of each phase."""
     shape = Shape.of(LlamaForCausalLM.from_pretrained(model))
     work = work_of(recipe, Lengths(PROMPT, PROMPT, "the benchmark"))
-    return memory_of(recipe, shape, work, "cpu", shards=count if count > 1 else None).phases
+    several = count > 1 and recipe.distributed.shard != "none"
+    shards = recipe.distributed.sharing(count, count) if several else None
+    return memory_of(recipe, shape, work, "cpu", shards=shards, copies=count // (shards or 1)).phases
 
 
 def main() -> int:
     """Print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--shard", choices=("none", "full"), nargs="+", default=["full"], help="for several ranks")
+    kinds = ("none", "full", "hybrid")
+    parser.add_argument("--shard", choices=kinds, nargs="+", default=["full"], help="for several ranks")
+    parser.add_argument("--reduction", choices=("exact", "fast"), default="exact")
     parser.add_argument("--mode", choices=("separate", "lora"), default="separate")
+    parser.add_argument("--layers", type=int, default=8, help="of the model; 8 are 30M parameters")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--json", action="store_true", help="print the rows as JSON on the last line")
     options = parser.parse_args()
@@ -175,13 +182,15 @@ def main() -> int:
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        model = save_model(folder / "model")
+        model = save_model(folder / "model", options.layers)
         cases = [("none" if count == 1 else shard, count) for shard in options.shard for count in options.ranks]
         for shard, count in dict.fromkeys(cases):
             flags = ("--distributed.shard", shard, "--roles.mode", options.mode, "--run.steps", str(options.steps))
+            flags += ("--distributed.reduction", options.reduction)
+            flags += ("--distributed.shard_ranks", "2") if shard == "hybrid" else ()
             own = tiny("ppo", folder / f"runs-{shard}-{count}", "--model.path", str(model), *RUN, *flags)
             found = measure(own, count, folder / f"{shard}-{count}")
-            rows.append(row_of(found, planned(own, model, count), shard, count))
+            rows.append({"reduction": options.reduction} | row_of(found, planned(own, model, count), shard, count))
             print_row(rows[-1])
     if options.json:
         print(json.dumps(rows))
@@ -205,9 +214,8 @@ def row_of(found: list[list[dict[str, float]]], plan: dict[str, int], shard: str
 
 def print_row(row: dict[str, Any]) -> None:
     """Peaks in MiB: of each rank, and the plan's."""
-    print(
-        f"shard {row['shard']}, {row['ranks']} ranks: update {row['update']:.1f} s, exchanging {row['exchanging']:.0%}"
-    )
+    kind = f"shard {row['shard']}, {row['reduction']}, {row['ranks']} ranks"
+    print(f"{kind}: update {row['update']:.1f} s, exchanging {row['exchanging']:.0%}")
     for phase, peaks in row["peaks"].items():
         plan = row["plan"].get(phase)
         said = "" if plan is None else f"   plan {plan / MIB:,.0f}, apart {max(peaks) / plan - 1:+.1%}"

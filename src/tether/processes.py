@@ -27,6 +27,11 @@ def environment(*first: str) -> dict[str, str]:
     return given
 
 
+def ranks_of_machine(count: int) -> int:
+    """How many of `count` ranks a machine has: torchrun says it, and without it all are on this one."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", count))
+
+
 def leave_working_folder() -> None:
     """Remove the working folder from the search path, or move it to the end if Tether itself lies in it."""
     try:

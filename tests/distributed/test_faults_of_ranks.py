@@ -117,7 +117,7 @@ def test_what_several_ranks_cannot_do_is_refused(tmp_path, capfd, flags, words):
     assert not run_path(recipe).exists()
 
 
-@pytest.mark.parametrize("key", ["algorithm", "rollout.engine", "model.loader"])
+@pytest.mark.parametrize("key", ["rollout.engine", "model.loader"])
 def test_code_that_only_rank_0_would_run_is_refused(tmp_path, key):
     recipe = tiny("ppo", tmp_path / "runs", f"--{key}", "mine.py:make")
     with pytest.raises(ConfigError, match=rf"^{key} names mine\.py:make, which several ranks cannot use yet"):

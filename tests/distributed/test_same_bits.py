@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import struct
+import weakref
 
 import pytest
 import torch
@@ -11,6 +12,11 @@ from same_runs import differences, metrics_table
 from threaded_engine import ThreadedEngine
 from tiny_recipes import TOP, tiny
 
+from tether.distributed.follow import with_same_algorithm
+from tether.distributed.group_ranks import code_record
+from tether.distributed.sums import OrderedSums
+from tether.errors import ConfigError
+from tether.learner.learner import Learner
 from tether.store import checkpoints
 from tether.store.folder import RunFolder
 from tether.train import engines
@@ -72,6 +78,57 @@ def test_a_run_goes_on_with_any_number_of_ranks(tmp_path, method, flags):
     for count in (1, 3, 2):
         trained(recipe, count, steps=1)
     assert differences(calm, trained(recipe, 1)) == []
+
+
+def test_a_step_begins_without_the_sums_of_gradients(tmp_path, monkeypatch):
+    """They are as large as a rank's part of all gradients, and would stay until the next ones are made."""
+    made: list[weakref.ref[OrderedSums]] = []
+    begin, step = OrderedSums.__init__, Learner.step
+
+    def noted(self, *given):
+        made.append(weakref.ref(self))
+        begin(self, *given)
+
+    def checked(self):
+        assert made
+        assert not [each for each in made if each() is not None]
+        return step(self)
+
+    monkeypatch.setattr(OrderedSums, "__init__", noted)
+    monkeypatch.setattr(Learner, "step", checked)
+    trained(tiny("sft", tmp_path, *FEW), 2)
+
+
+MINE = """
+from dataclasses import replace
+
+def mine(ppo, recipe):
+    settings = replace(ppo.advantage_settings, missing_eos_penalty=-2.0)
+    return replace(ppo, name="mine", advantage_settings=settings)
+"""
+
+
+@pytest.mark.parametrize("flags", [(), ("--distributed.shard", "full")], ids=["whole", "shared"])
+def test_an_algorithm_of_the_user_s_runs_on_every_rank(tmp_path, monkeypatch, flags):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    shipped = trained(tiny("ppo", tmp_path / "shipped", *FEW), 1)
+    own = (*FEW, "--algorithm", "mine.py:mine")
+    one = trained(tiny("ppo", tmp_path / "one", *own), 1)
+    two = trained(tiny("ppo", tmp_path / "two", *own, *flags), 2)
+    assert differences(one, two) == []
+    assert metrics_table(shipped) != metrics_table(one)
+
+
+def test_an_algorithm_that_is_other_code_on_another_rank_is_refused(tmp_path, monkeypatch):
+    (tmp_path / "mine.py").write_text(MINE)
+    monkeypatch.chdir(tmp_path)
+    recipe = tiny("ppo", tmp_path / "runs", "--algorithm", "mine.py:mine")
+    code = code_record(recipe)
+    assert with_same_algorithm(recipe, code, 1).named == {"algorithm": "mine.py:mine"}
+    (tmp_path / "mine.py").write_text(MINE.replace("-2.0", "-1.0"))
+    with pytest.raises(ConfigError, match=r"algorithm mine\.py:mine is other code on rank 1 than on rank 0"):
+        with_same_algorithm(recipe, code, 1)
 
 
 def test_rank_0_asks_an_engine_that_samples_elsewhere_for_all_ranks(tmp_path, monkeypatch):

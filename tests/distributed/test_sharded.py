@@ -32,6 +32,7 @@ CASES = {
     "reward": (2, "reward", ("--reward.batch_size", "5")),
     "dpo": (4, "dpo", ("--dpo.batch_size", "5")),
 }
+HYBRID = ("--distributed.shard", "hybrid", "--distributed.shard_ranks", "2")
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -40,6 +41,33 @@ def test_shared_weights_give_the_bits_of_one_process(tmp_path, case):
     one = trained(tiny(method, tmp_path / "one", *FEW, *flags), 1)
     several = trained(tiny(method, tmp_path / "several", *FEW, *flags, *FULL), count)
     assert differences(one, several) == []
+
+
+HYBRID_CASES = {
+    "ppo": ("ppo", ()),
+    "ppo with lora": ("ppo", LORA),
+    "grpo": ("grpo", ("--distributed.rollout_chunk", "1")),
+    "sft": ("sft", ("--sft.batch_size", "5")),
+    "dpo": ("dpo", ("--dpo.batch_size", "5")),
+}
+
+
+@pytest.mark.parametrize("case", HYBRID_CASES)
+def test_two_copies_shared_by_two_ranks_each_give_the_bits_of_one_process(tmp_path, case):
+    method, flags = HYBRID_CASES[case]
+    one = trained(tiny(method, tmp_path / "one", *FEW, *flags), 1)
+    several = trained(tiny(method, tmp_path / "several", *FEW, *flags, *HYBRID), 4)
+    assert differences(one, several) == []
+
+
+def test_copies_go_on_as_one_copy_or_none(tmp_path):
+    """Three ranks are no whole number of copies of two: all share one."""
+    flags = (*FEW, "--run.steps", "5")
+    calm = trained(tiny("ppo", tmp_path / "calm", *flags), 1)
+    recipe = tiny("ppo", tmp_path / "moved", *flags, *HYBRID)
+    for count in (4, 3, 1, 2):
+        trained(recipe, count, steps=1)
+    assert differences(calm, trained(recipe, 4)) == []
 
 
 def test_a_run_goes_on_with_any_number_of_ranks(tmp_path):
@@ -64,10 +92,11 @@ def test_each_rank_writes_its_share_of_a_checkpoint(tmp_path):
     assert "is not what was written" in str(checkpoints.damage(folder))
 
 
-def test_fast_is_within_rounding(tmp_path):
+@pytest.mark.parametrize(("count", "shard"), [(2, FULL), (4, HYBRID)], ids=["full", "hybrid"])
+def test_fast_is_within_rounding(tmp_path, count, shard):
     flags = (*FEW, "--sft.batch_size", "5")
     one = trained(tiny("sft", tmp_path / "one", *flags), 1)
-    fast = trained(tiny("sft", tmp_path / "fast", *flags, *FULL, "--distributed.reduction", "fast"), 2)
+    fast = trained(tiny("sft", tmp_path / "fast", *flags, *shard, "--distributed.reduction", "fast"), count)
     pair = [checkpoints.read_newest(RunFolder(run).checkpoints, print) for run in (one, fast)]
     first, second = (found.tensors["learner"] for found in pair if found is not None)
     for name in first:
@@ -82,8 +111,8 @@ def test_the_pass_over_packed_tokens_is_taken(tmp_path, monkeypatch):
     def refused(*given, **named):
         raise AssertionError("the model's own modules were run")
 
-    def shard_and_refuse(self, training):
-        shard(self, training)
+    def shard_and_refuse(self, training, recipe):
+        shard(self, training, recipe)
         backbones.hidden_states = refused
         assert not [notice for notice in training.notices if "own modules" in notice]
 
@@ -94,7 +123,7 @@ def test_the_pass_over_packed_tokens_is_taken(tmp_path, monkeypatch):
 
 def test_the_models_own_modules_run_gathered_as_well(tmp_path, monkeypatch):
     """What the packed pass does not know is run layer by layer all the same, and said."""
-    monkeypatch.setattr(backbones, "unsupported_reason", lambda model, length: "nobody knows it")
+    monkeypatch.setattr(backbones, "training_unsupported", lambda model: "nobody knows it")
     one = trained(tiny("sft", tmp_path / "one", *FEW), 1)
     assert differences(one, trained(tiny("sft", tmp_path / "two", *FEW, *FULL), 2)) == []
 
@@ -102,9 +131,9 @@ def test_the_models_own_modules_run_gathered_as_well(tmp_path, monkeypatch):
 def test_at_rest_a_rank_holds_its_share_and_no_more(tmp_path, monkeypatch):
     shard = GroupRanks._shard
 
-    def shard_and_count(self, training):
+    def shard_and_count(self, training, recipe):
         whole = sum(each.numel() for each in training.parts.roles.actor.parameters())
-        shard(self, training)
+        shard(self, training, recipe)
         units = self.shares.models.units
         own = sum(share.to_local().numel() for unit in units for share in unit.shares)
         record = {"whole": whole, "own": own, "trained": sum(each.numel() for each in self.learner_numbers(training))}

@@ -242,3 +242,16 @@ def test_a_run_keeps_its_plan_with_what_was_measured(tmp_path, capsys):
 def test_what_cannot_be_run_is_not_planned(capsys, words, named):
     assert main(["plan", "recipes/tiny-ppo.yaml", *words]) == 2
     assert named in capsys.readouterr().err
+
+
+def test_a_rank_of_several_copies_holds_what_those_that_share_one_hold():
+    """Eight ranks as two copies of four: the weights of four ranks, and while gradients are added up a little more."""
+    flags = ("--distributed.shard", "hybrid", "--distributed.shard_ranks", "4")
+    recipe, plan = plan_of(*flags)
+    one_copy, two, odd = (
+        make_plan(recipe, plan.shape, plan.lengths, BIG, ranks=ranks).memory for ranks in (4, 8, 6)
+    )  # all six share one
+    assert two.roles == one_copy.roles
+    assert sum(role.weights for role in odd.roles) == pytest.approx(sum(role.weights for role in two.roles) * 4 / 6)
+    assert one_copy.phases["update"] < two.phases["update"] < 1.2 * one_copy.phases["update"]
+    assert two.phases["rollout"] == one_copy.phases["rollout"]

@@ -317,10 +317,13 @@ class DistributedSettings(Settings):
         description="How gradients of ranks are added: exact in the order of micro-batches, to the same bits for any "
         "number of ranks; fast by one all-reduce, which rounds differently.",
     )
-    shard: Literal["none", "full"] = Field(
+    shard: Literal["none", "full", "hybrid"] = Field(
         default="none",
         description="none: every rank holds all weights; full: FSDP, each rank holds its share of weights, gradients "
-        "and optimizer state.",
+        "and optimizer state; hybrid: the same within groups of shard_ranks, each of which holds a copy.",
+    )
+    shard_ranks: Count = Field(
+        default=0, description="With shard: hybrid, ranks that share one copy of the weights; 0: those of one machine."
     )
     rollout_chunk: Count = Field(
         default=0,
@@ -330,6 +333,22 @@ class DistributedSettings(Settings):
         default=300.0,
         description="Seconds without an answer after which a rank counts as lost; 0 waits forever.",
     )
+
+    @model_validator(mode="after")
+    def _groups_to_share_in(self) -> DistributedSettings:
+        if self.shard_ranks and self.shard != "hybrid":
+            raise ValueError(f"shard_ranks is for shard: hybrid, and shard is {self.shard}: leave shard_ranks out")
+        return self
+
+    def sharing(self, ranks: int, on_machine: int) -> int:
+        """How many of `ranks` ranks share one copy of the weights; `on_machine` is how many ranks a machine has.
+
+        Ranks that cannot be divided into such groups all share one copy: that needs the least memory.
+        """
+        if self.shard == "none":
+            return 1
+        wanted = (self.shard_ranks or on_machine) if self.shard == "hybrid" else ranks
+        return wanted if ranks % wanted == 0 else ranks
 
 
 class StoreSettings(Settings):

@@ -10,11 +10,14 @@ from tether.config.load import recipe_from_record
 from tether.config.recipes import Recipe, RLRecipe
 from tether.distributed.group import ProcessGroup
 from tether.distributed.group_ranks import UNLIKE, GroupRanks, checksum, hear_checkpoint, prompt_of
-from tether.errors import RankLost
+from tether.errors import ConfigError, RankLost
 from tether.models.load import LoadedModel
+from tether.rewards.consent import consenting
 from tether.rewards.tasks import RecipeTask
 from tether.train.build import load_policy
 from tether.train.inputs import Inputs
+from tether.train.objects import Objects, with_named_code
+from tether.train.provenance import code_digests
 from tether.train.training import Training, build_training, seed_everything, set_random_state
 from tether.types import Rollout, Score
 
@@ -25,15 +28,10 @@ def follow(group: ProcessGroup) -> None:
     if message["what"] == "end":
         return
     training = built(group, message)
-    checkpoint = hear_checkpoint(group)
-    if checkpoint is None:  # rank 0 found something wrong first
+    start = restored(training, group)
+    if start is None:
         return
-    if checkpoint.tensors["learner"]:
-        training.restore(checkpoint)
-    else:  # a sharded run begins with the weights that each rank built
-        set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
-        training.learner.micro_batch_tokens = int(checkpoint.values["learner"]["micro_batch_tokens"]["now"])
-    steps = training.steps(checkpoint.step, lambda: False, lambda words: None)  # noqa: ARG005
+    steps = training.steps(start, lambda: False, lambda words: None)  # noqa: ARG005
     ranks = training.learner.ranks
     assert isinstance(ranks, GroupRanks)
     while (message := group.hear()[0])["what"] != "end":
@@ -52,14 +50,47 @@ def follow(group: ProcessGroup) -> None:
                 raise AssertionError(f"rank 0 tells {what}")
 
 
+def restored(training: Training, group: ProcessGroup) -> int | None:
+    """Take over rank 0's state; the number of steps taken, or None where rank 0 found something wrong first."""
+    checkpoint = hear_checkpoint(group)
+    if checkpoint is None:
+        return None
+    if checkpoint.tensors["learner"]:
+        training.restore(checkpoint)
+    else:  # a sharded run begins with the weights that each rank built
+        set_random_state(checkpoint.tensors["random"], checkpoint.values["random"])
+        training.learner.micro_batch_tokens = int(checkpoint.values["learner"]["micro_batch_tokens"]["now"])
+    return checkpoint.step
+
+
 def built(group: ProcessGroup, message: dict[str, Any]) -> Training:
     """The training of a recipe, without its rewards and its task, which only rank 0 has."""
     recipe = recipe_from_record(message["recipe"])
     seed_everything(recipe.run.seed)
     policy: LoadedModel = load_policy(recipe, verify=False)
-    training = build_training(*without_user_code(recipe, policy, message["prompts"]))
+    objects = with_same_algorithm(recipe, message["code"], group.index)
+    training = build_training(*without_user_code(recipe, policy, message["prompts"]), objects)
     GroupRanks(group).deal(training, recipe)
     return training
+
+
+def with_same_algorithm(recipe: Recipe, code: dict[str, Any], rank: int) -> Objects:
+    """The algorithm that the recipe names, which every rank runs: by the consent of rank 0, and only the same code."""
+    if not isinstance(recipe, RLRecipe) or recipe.algorithm is None:
+        return Objects()
+    with consenting(folder=Path(code["folder"]), given=tuple(code["allowed"]), tell=None, ask=None):
+        found = code_digests(recipe)
+        for name, digest in code["digests"].items():
+            if found.get(name) != digest:
+                raise ConfigError(f"{name} is other code on rank {rank} than on rank 0: copy it to the same place")
+        return with_named_code(_of_algorithm(recipe), Objects())
+
+
+def _of_algorithm(recipe: RLRecipe) -> RLRecipe:
+    """The recipe without the code that rank 0 alone runs."""
+    store = recipe.store.model_copy(update={"trackers": ()})
+    run = recipe.run.model_copy(update={"doctor_rules": ()})
+    return recipe.model_copy(update={"store": store, "run": run})
 
 
 def without_user_code(

@@ -21,10 +21,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
+from tether.distributed.copies import Copies
 from tether.gathering import GatheredForward, set_gatherer
 from tether.learner.norms import HALF
 from tether.models.backbones import ScalarHead, layer_list
@@ -45,7 +45,7 @@ class Unit(nn.Module):
         """The work; FSDP's hooks around it gather the parameters, and see what is given and returned."""
         return work(*given)
 
-    def shard(self, mesh: Any, *, exact: bool, filling: Callable[[], bool]) -> dict[nn.Parameter, Any]:
+    def shard(self, mesh: Any, copies: Copies, *, exact: bool, filling: Callable[[], bool]) -> dict[nn.Parameter, Any]:
         """Keep this rank's share of each parameter; returns them."""
         before, self.names = self.names, {}  # which holds the whole parameters
         chosen = set(before.values())
@@ -56,7 +56,7 @@ class Unit(nn.Module):
         made: Any = fully_shard(self, mesh=mesh, reshard_after_forward=True, mp_policy=policy, ignored_params=others)
         made.set_gradient_divide_factor(1.0)  # an objective's sum is divided by its size already
         made.set_force_sum_reduction_for_comms(True)  # gloo knows no other
-        self.sums = OrderedReduceScatter(self, filling) if exact else None
+        self.sums = OrderedReduceScatter(self, copies, filling) if exact else None
         if self.sums is not None:
             made.set_custom_reduce_scatter(self.sums)
         named = dict(self.named_parameters())
@@ -90,11 +90,14 @@ class OrderedReduceScatter(ReduceScatter):
 
     FSDP calls it with the gradients of a unit's parameters side by side, and gives each its part of the output.
     The output is the new sum and not what is added to the old one: the order of additions must be that of one process.
+
+    FSDP knows the ranks that share a copy of the weights, and the sum runs over all ranks. Where there are several
+    copies, each adds up one part of a share, and the copies exchange the parts.
     """
 
-    def __init__(self, unit: Unit, filling: Callable[[], bool]) -> None:
-        self.unit, self.filling = unit, filling
-        self.sum: Tensor | None = None
+    def __init__(self, unit: Unit, copies: Copies, filling: Callable[[], bool]) -> None:
+        self.unit, self.copies, self.filling = unit, copies, filling
+        self.sum: Tensor | None = None  # of the numbers that this rank adds up
 
     def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
         """A buffer."""
@@ -104,21 +107,25 @@ class OrderedReduceScatter(ReduceScatter):
         self,
         output_tensor: Tensor,
         input_tensor: Tensor,
-        group: dist.ProcessGroup,
+        group: dist.ProcessGroup,  # noqa: ARG002 (the ranks of this copy)
         op: Any,  # noqa: ARG002
         async_op: bool = False,  # noqa: ARG002
     ) -> None:
         """Exchange the gradients, and add them in order."""
-        assert self.sum is None or len(self.sum) == len(output_tensor), "a backward pass left parameters of a unit out"
         if self.filling():
             input_tensor.fill_(-0.0)  # which changes nothing that it is added to
-        received = torch.empty_like(input_tensor)
-        dist.all_to_all_single(received.view(torch.uint8), input_tensor.view(torch.uint8), group=group)
-        first, *others = received.view(group.size(), -1)
-        torch.add(self.sum, first, out=output_tensor) if self.sum is not None else output_tensor.copy_(first)
+        sent = self.copies.dealt(input_tensor)
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received.view(torch.uint8), sent.view(torch.uint8))
+        first, *others = received.view(self.copies.ranks, -1)
+        part = output_tensor if self.copies.count == 1 else torch.empty_like(first)
+        assert self.sum is None or len(self.sum) == len(part), "a backward pass left parameters of a unit out"
+        torch.add(self.sum, first, out=part) if self.sum is not None else part.copy_(first)
         for each in others:
-            output_tensor += each
-        self.sum = output_tensor
+            part += each
+        self.sum = part
+        if self.copies.count > 1:
+            output_tensor.copy_(self.copies.joined(part, len(output_tensor)))
         for share in self.unit.shares:
             share.grad = None  # the sum before: FSDP would add to it
 
@@ -126,10 +133,12 @@ class OrderedReduceScatter(ReduceScatter):
 class ShardedModels:
     """Every role's model in units, each rank with its share. The whole parameters are let go of as they are sharded."""
 
-    def __init__(self, trees: Sequence[Tree], groups: Mapping[str, Sequence[nn.Parameter]], *, exact: bool) -> None:
+    def __init__(
+        self, trees: Sequence[Tree], groups: Mapping[str, Sequence[nn.Parameter]], copies: Copies, *, exact: bool
+    ) -> None:
         self.filling = False  # whether the pass at hand repeats another rank's, and counts for nothing
         device = next(trees[0].model.parameters()).device
-        mesh = init_device_mesh(device.type, (dist.get_world_size(),))
+        mesh = copies.mesh(device.type)
         pieces = [piece for tree in trees for piece in tree.pieces()]
         units = units_of(pieces, groups)
         owner = {parameter: unit for unit in units for parameter in unit.names.values()}
@@ -139,7 +148,7 @@ class ShardedModels:
         self.units, self.shares = units, dict[nn.Parameter, Any]()
         trained = {parameter for parameters in groups.values() for parameter in parameters}
         for unit in units:
-            made = unit.shard(mesh, exact=exact, filling=lambda: self.filling)
+            made = unit.shard(mesh, copies, exact=exact, filling=lambda: self.filling)
             self.shares |= {parameter: share for parameter, share in made.items() if parameter in trained}
         for piece, gatherer in zip(pieces, gatherers, strict=True):
             set_gatherer(piece.key, gatherer)
@@ -182,7 +191,7 @@ class Root(nn.Module):
         self.units = nn.ModuleList(units)
 
 
-def units_of(pieces: Sequence[Piece], groups: Mapping[str, Sequence[nn.Parameter]]) -> list[Unit]:
+def units_of(pieces: Sequence[TreePiece], groups: Mapping[str, Sequence[nn.Parameter]]) -> list[Unit]:
     """Units of the parameters that are read together, trained by the same role, and of one type."""
     group_of = {parameter: name for name, parameters in groups.items() for parameter in parameters}
     found: list[Unit] = []
@@ -202,7 +211,7 @@ def _owners(owner: Mapping[nn.Parameter, Unit], parameters: Iterable[nn.Paramete
 # -- what a model is made of ------------------------------------------------------------------------------------------
 
 
-class Piece:
+class TreePiece:
     """Modules of a model whose weights are gathered together; who reads them asks for `key`."""
 
     def __init__(self, key: nn.Module, modules: Sequence[nn.Module], *, is_layer: bool = False) -> None:
@@ -215,17 +224,17 @@ class Tree:
     def __init__(self, model: nn.Module, backbone: nn.Module | None, head: ScalarHead | None = None) -> None:
         self.model, self.backbone, self.head = model, backbone, head
 
-    def pieces(self) -> Iterator[Piece]:
+    def pieces(self) -> Iterator[TreePiece]:
         """Its layers, what is beside them, and its head."""
         if self.backbone is not None:
             name, layers = layer_list(self.backbone)  # pyright: ignore[reportArgumentType]
-            yield from (Piece(layer, [layer], is_layer=True) for layer in layers)
+            yield from (TreePiece(layer, [layer], is_layer=True) for layer in layers)
             beside = [child for own, child in self.backbone.named_children() if own != name]
             outside = [] if self.model is self.backbone else list(self.model.children())
             beside += [each for each in outside if each is not self.head and not _inside(each, self.backbone)]
-            yield Piece(self.backbone, beside)
+            yield TreePiece(self.backbone, beside)
         if self.head is not None:
-            yield Piece(self.head, [self.head])
+            yield TreePiece(self.head, [self.head])
 
 
 def _inside(module: nn.Module, inner: nn.Module) -> bool:
@@ -238,9 +247,9 @@ def parameters_of(modules: Iterable[nn.Module]) -> list[nn.Parameter]:
     return list(dict.fromkeys(parameter for module in modules for parameter in module.parameters()))
 
 
-def joined_pieces(pieces: Sequence[Piece]) -> list[list[Piece]]:
+def joined_pieces(pieces: Sequence[TreePiece]) -> list[list[TreePiece]]:
     """The pieces in sets, where those that have a parameter in common are in one."""
-    found: list[list[Piece]] = []
+    found: list[list[TreePiece]] = []
     for piece in pieces:
         own = set(parameters_of(piece.modules))
         touching = [each for each in found if own & set(parameters_of(m for p in each for m in p.modules))]

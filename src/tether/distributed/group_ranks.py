@@ -12,9 +12,11 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from tether.algorithms.algorithm import MinibatchEpochs
 from tether.config.allowed_code import is_code
 from tether.config.recipes import Recipe, RewardRecipe, RLRecipe
 from tether.config.rewards import ModelPart
+from tether.distributed.copies import copies_of
 from tether.distributed.fsdp import ShardedModels, Tree
 from tether.distributed.group import ProcessGroup
 from tether.distributed.launch import LAUNCHER
@@ -27,10 +29,12 @@ from tether.learner.ranks import Codec, Ranks
 from tether.models.backbones import Backbone, ScalarHead, backbone_notices
 from tether.models.roles import ActorCritic, ReferencePolicy
 from tether.models.scalar_models import ScalarModel
+from tether.rewards import consent
 from tether.rollout.chunks import ChunkedEngine, chunked
 from tether.store import checkpoints
 from tether.store.checkpoints import Checkpoint
 from tether.store.folder import recipe_record
+from tether.train.provenance import code_digests
 from tether.train.training import FromRecords, FromRollouts, Training
 from tether.types import Prompt
 
@@ -50,7 +54,7 @@ class GroupRanks(Ranks):
         self.index, self.count = group.index, group.count
         self.reduction = "exact"
         self.learner: Learner | None = None
-        self.shares: Shares | None = None  # with distributed.shard: full
+        self.shares: Shares | None = None  # unless distributed.shard is none
         self.trained: nn.Module | None = None  # the model that is sampled from and saved
         self._restored: LearnerState | None = None  # rank 0: what the run goes on from, until the others have it
         self.in_step = False  # whether the others may be in the middle of a step, and not wait for a word
@@ -95,19 +99,21 @@ class GroupRanks(Ranks):
             inner = parts.engine.engine if isinstance(parts.engine, ChunkedEngine) else parts.engine
             engine = chunked(inner, chunk, self, everywhere=parts.shared is not None)
             training.parts = dataclasses.replace(parts, engine=engine)
-        if recipe.distributed.shard == "full" and self.count > 1:
-            self._shard(training)
+        if recipe.distributed.shard != "none" and self.count > 1:
+            self._shard(training, recipe)
 
     # -- weights that ranks share -------------------------------------------------------------------------------------
 
-    def _shard(self, training: Training) -> None:
+    def _shard(self, training: Training, recipe: Recipe) -> None:
         learner, model = training.learner, training.learner.model
+        copies, notice = copies_of(recipe.distributed, self.group)
         assert isinstance(model, ActorCritic | ScalarModel)
         assert isinstance(training, FromRollouts | FromRecords)
         reference = training.parts.roles.reference if isinstance(training, FromRollouts) else training.parts.reference
         whole = dict(learner.named)
-        models = ShardedModels(trees_of(model, reference), learner.groups, exact=self.reduction == "exact")
-        self.shares = Shares(self.group, models, whole)
+        exact = self.reduction == "exact"
+        models = ShardedModels(trees_of(model, reference), learner.groups, copies, exact=exact)
+        self.shares = Shares(self.group, copies, models, whole, exact=exact)
         shares = self.shares.by_name
         learner.hold(
             {name: share.held for name, share in shares.items()},
@@ -118,7 +124,7 @@ class GroupRanks(Ranks):
         for module in model.modules():
             if isinstance(module, Backbone):
                 module.fast.look_again(module.model)
-        training.notices = tuple(dict.fromkeys((*training.notices, *backbone_notices(model))))
+        training.notices = tuple(dict.fromkeys((*training.notices, *backbone_notices(model), *notice)))
 
     def fills(self, pieces: int) -> bool:
         """Whether this rank has no piece in the last round."""
@@ -195,13 +201,16 @@ class GroupRanks(Ranks):
     # -- rank 0 -------------------------------------------------------------------------------------------------------
 
     def join(self, training: T, recipe: Any) -> T:
-        """Tell the others the recipe and the prompts: they run no code that the recipe names."""
+        """Tell the others the recipe and the prompts: of the code that it names they run the algorithm alone."""
         check_recipe(recipe)
         prompts: dict[str, Any] = {}
         if isinstance(training, FromRollouts):
+            check_update(training, recipe)
             for name, asked in (("training", training.parts.prompts.items), ("evaluation", training.parts.held_out)):
                 prompts[name] = [_prompt_record(prompt) for prompt in asked]
-        self.group.tell({"what": "build", "recipe": recipe_record(recipe), "prompts": prompts})
+        self.group.tell(
+            {"what": "build", "recipe": recipe_record(recipe), "prompts": prompts, "code": code_record(recipe)}
+        )
         self.deal(training, recipe)  # pyright: ignore[reportArgumentType]
         return training
 
@@ -239,11 +248,10 @@ class GroupRanks(Ranks):
 
 def check_recipe(recipe: Recipe) -> None:
     """Refuse what several ranks cannot do."""
-    if recipe.distributed.shard == "full":
+    if recipe.distributed.shard != "none":
         _check_shard(recipe)
     engine = recipe.rollout.engine if isinstance(recipe, RLRecipe) else "auto"
     named = {"model.loader": recipe.model.loader, "rollout.engine": engine if is_code(engine) else None}
-    named["algorithm"] = recipe.algorithm if isinstance(recipe, RLRecipe) else None
     for key, reference in named.items():
         if reference is not None:  # only rank 0 runs the user's code
             raise ConfigError(f"{key} names {reference}, which several ranks cannot use yet: train in one process")
@@ -259,6 +267,16 @@ def check_recipe(recipe: Recipe) -> None:
         )
     if recipe.roles.mode == "shared_backbone":
         _check_shared_backbone(recipe)
+
+
+def check_update(training: FromRollouts, recipe: RLRecipe) -> None:
+    """Refuse an algorithm of the user's whose update may need whole weights."""
+    update = training.parts.algorithm.update
+    if recipe.distributed.shard != "none" and not isinstance(update, MinibatchEpochs):
+        raise ConfigError(
+            f"algorithm {training.parts.algorithm.name} updates by {type(update).__name__}, which may need whole "
+            "weights: use MinibatchEpochs, or set distributed.shard to none"
+        )
 
 
 def _check_shard(recipe: Recipe) -> None:
@@ -296,6 +314,12 @@ def _check_shared_backbone(recipe: Recipe) -> None:
             "evaluation.keep_best with reward.center_on runs the shared layers on rank 0 alone: set "
             f"evaluation.keep_best to false, or {advice}"
         )
+
+
+def code_record(recipe: Recipe) -> dict[str, Any]:
+    """Which code the user agreed to on rank 0."""
+    now = consent.current()
+    return {"folder": str(now.root), "allowed": list(now.allowed), "digests": code_digests(recipe)}
 
 
 def _prompt_record(prompt: Prompt) -> dict[str, Any]:

@@ -33,7 +33,7 @@ POLL = 0.05
 
 
 @dataclass(frozen=True)
-class Ended:
+class RanksEnded:
     """How ranks ended. `fault` says which rank was lost, if one was: then they may be started again."""
 
     code: int
@@ -103,7 +103,7 @@ Start = Callable[[Sequence[str], int, Mapping[str, str]], Sequence[RankProcess]]
 class Runner(Protocol):
     """Runs ranks once."""
 
-    def run(self, words: Sequence[str], count: int, variables: Mapping[str, str]) -> Ended:
+    def run(self, words: Sequence[str], count: int, variables: Mapping[str, str]) -> RanksEnded:
         """Until they ended."""
         ...
 
@@ -144,7 +144,7 @@ class RankProcesses:
         self.start = start
         self.ranks: Sequence[RankProcess] = ()
 
-    def run(self, words: Sequence[str], count: int, variables: Mapping[str, str]) -> Ended:
+    def run(self, words: Sequence[str], count: int, variables: Mapping[str, str]) -> RanksEnded:
         """Start them, and leave none behind."""
         self.ranks = self.start(words, count, variables)
         try:
@@ -176,7 +176,7 @@ def local_ranks(words: Sequence[str], count: int, variables: Mapping[str, str]) 
     ]
 
 
-def wait_for(ranks: Sequence[RankProcess]) -> Ended:
+def wait_for(ranks: Sequence[RankProcess]) -> RanksEnded:
     """Until rank 0 has ended, or cannot go on without a rank that has."""
     first, *others = ranks
     while first.poll() is None and all(each.poll() in (None, 0) for each in others):
@@ -185,7 +185,7 @@ def wait_for(ranks: Sequence[RankProcess]) -> Ended:
         with suppress(subprocess.TimeoutExpired):
             first.wait(GRACE)
     code = -signal.SIGKILL if first.returncode is None else first.returncode
-    return Ended(code, lost_rank(ranks) if is_loss(code) else "")
+    return RanksEnded(code, lost_rank(ranks) if is_loss(code) else "")
 
 
 def end_all(ranks: Sequence[RankProcess]) -> None:

@@ -24,7 +24,7 @@ from ray.exceptions import GetTimeoutError, RayError  # pyright: ignore[reportMi
 from ray.util.placement_group import placement_group, remove_placement_group  # pyright: ignore[reportMissingImports]
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy  # pyright: ignore[reportMissingImports]
 
-from tether.distributed.launch import Ended, RankProcesses, say
+from tether.distributed.launch import RankProcesses, RanksEnded, say
 from tether.distributed.ray_host import RankHost
 from tether.distributed.ray_launch import LOCAL, lost
 from tether.errors import UsageError
@@ -157,7 +157,7 @@ def main() -> None:
         ended = runner.run(asked["words"], asked["count"], asked["variables"])
     except UsageError as error:
         say(str(error))
-        ended = Ended(error.exit_code)
+        ended = RanksEnded(error.exit_code)
     except (RayError, GetTimeoutError) as error:
         ended = lost(f"the ranks could not be started on the Ray cluster ({str(error).splitlines()[0]})")
     with os.fdopen(int(sys.argv[1]), "w") as answer:

@@ -17,7 +17,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib.util import find_spec
 
-from tether.distributed.launch import Ended, Supervisor, supervise
+from tether.distributed.launch import RanksEnded, Supervisor, supervise
 from tether.errors import RankLost, UsageError
 from tether.processes import environment, python
 
@@ -42,7 +42,7 @@ class RayDriver:
         self.address, self.least = address, least
         self.process: subprocess.Popen[bytes] | None = None
 
-    def run(self, words: Sequence[str], count: int, variables: Mapping[str, str]) -> Ended:
+    def run(self, words: Sequence[str], count: int, variables: Mapping[str, str]) -> RanksEnded:
         """Until the program says how the ranks ended, or is gone."""
         read, write = os.pipe()
         asked = {
@@ -74,8 +74,8 @@ class RayDriver:
                 process.kill()
                 process.wait()
         with suppress(ValueError):
-            return Ended(**json.loads(answer))
-        return Ended(-signal.SIGKILL, f"the Ray cluster at {self.address} was lost ({_how(code)})")
+            return RanksEnded(**json.loads(answer))
+        return RanksEnded(-signal.SIGKILL, f"the Ray cluster at {self.address} was lost ({_how(code)})")
 
     def pass_on(self, number: int) -> None:
         """The program passes it on to rank 0."""
@@ -98,6 +98,6 @@ def _how(code: int) -> str:
     return f"its program here ended by signal {-code}" if code < 0 else f"its program here ended with exit code {code}"
 
 
-def lost(text: str) -> Ended:
+def lost(text: str) -> RanksEnded:
     """The end of an attempt that did not come to a rank's exit code, after which another one may do better."""
-    return Ended(RankLost.exit_code, text)
+    return RanksEnded(RankLost.exit_code, text)

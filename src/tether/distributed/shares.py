@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from tether.distributed.copies import Copies
 from tether.distributed.fsdp import ShardedModels
 from tether.distributed.group import ProcessGroup
 from tether.learner.learner_state import LearnerState, kind
@@ -35,16 +36,16 @@ BUFFER = 2**23  # numbers of whole gradients that are put together at a time
 class Share:
     """One rank's rows of a parameter."""
 
-    def __init__(self, share: Any, group: ProcessGroup) -> None:
+    def __init__(self, share: Any, copies: Copies) -> None:
         self.share = share  # FSDP's, a DTensor
         with torch.no_grad():
             self.local: Tensor = share.to_local()
         self.shape: torch.Size = share.shape
         rows, self.inner = self.shape[0], math.prod(self.shape[1:])
-        most = -(-rows // group.count)
-        ends = [min(rows, most * rank) * self.inner for rank in range(group.count + 1)]
-        self.sizes = [stop - start for start, stop in itertools.pairwise(ends)]  # of every rank's share
-        self.start, self.stop = ends[group.index], ends[group.index + 1]
+        most = -(-rows // copies.size)
+        ends = [min(rows, most * place) * self.inner for place in range(copies.size + 1)]
+        self.sizes = [stop - start for start, stop in itertools.pairwise(ends)]  # of each share
+        self.start, self.stop = ends[copies.place], ends[copies.place + 1]
         whole = rows * self.inner
         self.first = self.start // LINE * LINE
         last = min(whole, -(-self.stop // LINE) * LINE)
@@ -88,9 +89,17 @@ class Share:
 class Shares:
     """The shares of all trained parameters, by the learner's names."""
 
-    def __init__(self, group: ProcessGroup, models: ShardedModels, named: Mapping[str, nn.Parameter]) -> None:
-        self.group, self.models = group, models
-        self.by_name = {name: Share(models.shares[parameter], group) for name, parameter in named.items()}
+    def __init__(
+        self,
+        group: ProcessGroup,
+        copies: Copies,
+        models: ShardedModels,
+        named: Mapping[str, nn.Parameter],
+        *,
+        exact: bool,
+    ) -> None:
+        self.group, self.copies, self.models, self.exact = group, copies, models, exact
+        self.by_name = {name: Share(models.shares[parameter], copies) for name, parameter in named.items()}
         self.of_held = {each.held: each for each in self.by_name.values()}
         models.shares.clear()
 
@@ -102,6 +111,7 @@ class Shares:
             if not any(id(share) in used for share in unit.shares):
                 unit.forget_gradients()
         done = 0
+        earlier = self._set_apart()
         self.models.filling = own_pieces == 0
 
         def part_done() -> None:
@@ -113,8 +123,33 @@ class Shares:
             yield part_done
         finally:
             self.models.filling = False
+        self._add_copies(earlier)
         for each in self.by_name.values():
             each.take_gradient()
+
+    def _set_apart(self) -> dict[int, Tensor]:
+        """With `fast` and several copies: what earlier passes of the step left, which is summed already."""
+        if self.copies.count == 1 or self.exact:
+            return {}
+        found = {id(share): share.grad for share in self._trained() if share.grad is not None}
+        for share in self._trained():
+            share.grad = None
+        return found
+
+    def _add_copies(self, earlier: Mapping[int, Tensor]) -> None:
+        """With `fast` and several copies: FSDP added gradients within each, and this adds those of all."""
+        if self.copies.count == 1 or self.exact:
+            return
+        for share in self._trained():
+            if share.grad is not None:
+                with self.group.connected():
+                    self.copies.add(share.grad.to_local())
+            if id(share) in earlier:
+                share.grad = earlier[id(share)] if share.grad is None else share.grad + earlier[id(share)]
+
+    def _trained(self) -> list[Any]:
+        """FSDP's shares of what is trained."""
+        return [each.share for each in self.by_name.values()]
 
     def stepped(self) -> None:
         """The learner changed what it holds; its gradient has been used."""
@@ -129,11 +164,11 @@ class Shares:
         """The norm of whole gradients, with the bits of one process."""
         used = self._used(parameters)
         norms = torch.zeros(len(used), dtype=torch.float64, device=device)
-        for places in _exchanges(used):
+        for places in _portions(used):
             for place, whole in self._put_together(used, places):
                 norms[place] = tensor_norms([whole])[0].double()
         with self.group.connected():
-            dist.all_reduce(norms)  # each is 0 on all ranks but one
+            dist.all_reduce(norms, group=self.copies.sharing)  # each is 0 on all of these ranks but one
         halves = [each.local.dtype in HALF for each in used]
         wide = torch.promote_types(used[0].local.dtype, torch.float32) if used else torch.float32
         return norm_of_norms(list(norms.to(wide)), halves, device)
@@ -143,7 +178,7 @@ class Shares:
         own = [each.own(each.held.grad) for each in self._used(parameters) if each.held.grad is not None]
         squares = torch.stack([*tensor_norms(own), torch.zeros((), device=device)]).double().square().sum()
         with self.group.connected():
-            dist.all_reduce(squares)
+            dist.all_reduce(squares, group=self.copies.sharing)
         return squares.sqrt().float()
 
     def _used(self, parameters: Sequence[nn.Parameter]) -> list[Share]:
@@ -153,7 +188,7 @@ class Shares:
 
     def _put_together(self, used: Sequence[Share], places: Sequence[int]) -> list[tuple[int, Tensor]]:
         """The whole gradients that fall to this rank, out of these."""
-        count, index = self.group.count, self.group.index
+        count, index = self.copies.size, self.copies.place
         mine = [place for place in places if place % count == index]
         sent: list[Tensor] = []
         for rank in range(count):
@@ -169,6 +204,7 @@ class Shares:
                 flat.view(torch.uint8),
                 [part * width for part in parts],
                 [size * width for size in sizes],
+                group=self.copies.sharing,
             )
         rest = list(received.split(parts))
         found: list[tuple[int, Tensor]] = []
@@ -185,7 +221,7 @@ class Shares:
     # -- state --------------------------------------------------------------------------------------------------------
 
     def stored(self, state: LearnerState) -> LearnerState:
-        """This rank's numbers of each tensor, flat; the kinds are those of the whole tensors."""
+        """This rank's numbers of each tensor, flat, in the first copy; the kinds are those of the whole tensors."""
         tensors: dict[str, Tensor] = {}
         kinds: dict[str, str] = {}
         for name, tensor in state.tensors.items():
@@ -196,7 +232,7 @@ class Shares:
                     tensors[name] = tensor
                 continue
             kinds[name] = _kind(tensor, share.shape)
-            if share.start < share.stop:
+            if share.start < share.stop and self.copies.copy == 0:
                 tensors[name] = share.own(tensor)
         return LearnerState(tensors, state.numbers | {"kinds": kinds})
 
@@ -217,16 +253,16 @@ def _kind(tensor: Tensor, shape: torch.Size) -> str:
     return kind(torch.empty(shape, dtype=tensor.dtype, device="meta"))
 
 
-def _exchanges(used: Sequence[Share]) -> Iterator[list[int]]:
+def _portions(used: Sequence[Share]) -> Iterator[list[int]]:
     """Places of the gradients that are put together at a time: of one type, and not too many."""
-    bucket: list[int] = []
+    portion: list[int] = []
     size = 0
     for place, share in enumerate(used):
         numbers = math.prod(share.shape)
-        if bucket and (size + numbers > BUFFER or used[bucket[0]].local.dtype != share.local.dtype):
-            yield bucket
-            bucket, size = [], 0
-        bucket.append(place)
+        if portion and (size + numbers > BUFFER or used[portion[0]].local.dtype != share.local.dtype):
+            yield portion
+            portion, size = [], 0
+        portion.append(place)
         size += numbers
-    if bucket:
-        yield bucket
+    if portion:
+        yield portion

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from tether.distributed.group import ProcessGroup, is_agreed
-
-BUFFER = 2**25  # numbers that are exchanged at a time
+from tether.learner.ranks import GRADIENT_BUFFER
 
 
 @dataclass(frozen=True)
@@ -49,7 +48,7 @@ class FlatBuffer:
         return found
 
 
-def flat_buffers(parameters: Sequence[nn.Parameter], ranks: int, most: int = BUFFER) -> list[FlatBuffer]:
+def flat_buffers(parameters: Sequence[nn.Parameter], ranks: int, most: int = GRADIENT_BUFFER) -> list[FlatBuffer]:
     """The parameters in buffers of at most `most` numbers, or of one parameter."""
     found: list[FlatBuffer] = []
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = {}

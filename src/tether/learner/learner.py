@@ -157,7 +157,7 @@ class Learner:
         self._findings: list[NonfiniteTensor] = []
         self._unread: list[Unread] = []  # micro-batches whose finite-check has not been read yet
         self._unread_batches = 0  # batches since the finite-check was last read, on any rank
-        self._part_done: Callable[[], None] = lambda: None
+        self._part_done = _nothing
 
     def hold(self, shares: Mapping[str, nn.Parameter], spans: Mapping[str, tuple[int, int]]) -> None:
         """Step these in place of the whole parameters of the same names; before the first step.
@@ -288,6 +288,7 @@ class Learner:
                     seen.append((part.number, (loss.metrics, loss.total.detach())))
                 if self.ranks.fills(count_parts([batch], self.micro_batch_tokens)):
                     self._repeat_last(batch, objective)
+            self._part_done = _nothing  # it holds the sums
             return seen
 
         metrics = Metrics()
@@ -476,3 +477,7 @@ class Learner:
             for parameter in self.groups[group]:
                 parameter.copy_(vector[start : start + parameter.numel()].view_as(parameter))
                 start += parameter.numel()
+
+
+def _nothing() -> None:
+    pass

@@ -22,6 +22,8 @@ from tether.types import Metrics
 
 T = TypeVar("T")
 
+GRADIENT_BUFFER = 2**25  # numbers of gradients that ranks exchange at a time
+
 Packed = tuple[Any, dict[str, Tensor]]
 """A value as JSON and named tensors on the host."""
 

@@ -184,7 +184,7 @@ def _placed(
     memory = memory_of(recipe, part, own, "cuda", other, None if kind == "none" else shards)
     cache = sum(role.cache for role in memory.roles)
     if kind != "none" and shards > 1:
-        cache += gathered(recipe, part, other or part, own, Held.of(recipe, part, "cuda").width)["rollout"]
+        cache += gathered(recipe, part, other or part, own, Held.of(recipe, part, "cuda").width, shards, 1)["rollout"]
     always = memory.phases["rollout"] - cache  # beside the sampler's weights and cache
     engine = _engine(recipe, shape, work, cluster, trainers, samplers, 0 if samplers else always, kind)
     sampler_tensor, slots, weights, sampling = engine

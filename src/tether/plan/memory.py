@@ -33,7 +33,7 @@ from tether.learner.adamw import BLOCK, BUCKET, PART
 from tether.models.acceleration import FUSED_CHUNK_ELEMENTS as FUSED_CHUNK
 from tether.models.acceleration import MAX_WORK
 from tether.ops.logprobs import CHUNK_ELEMENTS
-from tether.plan.gathered import gathered
+from tether.plan.gathered import gathered, summing
 from tether.plan.workload import Shape, Work
 from tether.store.find import is_start
 
@@ -246,11 +246,12 @@ class Held:
 
 
 def memory_of(
-    recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None, shards: int | None = None
-) -> Memory:
+    recipe: Recipe, shape: Shape, work: Work, device: str, critic: Shape | None = None, shards: int | None = None,
+    copies: int = 1,
+) -> Memory:  # fmt: skip
     """The memory of the recipe, by role and phase; `critic` is the critic's shape if it differs from the policy's.
 
-    With `shards`, on each of so many devices that share the weights of every role.
+    With `shards`, on each of so many devices that share the weights of every role. There are `copies` of the weights.
     """
     held = Held.of(recipe, shape, device)
     micro_rows = max(1, min(work.minibatch, recipe.optimizer.micro_batch_tokens // max(1, work.longest_row)))
@@ -282,9 +283,12 @@ def memory_of(
     largest = max(shape.embedding, own.embedding)
     several = micro_batches > 1 or one.captured
     phases["update"] = always + _update(shape, work, held, one, roles, (passing, stays, largest), several=several)
-    if shared:
-        for phase, size in gathered(recipe, shape, own, work, held.width).items():
+    if shared and shards is not None:
+        for phase, size in gathered(recipe, shape, own, work, held.width, shards, copies).items():
             phases |= {phase: phases[phase] + size} if phase in phases else {}
+    elif copies > 1:
+        gradients = sum(role.gradients for role in roles)
+        phases["update"] = max(phases["update"], always + gradients + summing(recipe, gradients, held.width, copies))
     return Memory(roles, phases, micro_rows, micro_batches)
 
 

@@ -23,6 +23,7 @@ from tether.plan.machine import CUDA_OWN, Machine, device_memory
 from tether.plan.memory import Memory, memory_of, slots_of
 from tether.plan.timing import seconds_of
 from tether.plan.workload import Lengths, Shape, Work, critic_shape_of, work_of
+from tether.processes import ranks_of_machine
 
 GIB = 2**30
 
@@ -93,8 +94,9 @@ def make_plan(
     that of one of `ranks` ranks; seconds are those of one process.
     """
     work, critic = work_of(recipe, lengths, algorithm), critic_shape_of(recipe)
-    shards = ranks if ranks > 1 and recipe.distributed.shard == "full" else None
-    memory = memory_of(recipe, shape, work, machine.kind, critic, shards)
+    several = ranks > 1 and recipe.distributed.shard != "none"
+    shards = recipe.distributed.sharing(ranks, ranks_of_machine(ranks)) if several else None
+    memory = memory_of(recipe, shape, work, machine.kind, critic, shards, ranks // (shards or 1))
     seconds = seconds_of(recipe, shape, work, memory, machine, critic)
     named = (recipe.method, recipe.model.path, recipe.model.dtype)
     return Plan(*named, shape, lengths, work, memory, seconds, machine, algorithm, ranks)
