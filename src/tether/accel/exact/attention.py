@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from bisect import bisect_left
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -33,17 +34,30 @@ def blocks_of(length: int) -> int:
     return -(-length // KEYS)
 
 
-def hide(scores: Tensor, block: int, columns: Tensor, window: int | None) -> None:
-    """Set the scores (t, G, KEYS) of tokens at `columns` (t,) with keys they do not see to -inf."""
-    first = block * KEYS
-    low, high = int(columns.min()), int(columns.max())
-    if low >= first + KEYS - 1 and (window is None or high - window < first):
-        return
-    keys = torch.arange(first, first + KEYS)
-    hidden = keys > columns[:, None]
-    if window is not None:
-        hidden |= keys <= columns[:, None] - window
-    scores.masked_fill_(hidden[:, None], -torch.inf)
+class Columns:
+    """Where tokens stand in their rows, and which keys of a block they do not see."""
+
+    def __init__(self, columns: Tensor) -> None:
+        self.columns = columns  # (t,)
+        self.low, self.high = map(int, columns.aminmax())
+        self._hidden: dict[tuple[int, int | None], Tensor] = {}
+
+    def hide(self, scores: Tensor, block: int, window: int | None) -> None:
+        """Set the scores (t, G, KEYS) with keys that a token does not see to -inf."""
+        first = block * KEYS
+        if self.low >= first + KEYS - 1 and (window is None or self.high - window < first):
+            return
+        if (block, window) not in self._hidden:
+            keys = torch.arange(first, first + KEYS)
+            hidden = keys > self.columns[:, None]
+            if window is not None:
+                hidden |= keys <= self.columns[:, None] - window
+            self._hidden[block, window] = hidden[:, None]
+        scores.masked_fill_(self._hidden[block, window], -torch.inf)
+
+    def first_block(self, window: int | None) -> int:
+        """The first block of which one of them may see a key."""
+        return 0 if window is None else max(0, self.low - window + 1) // KEYS
 
 
 def to_shares(scores: Tensor) -> Tensor:
@@ -71,7 +85,7 @@ def read_row(query: Tensor, keys: Tensor, values: Tensor, columns: list[int], la
     scores = query.new_full((blocks, kv_heads, count, heads // kv_heads, KEYS), -torch.inf)
     out = torch.zeros_like(groups)
     places = torch.tensor(columns)
-    first = _first_block(columns[0], layer.window)
+    first = Columns(places).first_block(layer.window)
     begins = [bisect_left(columns, block * KEYS) for block in range(blocks)]
     for block in range(first, blocks):
         seen, begin = slice(block * KEYS, (block + 1) * KEYS), begins[block]
@@ -82,8 +96,9 @@ def read_row(query: Tensor, keys: Tensor, values: Tensor, columns: list[int], la
         some.mul_(layer.scaling)
         if layer.score_cap is not None:
             capped(some, layer.score_cap)
+        asking = Columns(places[begin:])
         for head in range(kv_heads):
-            hide(some[head], block, places[begin:], layer.window)
+            asking.hide(some[head], block, layer.window)
     total = to_shares(scores.flatten(1, 2)).view(kv_heads, count, -1, 1)
     for block in range(first, blocks):
         seen, begin = slice(block * KEYS, (block + 1) * KEYS), begins[block]
@@ -93,35 +108,29 @@ def read_row(query: Tensor, keys: Tensor, values: Tensor, columns: list[int], la
     return out.div_(total).transpose(0, 1).reshape(count, heads * width)
 
 
-def read_slots(query: Tensor, keys: Tensor, values: Tensor, columns: Tensor, layer: Layer) -> Tensor:
-    """(n, heads * D) for one token in each of n slots: query (n, heads, D) at `columns` (n,).
+def read_slots(query: Tensor, keys: Tensor, values: Tensor, places: Columns, layer: Layer) -> Tensor:
+    """(n, heads * D) for one token in each of n slots: query (n, heads, D).
 
-    keys and values are (n, K, T, D).
+    keys and values are (n, K, T, D); `places` has each token's column once for each of the K key heads.
     """
     count, heads, width = query.shape
-    kv_heads, blocks = keys.shape[1], blocks_of(int(columns.max()) + 1)
+    kv_heads, blocks = keys.shape[1], blocks_of(places.high + 1)
     groups = query.reshape(count * kv_heads, -1, width)
     scores = query.new_empty(blocks, len(groups), heads // kv_heads, KEYS)
-    first = _first_block(int(columns.min()), layer.window)
+    first = places.first_block(layer.window)
     scores[:first] = -torch.inf
-    by_head = columns.repeat_interleave(kv_heads)
     for block in range(first, blocks):
         seen = keys[:, :, block * KEYS : (block + 1) * KEYS].flatten(0, 1)
         torch.bmm(groups, seen.transpose(1, 2), out=scores[block])
         scores[block].mul_(layer.scaling)
         if layer.score_cap is not None:
             capped(scores[block], layer.score_cap)
-        hide(scores[block], block, by_head, layer.window)
+        places.hide(scores[block], block, layer.window)
     total = to_shares(scores)
     out = torch.zeros_like(groups)
     for block in range(first, blocks):
         out.baddbmm_(scores[block], values[:, :, block * KEYS : (block + 1) * KEYS].flatten(0, 1))
     return out.div_(total).view(count, heads * width)
-
-
-def _first_block(column: int, window: int | None) -> int:
-    """The first block of which a token at `column`, or any later one, may see a key."""
-    return 0 if window is None else max(0, column - window + 1) // KEYS
 
 
 class _PackedAttention(torch.autograd.Function):
@@ -138,7 +147,7 @@ class _PackedAttention(torch.autograd.Function):
         places: list[int] = tokens.tolist()
         columns: list[int] = packing.positions[tokens].tolist()
         out = query.new_empty(len(query), query.shape[1] * query.shape[2])
-        for start, stop in zip(starts, starts[1:], strict=False):
+        for start, stop in pairwise(starts):
             some = slice(bisect_left(places, start), bisect_left(places, stop))
             if some.start < some.stop:
                 own = [_in_blocks(x[start:stop]) for x in (key, value)]

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tether.accel.exact.attention import KEYS, blocks_of, read_row, read_slots
+from tether.accel.exact.attention import KEYS, Columns, blocks_of, read_row, read_slots
 from tether.accel.exact.exact_logprobs import products
 from tether.accel.exact.exact_pass import keys_and_values, run_layer
 from tether.accel.fused_pass.packed import norm
@@ -54,8 +55,8 @@ class ExactDecoder:
         lengths = [len(ids) for ids in prompts]
         tokens = torch.tensor([id for ids in prompts for id in ids])
         columns = [column for length in lengths for column in range(length)]
-        starts = [sum(lengths[:place]) for place in range(len(lengths))]
-        rows = [(slot, slice(start, start + length)) for slot, start, length in zip(slots, starts, lengths, strict=True)]
+        ends = list(accumulate(lengths))
+        rows = [(slot, slice(end - length, end)) for slot, end, length in zip(slots, ends, lengths, strict=True)]
 
         def attend(index: int, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self.cache.keys[index], self.cache.values[index]
@@ -74,13 +75,13 @@ class ExactDecoder:
     def step(self, tokens: Tensor, columns: Tensor, length: int) -> Tensor:  # noqa: ARG002
         """(V, n) products of the output layer after one more token in each of the slots 0 to n - 1."""
         count = len(tokens)
-        slots = torch.arange(count)
+        slots, places = torch.arange(count), Columns(columns.repeat_interleave(self.spec.kv_heads))
 
         def attend(index: int, layer: Layer, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             keys, values = self.cache.keys[index], self.cache.values[index]
             keys.transpose(1, 2).index_put_((slots, columns), key)
             values.transpose(1, 2).index_put_((slots, columns), value)
-            return read_slots(query, keys[:count], values[:count], columns, layer)
+            return read_slots(query, keys[:count], values[:count], places, layer)
 
         hidden = self._run(tokens, slots, columns, attend, reads_only=False)
         return products(norm(self.spec.final_norm, hidden), self.head, self.bias).t()

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.accel.exact.attention import KEYS, read_row, read_slots
+from tether.accel.exact.attention import KEYS, Columns, read_row, read_slots
 from tether.accel.exact.exact_logprobs import Tile
 from tether.accel.exact.products import ROWS, activated, tiled
 from tether.accel.spec import DecoderSpec, Layer
@@ -64,7 +64,8 @@ def _attention_agrees(layer: Layer, spec: DecoderSpec, random: torch.Generator) 
     columns = [0, KEYS // 2, KEYS - 1, KEYS, length - 1]
     together = read_row(query, keys, values, list(range(length)), layer)[columns]
     slots = [x.expand(len(columns), *x.shape) for x in (keys, values)]
-    alone = read_slots(query[columns], slots[0], slots[1], torch.tensor(columns), layer)
+    places = Columns(torch.tensor(columns).repeat_interleave(spec.kv_heads))
+    alone = read_slots(query[columns], slots[0], slots[1], places, layer)
     gate = torch.randn(length, spec.inner, generator=random)
     acted = torch.cat([activated(layer, gate[place : place + 1]) for place in range(length)])
     return torch.equal(together, alone) and torch.equal(activated(layer, gate), acted)
