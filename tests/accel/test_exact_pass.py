@@ -16,7 +16,7 @@ from tether.accel.cpu_decoder import ContinuousBatch
 from tether.accel.engine import DecodeRequest, FastDecoder
 from tether.accel.exact.attention import KEYS
 from tether.accel.exact.exact_decoder import ExactDecoder
-from tether.accel.exact.exact_logprobs import Tile, exact_logprobs, filled
+from tether.accel.exact.exact_logprobs import LogitTile, exact_logprobs, filled
 from tether.accel.exact.exact_pass import exact_states
 from tether.accel.exact.products import ROWS, tiled
 from tether.accel.fused_pass.packed import packed_states
@@ -82,7 +82,7 @@ def stepped(model: Any, lengths: Sequence[int]) -> Answers:
         sizes.append(len(due))
         tokens = torch.stack([given[place] for place in due])
         tiles = zip(filled(logits.t()).split(ROWS), filled(tokens).split(ROWS), strict=True)
-        said = torch.cat([Tile.of(some.clone()).logprobs(ids) for some, ids in tiles])[: len(due)]
+        said = torch.cat([LogitTile.of(some.clone()).logprobs(ids) for some, ids in tiles])[: len(due)]
         return Draw(tokens, said, said)
 
     answers = by_sequence(batch.run(draw, {STOP}), count)
@@ -156,9 +156,9 @@ def test_every_number_of_answers_and_every_cut_give_the_same_bits():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("on", [True, False])
-def test_adapters_sample_and_train_alike(on: bool):
-    config = LoraConfig(r=4, target_modules="all-linear", lora_alpha=8)
+@pytest.mark.parametrize(("on", "rank"), [(True, 4), (True, 1), (False, 4)])
+def test_adapters_sample_and_train_alike(on: bool, rank: int):
+    config = LoraConfig(r=rank, target_modules="all-linear", lora_alpha=8)
     base = model_of("llama")
     model = stirred(get_peft_model(base, config).eval())
     if not on:
@@ -169,6 +169,16 @@ def test_adapters_sample_and_train_alike(on: bool):
     model.base_model.enable_adapter_layers()
     changed = int((trained(model, batch) != said).sum())
     assert (changed == 0) is on
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("out", [1, 2, 5, 10, 17])
+@pytest.mark.parametrize("width", [1, 5, 9, 33])
+def test_a_place_in_the_tile_does_not_matter_for_small_weights(out: int, width: int):
+    drawn = torch.Generator().manual_seed(9)
+    x, weight = torch.randn(ROWS, width, generator=drawn), torch.randn(out, width, generator=drawn)
+    order = torch.randperm(ROWS, generator=drawn)
+    assert torch.equal(tiled(x[order], weight), tiled(x, weight)[order])
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""`model.numerics: exact` in the loop: no log-prob differs, nothing is computed twice, and other settings are refused."""
+"""`model.numerics: exact` in the loop: no log-prob differs, nothing is computed twice, other settings are refused."""
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def test_a_hook_that_appears_is_refused():
     ],
 )
 def test_what_cannot_be_exact_is_refused_before_loading(flags: tuple[str, ...], reason: str):
-    with pytest.raises(ConfigError, match="model.numerics") as raised:
+    with pytest.raises(ConfigError, match="numerics") as raised:
         load_recipe("ppo", None, [*EXACT, *flags])
     assert reason in str(raised.value)
 

@@ -18,7 +18,7 @@ from tether.ops.sampling import Draw, draw_columns
 from tether.protocols import Sampling
 
 
-class Tile(NamedTuple):
+class LogitTile(NamedTuple):
     """What a tile's logits z say: z - max z, exp of it, and the sum of that with its logarithm."""
 
     centred: Tensor  # (ROWS, V)
@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     log_mass: Tensor  # (ROWS, 1)
 
     @classmethod
-    def of(cls, logits: Tensor) -> Tile:
+    def of(cls, logits: Tensor) -> LogitTile:
         """Of logits (ROWS, V), which are overwritten."""
         top = logits.amax(dim=1, keepdim=True)
         centred = logits.sub_(top)
@@ -73,7 +73,7 @@ class ExactLogprobs(ChunkedLogprobs):
         mean_rows = torch.empty_like(every) if frozen and ctx.needs_input_grad[0] else None
         for start in range(0, len(ids), ROWS):
             part = slice(start, start + ROWS)
-            tile = Tile.of(to_logits(products(every[part], weight, bias)))
+            tile = LogitTile.of(to_logits(products(every[part], weight, bias)))
             logprobs[part] = tile.logprobs(ids[part])
             normaliser[part] = (tile.log_mass + tile.top)[:, 0]
             shares = tile.exponentials.div_(tile.mass)
@@ -119,7 +119,7 @@ def draw_exactly(made: Tensor, uniforms: Tensor, sampling: Sampling, softcap: fl
         part = slice(start, start + ROWS)
         logits = to_logits(every[part])
         drawn = draw_columns(logits.t(), chances[part], unscaled)
-        exact = Tile.of(logits).logprobs(drawn.tokens.clamp_min(0))
+        exact = LogitTile.of(logits).logprobs(drawn.tokens.clamp_min(0))
         found.append(Draw(drawn.tokens, exact if whole else drawn.behavior, exact))
     count = len(made)
     return Draw(*(torch.cat(column)[:count] for column in zip(*found, strict=True)))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from tether.accel.exact.attention import KEYS, Columns, read_row, read_slots
-from tether.accel.exact.exact_logprobs import Tile
+from tether.accel.exact.exact_logprobs import LogitTile
 from tether.accel.exact.products import ROWS, activated, tiled
 from tether.accel.spec import DecoderSpec, Layer
 
@@ -45,13 +45,13 @@ def _place_is_free(weight: Tensor, random: torch.Generator) -> bool:
     """Whether a tile's products, their log-softmax and their activation stay the same where its tokens are moved."""
     x = torch.randn(ROWS, weight.shape[1], generator=random)
     found = tiled(x, weight)
-    sums = Tile.of(found.clone()).mass
+    sums = LogitTile.of(found.clone()).mass
     for turn in TURNS:
         moved = tiled(torch.cat((x.flip(0), x.roll(turn, 0), x[: turn + 1])), weight)
         beside, again, last = moved[:ROWS], moved[ROWS : 2 * ROWS], moved[2 * ROWS :]
         if not (torch.equal(beside.flip(0), found) and torch.equal(last, found[: turn + 1])):
             return False
-        if not (torch.equal(again, found.roll(turn, 0)) and torch.equal(Tile.of(again).mass, sums.roll(turn, 0))):
+        if not (torch.equal(again, found.roll(turn, 0)) and torch.equal(LogitTile.of(again).mass, sums.roll(turn, 0))):
             return False
     return True
 
