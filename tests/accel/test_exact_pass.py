@@ -129,8 +129,8 @@ def test_every_family_trains_on_the_samplers_bits(kind: str):
     decoder = FastDecoder(exact=True)
     assert decoder.unsupported_reason(model, model) is None
     assert decoder.disagreement(model, model) is None
-    rows = sampled(model, (1, 2, 7, 30, KEYS, KEYS + 1), new=40, slots=5)
-    for some in (rows, rows[::-1], rows[4:5], rows[1::3]):
+    rows = sampled(model, (1, 7, KEYS - 5, KEYS + 1), new=12, slots=3)
+    for some in (rows[::-1], rows[4:5]):
         batch, said = batch_of(some, spare=4)
         assert_same_bits(trained(model, batch), said)
     batch, said = batch_of(rows)

@@ -14,7 +14,7 @@ from tether.protocols import StepOutcome
 from tether.train.build import build_rl, load_policy
 from tether.train.rl import RLParts, train_rl
 
-STEPS = 3
+STEPS = 2
 SMALL = [
     *("--run.steps", str(STEPS), "--rollout.prompts_per_step", "4", "--rollout.max_new_tokens", "6"),
     *("--rollout.samples_per_prompt", "2", "--optimizer.policy_lr", "3e-3", "--optimizer.critic_lr", "3e-3"),
@@ -45,7 +45,8 @@ CASES: dict[str, tuple[str, tuple[str, ...]]] = {
 
 
 def build(method: str, *flags: str) -> RLParts:
-    recipe = load_recipe(method, None, [*SMALL, *EXACT, *flags])
+    epochs = ("--ppo.epochs", "2") if method == "ppo" else ()
+    recipe = load_recipe(method, None, [*SMALL, *epochs, *EXACT, *flags])
     return build_rl(recipe, load_policy(recipe))  # pyright: ignore[reportArgumentType]
 
 
