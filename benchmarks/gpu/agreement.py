@@ -2,19 +2,24 @@
 
     python benchmarks/gpu/agreement.py [--model smollm2-135m] [--tokens 1000000] [--device cuda] [--dtype bfloat16]
         [--prompts 1024] [--samples 1] [--new 128] [--seconds N] [--json FILE] [--seed 0] [--keep FILE]
-        [--join FILE ...]
+        [--join FILE ...] [--numerics exact] [--adapters] [--mixed]
 
 Default settings of PPO (temperature 1, the whole distribution), real weights, questions of `--task`. Every batch of
 answers is evaluated as training would before its first update; the weights never change. The KL is the mean of
 k3 = r - 1 - log r with r = trainer / sampler, an estimate of KL(sampler || trainer) per token that is never negative;
-k1, the mean of sampler - trainer, is printed beside it. A CPU needs hours for a million tokens: `--keep` writes this
-run's tokens into a safetensors file after every batch, and `--join` includes such files of runs with other seeds.
+k1, the mean of sampler - trainer, is printed beside it, and `unequal` counts the tokens that differ in any bit. A CPU
+needs hours for a million tokens: `--keep` writes this run's tokens into a safetensors file after every batch, the same
+command continues such a file, and `--join` includes such files of runs with other seeds. `--mixed` draws other numbers
+of questions, answers at once, tokens of an answer and tokens of a micro-batch for every batch; `--adapters` samples
+with LoRA adapters whose weights are random.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import random
 import time
 from pathlib import Path
 from typing import Any
@@ -51,16 +56,40 @@ def parts_of(options: argparse.Namespace) -> tuple[RLParts, Any]:
         "run.seed": options.seed,
         "kl.apply_to": "none",
         "roles.critic": "head",
+        "roles.mode": "lora" if options.adapters else "separate",
+        "model.numerics": options.numerics,
     }
     if options.task.startswith("reasoning-gym:"):
         flags["task.options"] = {"size": max(QUESTIONS, options.prompts)}
     recipe = load_recipe("ppo", None, [f"--{key}={json.dumps(value)}" for key, value in flags.items()])
     policy = load_policy(recipe)
-    return build_rl(recipe, policy), policy.tokenizer  # pyright: ignore[reportArgumentType]
+    parts = build_rl(recipe, policy)  # pyright: ignore[reportArgumentType]
+    if options.adapters:
+        fill_adapters(parts.roles.actor, options.seed)
+    return dataclasses.replace(parts, roles=dataclasses.replace(parts.roles, known_logprobs=False)), policy.tokenizer
+
+
+@torch.no_grad()
+def fill_adapters(model: torch.nn.Module, seed: int) -> None:
+    """Adapters begin as zeros: give them weights that show."""
+    drawn = torch.Generator().manual_seed(seed)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            parameter.copy_(torch.randn(parameter.shape, generator=drawn) * 0.01)
+
+
+def mixed(parts: RLParts, options: argparse.Namespace, step: int) -> RLParts:
+    """The parts with sizes drawn for this batch; `options` has the largest of each."""
+    drawn, engine = random.Random(options.seed * 1_000_003 + step), parts.engine
+    engine.max_num_seqs = drawn.randint(1, 64)  # pyright: ignore[reportAttributeAccessIssue]
+    parts.learner.micro_batch_tokens = drawn.choice((256, 512, 1024, 2048))
+    sampling = dataclasses.replace(parts.sampling, max_new_tokens=drawn.randint(1, options.new))
+    return dataclasses.replace(parts, sampling=sampling, prompts_per_step=drawn.randint(1, options.prompts))
 
 
 def one_batch(parts: RLParts, options: argparse.Namespace, step: int) -> EvaluatedBatch:
     """Sample and evaluate one batch."""
+    parts = mixed(parts, options, step) if options.mixed else parts
     prompts = parts.prompts.take(step * parts.prompts_per_step, parts.prompts_per_step)
     seed = derive_seed(options.seed, "agreement", step)
     rollouts = parts.engine.generate(prompts, parts.sampling, samples_per_prompt=options.samples, seed=seed)
@@ -97,14 +126,28 @@ def joined(parts: list[Columns]) -> Columns:
 
 def origin(options: argparse.Namespace) -> dict[str, str]:
     """The metadata of a file of kept tokens."""
-    return {name: str(getattr(options, name)) for name in ("seed", "model", "task", "dtype", "new")}
+    named = ("seed", "model", "task", "dtype", "new", "numerics", "adapters", "mixed", "prompts", "samples")
+    return {name: str(getattr(options, name)) for name in named}
 
 
-def keep(columns: Columns, options: argparse.Namespace) -> None:
+def keep(columns: Columns, options: argparse.Namespace, steps: int) -> None:
     """Write to a temporary file and rename it, so that an interrupted run loses at most one batch."""
     half = Path(f"{options.keep}.half")
-    save_file(columns, half, metadata=origin(options))
+    save_file(columns, half, metadata=origin(options) | {"steps": str(steps)})
     half.replace(options.keep)
+
+
+def begun(options: argparse.Namespace) -> tuple[list[Columns], int]:
+    """What this command has kept before, and in how many batches."""
+    if not options.keep or not Path(options.keep).is_file():
+        return [], 0
+    with safe_open(options.keep, "pt") as file:
+        said = dict(file.metadata())
+        columns = {name: file.get_tensor(name) for name in ("sampler", "trainer", "token")}
+    steps = int(said.pop("steps", "0"))
+    if said != origin(options):
+        raise SystemExit(f"--keep: {options.keep} is of another run: {said}")
+    return [columns], steps
 
 
 def kept(options: argparse.Namespace) -> list[Columns]:
@@ -135,6 +178,7 @@ def summary(columns: Columns) -> dict[str, float]:
     gaps = (sampler - trainer).abs().sort().values
     return {
         "tokens": len(gaps),
+        "unequal": int((columns["sampler"].view(torch.int32) != columns["trainer"].view(torch.int32)).sum()),
         "mean": float(gaps.mean()),
         "p50": float(gaps[len(gaps) // 2]),
         "p99": float(gaps[int(0.99 * len(gaps))]),
@@ -171,6 +215,9 @@ def options_given() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="seed of the order of the questions and of sampling")
     parser.add_argument("--keep", help="a safetensors file for this run's tokens, written after every batch")
     parser.add_argument("--join", nargs="+", default=[], help="such files of earlier runs to include")
+    parser.add_argument("--numerics", default="fast", choices=("fast", "exact"))
+    parser.add_argument("--adapters", action="store_true", help="LoRA adapters with random weights")
+    parser.add_argument("--mixed", action="store_true", help="draw the sizes of every batch, up to those given")
     options = parser.parse_args()
     options.dtype = options.dtype or ("bfloat16" if options.device.startswith("cuda") else "float32")
     return options
@@ -179,15 +226,16 @@ def options_given() -> argparse.Namespace:
 def main() -> None:
     """Sample until there are enough tokens, and print the statistics."""
     options = options_given()
-    before, seen = kept(options), list[Columns]()
+    before = kept(options)
+    seen, step = begun(options)
     parts, tokenizer = parts_of(options)
-    count, step, began = sum(len(part["token"]) for part in before), 0, time.perf_counter()
+    count, began = sum(len(part["token"]) for part in before + seen), time.perf_counter()
     while count < options.tokens and time.perf_counter() - began < options.seconds:
         seen.append(columns_of(one_batch(parts, options, step)))
         count += len(seen[-1]["token"])
         step += 1
         if options.keep:
-            keep(joined(seen), options)
+            keep(joined(seen), options, step)
         print(f"{count:,} tokens, {time.perf_counter() - began:.0f} s", flush=True)
     columns = joined(before + seen)
     result: dict[str, Any] = {

@@ -15,7 +15,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -262,6 +262,36 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 PREFILL_TOKENS = 1024  # read in one pass, unless a single prompt is longer
 
 
+class HeldSlots(Protocol):
+    """The cache behind the slots of a decoder."""
+
+    states: Tensor | None
+
+    def copy(self, source: int, target: int, length: int) -> None:
+        """Make the first `length` columns of one slot those of another, in every layer."""
+        ...
+
+
+class SlotDecoder(Protocol):
+    """A decoder as a batch sees it: `CpuDecoder`, or that of the exact pass."""
+
+    device: torch.device
+    traced: int | None
+
+    @property
+    def cache(self) -> HeldSlots:
+        """The slots."""
+        ...
+
+    def prefill(self, prompts: list[list[int]], slots: list[int]) -> None:
+        """Read `prompts[i]` into slot `slots[i]`."""
+        ...
+
+    def step(self, tokens: Tensor, columns: Tensor, length: int) -> Tensor:
+        """(V, n) logits after one more token in each of the slots 0 to n - 1."""
+        ...
+
+
 @dataclass
 class _Slot:
     """A running sequence: which one, the prompt it continues, how much of it is cached, and its next input."""
@@ -288,7 +318,7 @@ class ContinuousBatch:
     """
 
     def __init__(
-        self, decoder: CpuDecoder, slots: int, prompts: Mapping[int, list[int]], groups: Sequence[int], room: int
+        self, decoder: SlotDecoder, slots: int, prompts: Mapping[int, list[int]], groups: Sequence[int], room: int
     ) -> None:
         """`room` is how many tokens a sequence may draw."""
         self.decoder = decoder

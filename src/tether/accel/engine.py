@@ -12,9 +12,13 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from tether.accel.cached_attention import capped
 from tether.accel.cpu_decoder import ContinuousBatch, CpuDecoder
 from tether.accel.decode_gpu.gpu_decoder import MAX_SLOTS, DecoderCache, GpuBatch, GpuDecoder
-from tether.accel.supported import HALF, decoding_unsupported
+from tether.accel.exact.exact_decoder import ExactDecoder
+from tether.accel.exact.exact_logprobs import draw_exactly
+from tether.accel.exact.trial import misplaced
+from tether.accel.supported import HALF, decoding_unsupported, exact_unsupported
 from tether.device_transfer import at
 from tether.ops.sampling import Draw, by_sequence, draw_columns
 from tether.protocols import Sampling
@@ -55,9 +59,13 @@ class DecodeRequest:
 
 
 class FastDecoder:
-    """Draws answers on a CPU or a CUDA device. Captured steps of a GPU are kept from one call to the next."""
+    """Draws answers on a CPU or a CUDA device. Captured steps of a GPU are kept from one call to the next.
 
-    def __init__(self) -> None:
+    An exact one draws by the exact pass, and its log-probs are to the bit what that pass finds in training.
+    """
+
+    def __init__(self, *, exact: bool = False) -> None:
+        self.exact = exact
         self.gpu: DecoderCache | None = None  # made for the first draw on a CUDA device
 
     @property
@@ -72,11 +80,11 @@ class FastDecoder:
 
     def unsupported_reason(self, model: Any, base: Any) -> str | None:
         """Why the model, or `base` inside its adapters, cannot be decoded here as it is now; None where it can be."""
-        return decoding_unsupported(model, base)
+        return exact_unsupported(base, model) if self.exact else decoding_unsupported(model, base)
 
     def disagreement(self, model: Any, base: Any) -> str | None:
         """How a trial on a few tokens differs from the model's own forward pass; None where it agrees."""
-        return disagreement(model, base)
+        return disagreement(model, base, exact=self.exact)
 
     def most_slots(self, device: torch.device) -> int | None:
         """How many answers are decoded at once unasked; None where the engine decides."""
@@ -93,7 +101,7 @@ class FastDecoder:
         slots = min(slots, len(request.groups))
         if base.device.type == "cuda":
             return self.draw_on_gpu(base, request, slots, check)
-        return _draw_on_cpu(base, request, slots, check, collector)
+        return _draw_on_cpu(base, request, slots, check, collector, exact=self.exact)
 
     @torch.inference_mode()
     def draw_on_gpu(self, base: Any, request: DecodeRequest, slots: int, check: CheckToken) -> list[Draw]:
@@ -113,14 +121,26 @@ class FastDecoder:
 
 
 def _draw_on_cpu(
-    base: Any, request: DecodeRequest, slots: int, check: CheckToken, collector: StateCollector | None
+    base: Any,
+    request: DecodeRequest,
+    slots: int,
+    check: CheckToken,
+    collector: StateCollector | None,
+    *,
+    exact: bool,
 ) -> list[Draw]:
-    decoder = CpuDecoder(base, slots, request.length, collector.depth if collector else None)
+    kind = ExactDecoder if exact else CpuDecoder
+    decoder = kind(base, slots, request.length, collector.depth if collector else None)
     batch = ContinuousBatch(decoder, slots, request.prompts, request.groups, request.sampling.max_new_tokens)
 
     def draw_next(logits: Tensor, due: list[tuple[int, int]]) -> Draw:
         sequences, steps = zip(*due, strict=True)
-        drawn = draw_columns(logits, request.uniforms[list(sequences), list(steps)], request.sampling)
+        uniforms = request.uniforms[list(sequences), list(steps)]
+        drawn = (
+            draw_exactly(logits.t(), uniforms, request.sampling, decoder.spec.logit_cap)
+            if exact
+            else draw_columns(logits, uniforms, request.sampling)
+        )
         for token, row, step in zip(drawn.tokens.tolist(), sequences, steps, strict=True):
             check(token, row, step)
         return drawn
@@ -134,9 +154,11 @@ def _draw_on_cpu(
 
 
 @torch.inference_mode()
-def disagreement(model: Any, base: Any = None) -> str | None:
+def disagreement(model: Any, base: Any = None, *, exact: bool = False) -> str | None:
     """What is wrong when the decoder's logits on a few tokens are not the model's own; None where they are."""
     base = model if base is None else base
+    if exact and (reason := misplaced(base)) is not None:
+        return reason
     device = next(model.parameters()).device
     if device.type == "cuda":
         try:
@@ -146,7 +168,7 @@ def disagreement(model: Any, base: Any = None) -> str | None:
         except Exception as error:  # a machine that cannot build the kernels, or a device that they do not fit
             return f"its kernels do not run here ({type(error).__name__}: {' '.join(str(error).split())[:200]})"
     else:
-        logits = cpu_trial(base)
+        logits = cpu_trial(base, exact=exact)
     expected = torch.stack(
         [model(input_ids=torch.tensor([ids], device=device), use_cache=False).logits[0, -1] for ids in TRIAL]
     )
@@ -165,12 +187,15 @@ def nats_apart(logits: Tensor, expected: Tensor) -> float:
     return float((p.exp() * (p - q)).sum(dim=-1).max())
 
 
-def cpu_trial(base: Any) -> Tensor:
-    """(trials, V) logits after each trial, by `CpuDecoder`."""
-    decoder = CpuDecoder(base, slots=len(TRIAL), length=max(map(len, TRIAL)))
+def cpu_trial(base: Any, *, exact: bool = False) -> Tensor:
+    """(trials, V) logits after each trial, by `CpuDecoder` or `ExactDecoder`."""
+    kind = ExactDecoder if exact else CpuDecoder
+    decoder = kind(base, slots=len(TRIAL), length=max(map(len, TRIAL)))
     decoder.prefill([list(ids[:-1]) for ids in TRIAL], list(range(len(TRIAL))))
     lengths = torch.tensor([len(ids) for ids in TRIAL])
-    return decoder.step(torch.tensor([ids[-1] for ids in TRIAL]), lengths - 1, int(lengths.max())).t()
+    logits = decoder.step(torch.tensor([ids[-1] for ids in TRIAL]), lengths - 1, int(lengths.max())).t()
+    cap = decoder.spec.logit_cap
+    return capped(logits, cap) if exact and cap is not None else logits
 
 
 def gpu_trial(base: Any) -> Tensor:

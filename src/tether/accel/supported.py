@@ -7,6 +7,7 @@
 | training pass, plain | every family of `families.py` | float32 and float64, any device |
 | training pass, fused | every family of `families.py` | half precision on CUDA, compute capability 8 and later |
 | log-probabilities | every output layer | half precision on CUDA |
+| exact pass (`exact/`) | every family of `families.py` | float32 on a CPU |
 
 Inside a supported model, a module that does more than `spec.py` can say (an adapter of an unusual kind, a quantised
 layer) is called by the decoders; the fused pass leaves such a model to its own modules.
@@ -102,6 +103,32 @@ def decoding_unsupported(model: Any, base: Any = None) -> str | None:
     if any(config.is_prompt_learning for config in getattr(model, "peft_config", {}).values()):
         return "the adapter puts tokens of its own before the prompt"
     return _unsupported(base.model, model)
+
+
+def exact_unsupported(base: Any, around: nn.Module | None = None) -> str | None:
+    """Why the exact pass does not compute this causal language model, or backbone alone; None where it does.
+
+    `around` is the model with adapters around it. Looks at the model as it is now and computes nothing.
+    """
+    if base.device.type != "cpu":
+        return f"its fixed order of sums is written for a CPU, and the model is on {base.device.type}"
+    whole = type(base) in CAUSAL_LMS
+    reason = decoding_unsupported(base if around is None else around, base) if whole else _unsupported(base, around)
+    if reason is not None:
+        return reason
+    if base.dtype != torch.float32:
+        return f"it is written for float32, and the weights are {str(base.dtype).removeprefix('torch.')}"
+    spec = DecoderSpec.from_model(base)
+    output = [] if spec.output is None else [spec.output]
+    parts = [*output, *(part for layer in spec.layers for part in layer.linears)]
+    unknown = next((part.module for part in parts if part.weight is None), None)
+    if unknown is not None:
+        return f"it multiplies by plain weights and plain LoRA adapters, and there is a {type(unknown).__name__}"
+    if spec.output is not None and spec.output.adapter is not None:
+        return "the output layer has an adapter"
+    if any(layer.activation_kind is None for layer in spec.layers):
+        return f"it has SiLU and GELU (tanh), and the model's activation is {type(spec.layers[0].activation).__name__}"
+    return None
 
 
 def _unsupported(backbone: Any, around: nn.Module | None) -> str | None:

@@ -73,6 +73,15 @@ class Recipe(Settings):
         return False
 
     @model_validator(mode="after")
+    def _exact_is_for_sampling(self) -> Recipe:
+        if self.model.numerics == "exact" and not isinstance(self, RLRecipe):
+            raise ValueError(
+                f"model.numerics is exact, which makes sampling and training agree, and {self.method} samples nothing: "
+                "leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _critic_from_has_a_critic(self) -> Recipe:
         own_algorithm = getattr(self, "algorithm", None) is not None  # it says itself whether it has a critic
         if self.roles.critic_init is not None and not self.needs_critic and not own_algorithm:
@@ -147,6 +156,30 @@ class RLRecipe(Recipe):
                 "elsewhere: use roles.mode separate or lora"
             )
         return self
+
+    @model_validator(mode="after")
+    def _exact_numerics(self) -> RLRecipe:
+        if self.model.numerics == "exact" and (reason := self._inexact()) is not None:
+            raise ValueError(f"model.numerics is exact, and {reason}; or set model.numerics to fast")
+        return self
+
+    def _inexact(self) -> str | None:
+        """The first setting with which a sampler cannot compute to the bit what training does."""
+        model, rollout = self.model, self.rollout
+        if model.dtype == "bfloat16":
+            return "model.dtype is bfloat16, for which there is no exact pass: set it to float32"
+        if model.device.partition(":")[0] not in ("auto", "cpu"):
+            return f"model.device is {model.device}: the exact pass was built and measured on a CPU alone, so use cpu"
+        if model.quantize != "none":
+            return f"model.quantize is {model.quantize}, whose products are another library's: set it to none"
+        if rollout.engine != "auto":
+            return f"rollout.engine is {rollout.engine}, which has an order of sums of its own: set it to auto"
+        if rollout.servers:
+            return (
+                "rollout.servers may run on other processors, whose library may add in another order: use "
+                "rollout.workers on this machine, or sample in this process"
+            )
+        return None
 
     @model_validator(mode="after")
     def _kl_that_teaches(self) -> RLRecipe:

@@ -43,6 +43,11 @@ class ModelSettings(Settings):
         default="auto",
         description="Attention implementation; auto is sdpa where the model supports it, else eager.",
     )
+    numerics: Literal["fast", "exact"] = Field(
+        default="fast",
+        description="exact: the sampler's log-probs are to the bit what training computes, on a CPU in float32; fast: "
+        "they agree within rounding. See docs/exact-numerics.md.",
+    )
     gradient_checkpointing: bool = Field(
         default=False, description="Recompute each layer in the backward pass: less memory, a third more compute."
     )

@@ -18,15 +18,31 @@ SLOWER = f"Sampling and training run the model's own modules, which is slower: {
 
 if TYPE_CHECKING or AVAILABLE:
     from tether.accel.engine import DecodeRequest, FastDecoder, StateCollector
+    from tether.accel.exact.exact_logprobs import exact_logprobs
+    from tether.accel.exact.exact_pass import exact_states
     from tether.accel.fused_pass.packed import cuda_graphs, packed_states, release_cuda_graphs
     from tether.accel.logprobs import CHUNK_ELEMENTS as FUSED_CHUNK_ELEMENTS
     from tether.accel.logprobs import logprobs
-    from tether.accel.supported import MAX_WORK, Backend, backend_for, logprobs_supported, training_unsupported
+    from tether.accel.supported import (
+        MAX_WORK,
+        Backend,
+        backend_for,
+        exact_unsupported,
+        logprobs_supported,
+        training_unsupported,
+    )
 else:
     Backend = Literal["plain", "fused"]
     FUSED_CHUNK_ELEMENTS, MAX_WORK = CHUNK_ELEMENTS, 0
     DecodeRequest, FastDecoder, StateCollector = None, None, Any
-    logprobs = plain_logprobs
+    logprobs = exact_logprobs = plain_logprobs
+
+    def exact_unsupported(*_: Any) -> str:
+        """Why there is no exact pass."""
+        return MISSING
+
+    def exact_states(*_: Any, **settings: Any) -> None:
+        """There is no exact pass."""
 
     def training_unsupported(*_: Any) -> str:
         """Why the fast pass is not taken."""
@@ -61,6 +77,9 @@ __all__ = [
     "StateCollector",
     "backend_for",
     "cuda_graphs",
+    "exact_logprobs",
+    "exact_states",
+    "exact_unsupported",
     "logprobs",
     "logprobs_supported",
     "packed_states",

@@ -29,6 +29,8 @@ from tether.models.acceleration import (
     Backend,
     backend_for,
     cuda_graphs,
+    exact_states,
+    exact_unsupported,
     packed_states,
     training_unsupported,
 )
@@ -91,6 +93,7 @@ class OutputLayer:
     linear: nn.Linear  # whose tensors are read when they are used: gathering them makes new ones
     scale: float
     softcap: float | None
+    exact: bool = False  # log-probabilities by the exact pass (`model.numerics`)
 
     @property
     def weight(self) -> Tensor:
@@ -158,6 +161,8 @@ class OutputLayer:
 
     def kernels(self, hidden: Tensor) -> StateLogprobs | None:
         """The kernels that find log-probabilities, where they are made for such states."""
+        if self.exact:
+            return acceleration.exact_logprobs
         return acceleration.logprobs if acceleration.logprobs_supported(hidden, self.weight) else None
 
     def logprobs(self, hidden: Tensor, batch: Sequences) -> tuple[Tensor, Tensor]:
@@ -281,6 +286,10 @@ class Backbone(nn.Module):
         """From now on run each layer again in the backward pass, and keep only what enters it until then."""
         self.fast.recompute = True
 
+    def be_exact(self) -> None:
+        """From now on run by the exact pass; a ConfigError where that does not compute this model."""
+        self.fast.be_exact(self.model)
+
     def forward(self, batch: Sequences, wanted: Tensor | None = None) -> Tensor:
         """(B, T, H) hidden states after the final norm; only those of `wanted` (B, T) have to be right."""
         return self.fast.states(self.model, batch, None, wanted)
@@ -303,6 +312,7 @@ class PackedBackend:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.recompute = False
+        self.exact = False
         self.captured: Any = None  # graphs of the pass, where it may hold some
         self.backend: Backend | None = None
         self.reason = training_unsupported(model)  # why the model's own modules are run; None where they are not
@@ -311,6 +321,11 @@ class PackedBackend:
         self.backend = backend_for(model)
         self.reason = self._disagreement(model)
         self.captured = cuda_graphs() if self.backend == "fused" else None
+
+    def be_exact(self, model: PreTrainedModel) -> None:
+        """From now on take the exact pass, which has no other way to fall back on."""
+        check_exact(model)
+        self.exact, self.reason, self.captured = True, None, None
 
     def look_again(self, model: PreTrainedModel) -> None:
         """After the model's modules were changed: whether the pass still knows them."""
@@ -362,6 +377,9 @@ class PackedBackend:
         pass keeps from one to the next, which is what running layers again is to save.
         """
         recompute, captured = self.recompute and torch.is_grad_enabled(), None if self.recompute else self.captured
+        if self.exact:
+            check_exact(model)
+            return exact_states(model, batch, lower, wanted, recompute=recompute)
         found = None
         if (
             self.reason is None
@@ -373,6 +391,13 @@ class PackedBackend:
                 model, batch, lower, wanted, backend=self.backend, recompute=recompute, captured=captured
             )
         return found if found is not None else hidden_states(model, batch, lower, recompute=recompute)
+
+
+def check_exact(model: nn.Module) -> None:
+    """Raise a ConfigError unless the exact pass computes this model as it is now."""
+    reason = exact_unsupported(model)
+    if reason is not None:
+        raise ConfigError(f"model.numerics is exact, and this model cannot be computed so: {reason}; set it to fast")
 
 
 def backbone_notices(model: nn.Module) -> tuple[str, ...]:

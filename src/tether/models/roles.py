@@ -37,7 +37,7 @@ from tether.models.lora import CONFIG, are_transposed, inject_lora, load_lora, l
 from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import BackboneCache, SharedBackbone, TopBackbone, check_split
 from tether.ops.logprobs import mask_before, top_tokens
-from tether.types import BatchT, Sequences, TokenOutputs
+from tether.types import BatchT, Sequences, TokenBatch, TokenOutputs
 
 
 class Sharing(Protocol):
@@ -245,7 +245,7 @@ class TokenEvaluation:
     ref_logprobs: Tensor | None  # (B, T)
     values: Tensor | None  # (B, T)
     final_values: Tensor | None  # (B,)
-    entropy: Tensor  # (B, T)
+    entropy: Tensor | None  # (B, T); None where no pass of the policy was needed
     top_tokens: Tensor | None = None  # (B, T, K) int32
     top_logprobs: Tensor | None = None  # (B, T, K)
 
@@ -358,6 +358,25 @@ class ActorCritic(nn.Module):
             top_logprobs=seen[1],
         )
 
+    def be_exact(self) -> None:
+        """From now on compute the policy by the exact pass (`model.numerics`); the critic's own layers stay as fast."""
+        self.backbone.be_exact()
+        self.output = replace(self.output, exact=True)
+
+    @torch.no_grad()
+    def values(self, batch: Sequences) -> tuple[Tensor | None, Tensor | None]:
+        """(B, T) and (B,), the value before each response token and after the last one, without the output layer."""
+        if self.critic is None:
+            return None, None
+        hidden = torch.empty(0)
+        if isinstance(self.critic, ScalarHead):
+            hidden = with_weights(self.backbone.model, self.backbone, batch, states_read(batch))
+        return self._values(hidden, batch)
+
+    def _values(self, hidden: Tensor, batch: Sequences) -> tuple[Tensor, Tensor]:
+        head, states = self._critic_states(hidden, batch)
+        return with_weights(head, lambda x: (head.values(x, batch), head.at_end(x, batch)), states)
+
     def _top_tokens(self, hidden: Tensor, batch: Sequences, logprobs: Tensor, count: int) -> tuple[Tensor, Tensor]:
         options = self.output.options(batch.temperature)
         given = (hidden, self.output.weight, batch.tokens, logprobs, batch.response_mask, count)
@@ -375,8 +394,7 @@ class ActorCritic(nn.Module):
             hidden, logprobs, entropy = with_weights(self.backbone.model, self._policy_pass, batch)
         if self.critic is None:
             return hidden, TokenOutputs(logprobs, entropy, None), None
-        head, states = self._critic_states(hidden, batch)
-        values, final = with_weights(head, lambda x: (head.values(x, batch), head.at_end(x, batch)), states)
+        values, final = self._values(hidden, batch)
         return hidden, TokenOutputs(logprobs, entropy, values), final
 
     def _policy_pass(self, batch: Sequences) -> tuple[Tensor, Tensor, Tensor]:
@@ -409,6 +427,11 @@ class ReferencePolicy:
         self.output = output
         self.offload: CpuOffload | None = None
 
+    def be_exact(self) -> None:
+        """From now on run by the exact pass (`model.numerics`)."""
+        self.backbone.be_exact()
+        self.output = replace(self.output, exact=True)
+
     def wait(self) -> None:
         """Keep the weights in host memory between passes; the backbone must share no tensors."""
         tied = self.output.weight is self.backbone.model.get_input_embeddings().weight
@@ -432,10 +455,22 @@ class ReferencePolicy:
 
 @dataclass(frozen=True)
 class Roles:
-    """The roles of a run."""
+    """The roles of a run.
+
+    Where the exact pass samples and trains the policy, the sampler's log-probs are those that training would find.
+    With `known_logprobs` they are taken, and no pass of the policy is made for them.
+    """
 
     actor: ActorCritic
     reference: ReferencePolicy | None
+    known_logprobs: bool = False
+
+    def exact(self, *, known_logprobs: bool) -> Roles:
+        """The same roles, from now on by the exact pass; a ConfigError where it does not compute the model."""
+        self.actor.be_exact()
+        if self.reference is not None:
+            self.reference.be_exact()
+        return replace(self, known_logprobs=known_logprobs)
 
     @classmethod
     def build(
@@ -475,7 +510,16 @@ class Roles:
 
     @torch.no_grad()
     def evaluate(self, batch: Sequences, *, ahead: bool = False, top_tokens: int = 0) -> TokenEvaluation:
-        """Evaluate a micro-batch under each role; `ahead` and `top_tokens` as for the actor."""
-        found = self.actor.evaluate(batch, ahead=ahead, top_tokens=top_tokens)
+        """Evaluate a micro-batch under each role; `ahead` and `top_tokens` as for the actor.
+
+        A pass that is kept for training costs nothing here, and most likely tokens need one: then the policy is
+        evaluated even where its log-probs are known.
+        """
+        if self.known_logprobs and isinstance(batch, TokenBatch) and not ahead and not top_tokens:
+            known = batch.untruncated_logprobs.masked_fill(~batch.response_mask, 0.0)
+            values, final_values = self.actor.values(batch)
+            found = TokenEvaluation(known, None, values, final_values, entropy=None)
+        else:
+            found = self.actor.evaluate(batch, ahead=ahead, top_tokens=top_tokens)
         reference = self.reference.logprobs(batch) if self.reference is not None else None
         return replace(found, ref_logprobs=reference)

@@ -291,6 +291,11 @@ class TopBackbone(Backbone):
         self.shared = shared
         self.top = layers_between(model, shared.depth, None)
 
+    def be_exact(self) -> None:
+        """From now on run by the exact pass, with the layers below; then so do the other roles' tops' lower layers."""
+        super().be_exact()
+        self.shared.fast.be_exact(self.shared.bottom)
+
     def forward(self, batch: Sequences, wanted: Tensor | None = None) -> Tensor:
         """(B, T, H) hidden states after the final norm; only those of `wanted` (B, T) have to be right."""
         return self.fast.states(self.top, batch, self.shared.states(batch), wanted)

@@ -101,8 +101,8 @@ def chunked_logprobs(
     so the mean row of W is found in the forward pass and the backward needs no logits, unless a gradient comes through
     the entropy.
     """
-    to_logits = _ToLogits(temperature, scale, softcap)
-    apply = cast("StateLogprobs", _ChunkedLogprobs.apply)  # pyright: ignore[reportUnknownMemberType]
+    to_logits = ToLogits(temperature, scale, softcap)
+    apply = cast("StateLogprobs", ChunkedLogprobs.apply)  # pyright: ignore[reportUnknownMemberType]
     with at(states.device):
         return apply(states, weight, bias, targets, to_logits, rows_at_a_time(weight, chunk_elements))
 
@@ -124,12 +124,12 @@ def log_distributions(
     positions: Tensor | None = None,
 ) -> Tensor:
     """(N, V) whole log-distributions at the N tokens of `mask`, differentiable twice: for an exact KL."""
-    logits = _ToLogits(temperature, scale, softcap)(_product(states_before(hidden, mask, positions), weight, bias))
+    logits = ToLogits(temperature, scale, softcap)(_product(states_before(hidden, mask, positions), weight, bias))
     return torch.log_softmax(logits, dim=-1)
 
 
 @dataclass(frozen=True)
-class _ToLogits:
+class ToLogits:
     """Turns products with the output matrix into the logits that are sampled from."""
 
     temperature: float
@@ -137,6 +137,7 @@ class _ToLogits:
     softcap: float | None
 
     def __call__(self, product: Tensor) -> Tensor:
+        """The logits of products."""
         if self.softcap is not None:
             return torch.tanh(product * (self.scale / self.softcap)) * (self.softcap / self.temperature)
         factor = self.scale / self.temperature
@@ -155,7 +156,9 @@ def _product(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return product.float() if product.dtype in (torch.float16, torch.bfloat16) else product
 
 
-class _ChunkedLogprobs(torch.autograd.Function):
+class ChunkedLogprobs(torch.autograd.Function):
+    """`chunked_logprobs` as a node of the graph."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -163,9 +166,10 @@ class _ChunkedLogprobs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        to_logits: _ToLogits,
+        to_logits: ToLogits,
         rows: int,
     ) -> tuple[Tensor, Tensor]:
+        """`(logprobs, entropy)`, (N,) each."""
         dtype = torch.promote_types(states.dtype, torch.float32)
         logprobs = torch.empty(targets.shape, dtype=dtype, device=states.device)
         entropy = torch.empty_like(logprobs)

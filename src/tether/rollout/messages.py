@@ -42,6 +42,7 @@ class ModelToLoad:
     roles_seed: int
     max_num_seqs: int | str
     general: bool  # `rollout.engine: transformers`
+    exact: bool  # `model.numerics: exact`
     threads: int  # rounding depends on it
 
     def record(self) -> dict[str, Any]:
@@ -56,7 +57,8 @@ class ModelToLoad:
     def read(cls, record: Any) -> ModelToLoad:
         """From JSON; ValueError where a value is missing or of another type."""
         kinds = {"path": str, "dtype": str, "seed": int, "attention": str, "quantize": str, "roles": dict}
-        kinds |= {"roles_seed": int, "max_num_seqs": (int, str), "general": bool, "threads": int}
+        kinds |= {"roles_seed": int, "max_num_seqs": (int, str), "general": bool, "exact": bool}
+        kinds |= {"threads": int}
         if not isinstance(record, dict) or record.keys() != kinds.keys():
             raise ValueError(f"a model is described by {', '.join(kinds)}")
         if wrong := [name for name, kind in kinds.items() if not isinstance(record[name], cast(Any, kind))]:

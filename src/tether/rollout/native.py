@@ -269,6 +269,8 @@ class NativeEngine(RolloutEngine):
     `notices` says in one sentence why the fast decoder is not used. `completion` is the text of the answer
     without special tokens. The loop sets `policy_version`, which every rollout carries. A KV cache whose rows cannot be
     selected keeps finished sequences to the end of the chunk: the result is the same, only slower.
+
+    An `exact` one samples by the exact pass (`model.numerics`), or raises a ConfigError where that is not possible.
     """
 
     def __init__(
@@ -278,20 +280,28 @@ class NativeEngine(RolloutEngine):
         max_num_seqs: int | Literal["auto"] = "auto",
         states_for: StateCollector | None = None,
         general: bool = False,
+        exact: bool = False,
     ) -> None:
         if isinstance(max_num_seqs, int) and max_num_seqs < 1:
             raise ConfigError(f"max_num_seqs is {max_num_seqs}: it must be at least 1, or auto")
         self.loaded = loaded
         self.max_num_seqs = max_num_seqs
         self.states_for = states_for
-        self.fast = FastDecoder() if AVAILABLE else None
+        self.fast = FastDecoder(exact=exact) if AVAILABLE else None
         check_cached(loaded.model)
         self._embeddings, self._end_ids = embedding_count(loaded.model), loaded.end_ids
         self._distrusted = "rollout.engine asks for it" if general else self._unsupported()
         if self._distrusted is None and self.fast is not None:
             with _eval_mode(loaded.model):
                 self._distrusted = self.fast.disagreement(loaded.model, self._base)
+        self.exact = exact
+        self._check_exact(self._distrusted)
         self._notice(self._distrusted)
+
+    def _check_exact(self, reason: str | None) -> None:
+        """Raise where the exact decoder is asked for and cannot be taken: no other one gives training's log-probs."""
+        if self.exact and reason is not None:
+            raise ConfigError(f"model.numerics is exact, and the model cannot be sampled so: {reason}; set it to fast")
 
     @property
     def _base(self) -> Any:
@@ -341,6 +351,7 @@ class NativeEngine(RolloutEngine):
         rollouts: list[Rollout] = []
         with _eval_mode(self.loaded.model):
             reason = self._distrusted or self._unsupported()
+            self._check_exact(reason)
             self._notice(reason)
             size = self._at_once(accelerated=False) if reason else len(work)
             for start in range(0, len(work), size):

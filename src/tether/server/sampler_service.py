@@ -97,7 +97,7 @@ class SamplerService:
             sharing = build_sharing(loaded.model, RolesSettings.model_validate(dict(model.roles)), model.roles_seed)
             loaded = dataclasses.replace(loaded, model=sharing.policy)
             slots: Any = model.max_num_seqs
-            self.engine = NativeEngine(loaded, max_num_seqs=slots, general=model.general)
+            self.engine = NativeEngine(loaded, max_num_seqs=slots, general=model.general, exact=model.exact)
             self.weights = PolicyWeights(sharing.policy)
             self.model = model.digest()
         return _json({"model": self.model})

@@ -41,7 +41,7 @@ from tether.errors import ConfigError, TetherError
 from tether.files import check_saved
 from tether.learner.batching import micro_batches, within_memory
 from tether.learner.learner import Learner, LearnerSettings
-from tether.learner.ranks import Codec
+from tether.learner.ranks import Codec, current_ranks
 from tether.models.backbones import ScalarHead, recompute_layers
 from tether.models.load import LoadedModel, check_same_vocabulary, load_causal_lm, resolve_device
 from tether.models.lora import CONFIG
@@ -143,6 +143,9 @@ def build_rl(
         policy = dataclasses.replace(policy, context_length=reference.context_length)
         task = checked(recipe, task, TextModel.of(recipe.model.path, policy))
     roles = build_roles(recipe, algorithm, sharing, start, reference)
+    exact = recipe.model.numerics == "exact"
+    if exact:
+        roles = made_exact(recipe, roles, objects)
     rollout = recipe.rollout
     reward = build_reward(
         recipe.reward.parts,
@@ -178,6 +181,7 @@ def build_rl(
         top_logprobs_every=recipe.store.rollouts_every,  # the store keeps no answers of other steps
         queue=RolloutQueue(rollout.lag),
         reference_digest=reference.digest if reference is not None else "",
+        exact=exact,
     )
 
 
@@ -209,6 +213,16 @@ def sampling_of(rollout: RolloutSettings) -> Sampling:
         top_k=rollout.top_k,
         stop_token_ids=rollout.stop_token_ids,
     )
+
+
+def made_exact(recipe: RLRecipe, roles: Roles, objects: Objects) -> Roles:
+    """The roles by the exact pass; a ConfigError where a run of this kind cannot have it."""
+    refused = "model.numerics is exact, and {}; set model.numerics to fast"
+    if objects.engine is not None:
+        raise ConfigError(refused.format("an engine of your own samples, whose log-probs are its own"))
+    if current_ranks().count > 1:
+        raise ConfigError(refused.format("several ranks train, which was not tested: train in one process"))
+    return roles.exact(known_logprobs=recipe.rollout.lag == 0)
 
 
 def mixed_in(recipe: PPORecipe, policy: LoadedModel) -> Callable[[int], ExtraGradient]:

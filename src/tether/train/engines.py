@@ -45,6 +45,7 @@ def build_engine(
         # What is sampled ahead trains in a later step, and the shared backbone forgets between steps.
         states_for=None if rollout.lag else sharing.shared,
         general=general,
+        exact=recipe.model.numerics == "exact",
     )
     return in_chunks(native, chunk)
 
@@ -120,6 +121,7 @@ def model_to_load(recipe: RLRecipe, policy: LoadedModel) -> ModelToLoad:
         roles_seed=derive_seed(recipe.run.seed, "adapters"),
         max_num_seqs=recipe.rollout.max_num_seqs,
         general=recipe.rollout.engine == "transformers",
+        exact=recipe.model.numerics == "exact",
         threads=torch.get_num_threads(),
     )
 

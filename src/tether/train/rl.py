@@ -16,6 +16,7 @@ from tether.algorithms.objectives import GSPO, Clip, PolicyObjective
 from tether.data.examples import DataOrder
 from tether.data.rows import Collated, collate
 from tether.device_transfer import brought
+from tether.errors import Diverged
 from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner
 from tether.learner.ranks import ONE, Codec, Ranks
@@ -73,6 +74,7 @@ class RLParts:
     queue: RolloutQueue = field(default_factory=RolloutQueue)  # what was asked for, ahead of the step that takes it
     dynamic_sampling_rounds: int = 0  # further rounds of sampling in place of groups without spread
     reference_digest: str = ""  # of the weights of a reference other than the policy at the start
+    exact: bool = False  # `model.numerics`: every step compares the sampler's and the trainer's log-probs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -190,10 +192,10 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
         stats = TokenStats(experience, learner.ranks)
         objective = algorithm.objective_at(step, coefficients)
         sums.merge(update(parts, step, stats, objective))
-
+    compared = check_exact(parts, step, evaluated, stats) if parts.exact else {}
     metrics = sums.values() | made.dropped | part_metrics(scores) | refills
     metrics |= step_metrics(parts, step, made, coefficients)
-    metrics |= phases.metrics()
+    metrics |= phases.metrics() | compared
     if warming:  # the policy has not moved, so the controllers have nothing to react to
         metrics["critic_warmup"] = 1.0
     else:
@@ -214,6 +216,26 @@ def rl_step(parts: RLParts, step: int, controllers: Controllers, heartbeat: Hear
         reward_errors=tuple(failure_errors(scores)),
         controllers=controllers,
     )
+
+
+def check_exact(parts: RLParts, step: int, evaluated: EvaluatedBatch, stats: TokenStats) -> dict[str, float]:
+    """How many log-probs were compared, and how many differ in any bit, which ends the run.
+
+    Compared are old and sampler, where the policy was evaluated, and old and new in the update's first pass, before the
+    policy has moved. The two are one where the sampler's log-probs were taken for old.
+    """
+    compared, unequal = stats.first_pass()
+    if parts.queue.lag == 0:
+        unequal += int(((evaluated.old_logprobs != evaluated.untruncated_logprobs) & evaluated.response_mask).sum())
+        evaluated_too = evaluated.entropy is not None
+        compared = int(evaluated.response_mask.sum()) if evaluated_too else compared
+    if unequal:
+        raise Diverged(
+            f"model.numerics is exact, and {unequal} log-probs of step {step} differ between sampler and trainer: the "
+            "processor's library does not keep one order of sums here. Nothing of this step was recorded; set "
+            "model.numerics to fast"
+        )
+    return {"logprob_compared": float(compared), "logprob_unequal": 0.0}
 
 
 def rollout_request(parts: RLParts, step: int) -> RolloutRequest:
@@ -354,6 +376,7 @@ class TokenStats:
         self.passes = 0  # over a batch, on any rank
         places = torch.arange(len(experience))
         self.experience = extend(experience, NumberedExperience, places=places)
+        self._first: list[Tensor] = []  # (2,) tokens of each micro-batch of the first pass: all, and those unequal
         self._seen: list[tuple[int, Tensor, Tensor, Tensor]] = []  # pass, rows, masks and log-probs, on their device
         self._logprobs = experience.old_logprobs.clone()  # (B, T) without those
 
@@ -364,6 +387,14 @@ class TokenStats:
     def take(self, outputs: TokenOutputs, batch: NumberedExperience) -> None:
         """Record the log-probs of a micro-batch; they stay on the device until they are read."""
         self._seen.append((self.passes, batch.places, batch.response_mask, outputs.logprobs.detach()))
+        if self.passes == 1:
+            mask = batch.response_mask
+            self._first.append(torch.stack((mask.sum(), ((outputs.logprobs != batch.old_logprobs) & mask).sum())))
+
+    def first_pass(self) -> tuple[int, int]:
+        """Tokens of the update's first pass over a batch, and those whose log-prob was not the old one to the bit."""
+        counts = torch.stack(self._first).sum(dim=0).tolist() if self._first else (0, 0)
+        return int(counts[0]), int(counts[1])
 
     @property
     def logprobs(self) -> Tensor:

@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from tether.accel.cached_attention import out_of_window
-from tether.accel.spec import DecoderSpec, Layer, Linear, Norm, read_layer
+from tether.accel.spec import DecoderSpec, Layer, Linear, Norm, Tables, read_layer
 from tether.accel.supported import Backend
 from tether.device_transfer import at
 from tether.gathering import gatherer_of, with_weights
@@ -34,6 +34,7 @@ from tether.mask_cache import packed_rows, packing_of
 from tether.ops.masks import Packing, Rows
 from tether.types import Sequences
 
+LayerPass = Callable[[Layer, Tensor, tuple[Tensor, Tensor], Packing, Rows | None], Tensor]
 _captured: WeakSet[Any] = WeakSet()
 
 
@@ -69,18 +70,10 @@ def packed_states(
     pass, and keeps nothing but its inputs until then. `captured` is where the fused backend may hold graphs of its
     pass. None where the fused backend does not know one of the layers.
     """
-    spec = DecoderSpec.from_model(backbone)
-    packing = packing_of(batch.attention_mask)
-    rows = None if wanted is None else packed_rows(wanted, packing)
-    if embeddings is not None:
-        hidden = packing.pack(embeddings)
-        hidden = hidden if spec.embedding.after_module == 1.0 else hidden * spec.embedding.after_module
-    else:
-        hidden = _embedded(spec, packing.pack(batch.tokens), backend)
-    tables = spec.angles(packing.positions, hidden.dtype)
     if backend == "plain":
-        states = _plain_layers(backbone, spec, hidden, tables, packing, rows, recompute)
-        return packing.unpack(states, None if rows is None else rows.tokens)
+        return plain_states(backbone, batch, embeddings, wanted, recompute=recompute)
+    spec = DecoderSpec.from_model(backbone)
+    packing, rows, hidden, tables = _packed(spec, batch, embeddings, wanted, backend)
     from tether.accel.fused_pass import fused_layer, fused_pass
 
     if not spec.layers or not all(map(fused_layer.known, spec.layers)):
@@ -103,6 +96,36 @@ def packed_states(
     return packing.unpack(states, None if rows is None else rows.tokens)
 
 
+def plain_states(
+    backbone: Any,
+    batch: Sequences,
+    embeddings: Tensor | None = None,
+    wanted: Tensor | None = None,
+    *,
+    recompute: bool = False,
+    layer_pass: LayerPass | None = None,
+) -> Tensor:
+    """As `packed_states`, by torch and autograd; `layer_pass` stands in place of this file's layer."""
+    spec = DecoderSpec.from_model(backbone)
+    packing, rows, hidden, tables = _packed(spec, batch, embeddings, wanted, "plain")
+    states = _plain_layers(backbone, spec, hidden, tables, packing, rows, recompute, layer_pass or _layer)
+    return packing.unpack(states, None if rows is None else rows.tokens)
+
+
+def _packed(
+    spec: DecoderSpec, batch: Sequences, embeddings: Tensor | None, wanted: Tensor | None, backend: Backend
+) -> tuple[Packing, Rows | None, Tensor, Tables]:
+    """The packing, the rows that are wanted, the first layer's inputs (N, H), and the rotary tables."""
+    packing = packing_of(batch.attention_mask)
+    rows = None if wanted is None else packed_rows(wanted, packing)
+    if embeddings is not None:
+        hidden = packing.pack(embeddings)
+        hidden = hidden if spec.embedding.after_module == 1.0 else hidden * spec.embedding.after_module
+    else:
+        hidden = _embedded(spec, packing.pack(batch.tokens), backend)
+    return packing, rows, hidden, spec.angles(packing.positions, hidden.dtype)
+
+
 def _embedded(spec: DecoderSpec, tokens: Tensor, backend: Backend) -> Tensor:
     """(N, H) the embeddings of tokens (N,)."""
     if backend == "plain":
@@ -120,9 +143,10 @@ def _plain_layers(
     packing: Packing,
     rows: Rows | None,
     recompute: bool,
+    layer_pass: LayerPass,
 ) -> Tensor:
     """(n, H) states after the last norm; tables are cos and sin, (N, D) each."""
-    run: Any = functools.partial(checkpoint, _layer, use_reentrant=False) if recompute else _layer
+    run: Any = functools.partial(checkpoint, layer_pass, use_reentrant=False) if recompute else layer_pass
     angles = {name: (cos[:, None], sin[:, None]) for name, (cos, sin) in tables.items()}
     for index, (block, layer) in enumerate(zip(backbone.layers, spec.layers, strict=True)):
         given = angles[layer.rotary], packing, rows if index + 1 == len(spec.layers) else None
