@@ -103,7 +103,7 @@ def test_a_fork_that_is_broken_off_keeps_its_bits_and_its_origin(parent, monkeyp
 
 
 def test_a_fork_that_has_no_checkpoint_of_its_own_does_not_start_at_step_0(parent, monkeypatch):
-    def break_off(self, checkpoint):
+    def break_off(self, checkpoint, unusable=()):
         raise Broken
 
     with monkeypatch.context() as patched:
