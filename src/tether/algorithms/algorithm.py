@@ -179,8 +179,9 @@ class Algorithm:
         warmup = self.warmup_at(step)
         if warmup is not None:
             return warmup.objective
-        made: Any = self.objective(coefficients)
-        if not callable(made) or not callable(getattr(made, "size", None)):
+        made = self.objective(coefficients)
+        given: Any = made  # by the user's own function
+        if not callable(given) or not callable(getattr(given, "size", None)):
             raise ConfigError(
                 f"algorithm {self.name}: objective returned a {type(made).__name__}: it must return an object with "
                 "size(batch) and __call__(outputs, batch), such as PolicyObjective(...)"
