@@ -6,10 +6,9 @@ at the end read a recipe's choice of loss aggregation, KL and advantages. The es
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 from weakref import ref
 
@@ -232,8 +231,6 @@ class Algorithm:
                 )
             if not callable(part):
                 raise ConfigError(f"{wrong} a {type(part).__name__}: pass a function, or an object that can be called")
-        for field, controller in (("reference", self.controllers.reference), ("old", self.controllers.old)):
-            _check_controller(f"algorithm {self.name}: controllers.{field}", controller)
         if self.warmup_at(0) is not None and not self.needs_critic:
             raise ConfigError(
                 f"algorithm {self.name}: critic_warmup is set, and needs_critic is False: set critic_warmup=None"
@@ -312,23 +309,6 @@ class Algorithm:
             )
         columns: dict[str, Any] = {"rewards": rewards, "advantages": advantages, "returns": returns}
         return extend(batch, Experience, **columns), metrics
-
-
-def _check_controller(field: str, controller: Any) -> None:
-    """Raise where a KL controller lacks a part, or where a checkpoint could not hold it."""
-    kind = type(controller).__name__
-    number: Any = getattr(controller, "coef", None)
-    if not isinstance(number, float | int) or not callable(getattr(controller, "after", None)):
-        raise ConfigError(f"{field} {kind} needs the number coef, and after(kl, samples) (tether.ops.kl.KLController)")
-    try:
-        restored = type(controller)(**json.loads(json.dumps(asdict(controller))))
-    except (TypeError, ValueError):
-        restored = None
-    if restored != controller:
-        raise ConfigError(
-            f"{field}: {kind} cannot be written to a checkpoint and read back: make it a frozen dataclass whose fields "
-            "are numbers, texts and flags"
-        )
 
 
 def importance_weights(
