@@ -11,6 +11,7 @@ from tiny_recipes import tiny
 
 import tether
 from tether.errors import ConfigError, StorageError
+from tether.learner.ranks import ONE
 from tether.plan.table import Measured
 from tether.protocols import StepHook, StepOutcome
 from tether.store import checkpoints
@@ -43,7 +44,7 @@ class FakeTraining:
     model = None
 
     def __init__(self) -> None:
-        self.learner = SimpleNamespace(on_fault=None)
+        self.learner = SimpleNamespace(on_fault=None, ranks=ONE)
 
     def capture(self, step, values):
         return Checkpoint(step, {"learner": {"weights": torch.zeros(2)}}, values)

@@ -6,10 +6,9 @@ at the end read a recipe's choice of loss aggregation, KL and advantages. The es
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal, Protocol, cast
 from weakref import ref
 
@@ -180,8 +179,9 @@ class Algorithm:
         warmup = self.warmup_at(step)
         if warmup is not None:
             return warmup.objective
-        made: Any = self.objective(coefficients)
-        if not callable(made) or not callable(getattr(made, "size", None)):
+        made = self.objective(coefficients)
+        given: Any = made  # by the user's own function
+        if not callable(given) or not callable(getattr(given, "size", None)):
             raise ConfigError(
                 f"algorithm {self.name}: objective returned a {type(made).__name__}: it must return an object with "
                 "size(batch) and __call__(outputs, batch), such as PolicyObjective(...)"
@@ -232,8 +232,6 @@ class Algorithm:
                 )
             if not callable(part):
                 raise ConfigError(f"{wrong} a {type(part).__name__}: pass a function, or an object that can be called")
-        for field, controller in (("reference", self.controllers.reference), ("old", self.controllers.old)):
-            _check_controller(f"algorithm {self.name}: controllers.{field}", controller)
         if self.warmup_at(0) is not None and not self.needs_critic:
             raise ConfigError(
                 f"algorithm {self.name}: critic_warmup is set, and needs_critic is False: set critic_warmup=None"
@@ -312,23 +310,6 @@ class Algorithm:
             )
         columns: dict[str, Any] = {"rewards": rewards, "advantages": advantages, "returns": returns}
         return extend(batch, Experience, **columns), metrics
-
-
-def _check_controller(field: str, controller: Any) -> None:
-    """Raise where a KL controller lacks a part, or where a checkpoint could not hold it."""
-    kind = type(controller).__name__
-    number: Any = getattr(controller, "coef", None)
-    if not isinstance(number, float | int) or not callable(getattr(controller, "after", None)):
-        raise ConfigError(f"{field} {kind} needs the number coef, and after(kl, samples) (tether.ops.kl.KLController)")
-    try:
-        restored = type(controller)(**json.loads(json.dumps(asdict(controller))))
-    except (TypeError, ValueError):
-        restored = None
-    if restored != controller:
-        raise ConfigError(
-            f"{field}: {kind} cannot be written to a checkpoint and read back: make it a frozen dataclass whose fields "
-            "are numbers, texts and flags"
-        )
 
 
 def importance_weights(

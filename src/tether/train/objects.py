@@ -5,10 +5,11 @@ Both end up in `Objects`, so that the rest of training does not ask where a part
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import wraps
 from inspect import Parameter, isclass, signature
 from pathlib import Path
@@ -140,6 +141,8 @@ class Objects:
         if not isinstance(chosen, Algorithm):
             raise ConfigError(f"{self.label('algorithm')} gave a {type(chosen).__name__}: {repair}")
         chosen.check()
+        for name, controller in (("reference", chosen.controllers.reference), ("old", chosen.controllers.old)):
+            _check_controller(f"algorithm {chosen.name}: controllers.{name}", controller)
         samples = recipe.rollout.samples_per_prompt
         if chosen.needs_groups and samples < 2:
             raise ConfigError(
@@ -184,6 +187,23 @@ class Objects:
             if role not in self.named or not is_its_own(error) or is_memory(error):
                 raise  # a program that passed the function wants the traceback
             raise ConfigError(f"{self.label(role)} raised {explain(error)}") from error
+
+
+def _check_controller(label: str, controller: Any) -> None:
+    """Raise where a KL controller lacks a part, or where a checkpoint could not hold it."""
+    kind = type(controller).__name__
+    number: Any = getattr(controller, "coef", None)
+    if not isinstance(number, float | int) or not callable(getattr(controller, "after", None)):
+        raise ConfigError(f"{label} {kind} needs the number coef, and after(kl, samples) (tether.ops.kl.KLController)")
+    try:
+        restored = type(controller)(**json.loads(json.dumps(asdict(controller))))
+    except (TypeError, ValueError):
+        restored = None
+    if restored != controller:
+        raise ConfigError(
+            f"{label}: {kind} cannot be written to a checkpoint and read back: make it a frozen dataclass whose fields "
+            "are numbers, texts and flags"
+        )
 
 
 def _check_hooks(hooks: Any) -> None:

@@ -270,7 +270,7 @@ def _as_json(start: Any, now: Any) -> dict[str, Any]:
 def _controller(fresh: Kind, saved: Mapping[str, Any]) -> Kind:
     """The saved controller if it started like the recipe's; otherwise the recipe's, as in a fork that changes it."""
     kind: Any = type(fresh)
-    settings: Any = fresh  # a dataclass, as Algorithm.check made sure
+    settings: Any = fresh  # a dataclass: `train/objects.py` checked it
     if saved["kind"] != kind.__name__ or saved["start"].keys() != asdict(settings).keys():
         return fresh
     return kind(**saved["now"]) if fresh == kind(**saved["start"]) else fresh
