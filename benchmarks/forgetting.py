@@ -1,8 +1,8 @@
 """One run that is made to forget, and three healthy ones: does the doctor tell them apart?
 
-    python benchmarks/forgetting.py [--out FOLDER]            SmolLM2-135M, about 20 minutes of one core
+    python benchmarks/forgetting.py [--out FOLDER]            SmolLM2-135M
     python benchmarks/forgetting.py --tiny [--out FOLDER]     a byte-level model that first learns to read this
-                                                              project's documentation, about 3 minutes of one core
+                                                              project's documentation
 
 The runs follow `recipes/forgetting.yaml` and are ordinary runs in FOLDER: what is finished is not repeated, and what
 was stopped is resumed. The table has each capability before and after, and what the doctor says.

@@ -112,14 +112,16 @@ def changes_between(start: SuiteResult, end: SuiteResult) -> list[CapabilityChan
     """End minus start, metric by metric."""
     return [
         CapabilityChange(
-            name,
-            change.metric.label,
-            change.metric.better,
-            change.metric.margin,
-            change.metric.judged,
-            *map(_three, (change.second, change.first, change.difference)),
-            change.adjusted,
-            change.difference.count,
+            name=name,
+            label=change.metric.label,
+            better=change.metric.better,
+            margin=change.metric.margin,
+            judged=change.metric.judged,
+            start=_three(change.second),
+            end=_three(change.first),
+            difference=_three(change.difference),
+            adjusted=change.adjusted,
+            count=change.difference.count,
         )
         for name, change in compare_suites(end, start).items()
     ]

@@ -37,7 +37,8 @@ class Problem:
         turns: list[Message] = []
         for each in EXAMPLES:
             worked = f"{each.a} {each.operator} {each.b} = {each.result}"
-            turns += [{"role": "user", "content": each.question}, {"role": "assistant", "content": worked}]
+            turns.append({"role": "user", "content": each.question})
+            turns.append({"role": "assistant", "content": worked})
         asked: Message = {"role": "user", "content": self.question}
         return Prompt(id=f"arithmetic-{number}", messages=(*turns, asked), answer=str(self.result))
 

@@ -14,6 +14,7 @@ import random
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from typing import Any, Literal, Protocol
 
 import torch
@@ -46,14 +47,14 @@ class Request(Protocol):
 def run_tasks(model: SuiteModel, tasks: Sequence[str], *, items: int | None, seed: int) -> Found:
     """For each `lm-eval:TASK/METRIC`, the values of its items and which direction is better."""
     try:
-        import lm_eval.tasks
-        from lm_eval.evaluator import simple_evaluate
+        harness_tasks: Any = import_module("lm_eval.tasks")
+        simple_evaluate: Any = import_module("lm_eval.evaluator").simple_evaluate
     except ImportError as error:
         raise ConfigError(MISSING if error.name == "lm_eval" else f"{MISSING} ({error})") from None
     given = [read_own_task(task) if is_own_task(task) else task for task in tasks]
     with _contained(seed):
         shipped = any(isinstance(task, str) for task in given)
-        manager = lm_eval.tasks.TaskManager(include_defaults=shipped)
+        manager = harness_tasks.TaskManager(include_defaults=shipped)
         _check_names(given, manager)
         model.heartbeat("suite: lm-eval reads its data")
         try:
@@ -125,17 +126,17 @@ def _number(value: object) -> float | None:
 @contextlib.contextmanager
 def _contained(seed: int) -> Iterator[None]:
     """lm-eval with sandboxed templates, seeded generators that are put back, and no chatter in a file of messages."""
-    import lm_eval.utils
     import numpy
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-    whole = lm_eval.utils.env
+    harness: Any = import_module("lm_eval.utils")
+    whole = harness.env
     sandboxed = ImmutableSandboxedEnvironment(undefined=whole.undefined, keep_trailing_newline=True)
     sandboxed.filters.update(whole.filters)
     states = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
     level = logging.getLogger("lm_eval").level
     hidden = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
-    lm_eval.utils.env = sandboxed
+    harness.env = sandboxed
     logging.getLogger("lm_eval").setLevel(logging.ERROR)
     random.seed(seed)
     numpy.random.seed(seed)
@@ -144,7 +145,7 @@ def _contained(seed: int) -> Iterator[None]:
         with hidden, _no_fetched_metrics():
             yield
     finally:
-        lm_eval.utils.env = whole
+        harness.env = whole
         logging.getLogger("lm_eval").setLevel(level)
         random.setstate(states[0])
         numpy.random.set_state(states[1])
@@ -154,13 +155,13 @@ def _contained(seed: int) -> Iterator[None]:
 @contextlib.contextmanager
 def _no_fetched_metrics() -> Iterator[None]:
     """`evaluate.load` fetches a metric's code from a hub; here a task that asks for one fails instead."""
-    import evaluate
+    evaluate: Any = import_module("evaluate")
 
     def refused(name: str, *_: object, **__: object) -> None:
         raise ConfigError(f"lm-eval: the metric {name} is code from a hub, which is not run")
 
     whole = evaluate.load
-    evaluate.load = refused  # pyright: ignore[reportAttributeAccessIssue]
+    evaluate.load = refused
     try:
         yield
     finally:
@@ -169,7 +170,7 @@ def _no_fetched_metrics() -> Iterator[None]:
 
 def _language_model(model: SuiteModel, seed: int) -> Any:
     """The model as lm-eval's class; made here because its base class is in the extra."""
-    from lm_eval.api.model import LM
+    LM: Any = import_module("lm_eval.api.model").LM
 
     class TetherLM(LM):
         """Answers lm-eval's requests with `SuiteModel`."""
