@@ -176,4 +176,5 @@ def rejection_recipe(context: StageContext, settings: RejectionSamplingRecipe) -
         context.finish(write_best(context, sampled, settings.answers.samples_per_prompt))
     data = settings.data.model_copy(update={"train": str(context.folder / BEST_FILE)})
     fields: dict[str, Any] = {name: getattr(settings, name) for name in SFTRecipe.model_fields}
-    return SFTRecipe(**fields | {"data": data})
+    fields["data"] = data
+    return SFTRecipe(**fields)
