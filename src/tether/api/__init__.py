@@ -4,7 +4,7 @@ Every function uses the same recipe, checks and loop as the command line.
 """
 
 from tether.api.run import Answer, Run, load_run
-from tether.api.sweep import Sweep, sweep
+from tether.api.sweeping import Sweep, sweep
 from tether.api.training import Step, dpo, evaluate, grpo, ppo, reward_model, sft, train_recipe
 
 __all__ = [

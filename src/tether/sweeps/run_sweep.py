@@ -6,6 +6,7 @@ reached their step are skipped, and the others continue from their checkpoints.
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -67,6 +68,8 @@ def run_sweep(manifest: SweepManifest, *, jobs: int | None = None, json_output: 
     if not is_sweep(manifest.folder):
         manifest = replace(manifest, threads=room.threads)  # kept: the number of threads decides the last bits
         begin_folder(manifest)
+    else:
+        manifest.write()  # with the seeds and the budget that were added
     print_notice(console, f"{_sweep_in_words(manifest)}; {room.reason}.", style="dim")
     with interruptions() as stop, SweepProgress(manifest, json_output=json_output) as progress:
         run = SweepRun(manifest, room, stop, progress)
@@ -129,8 +132,9 @@ def _values_so_far(manifest: SweepManifest) -> list[float | None]:
         results = read_results(opened, manifest)
     found: list[float | None] = []
     for number in range(len(manifest.settings)):
-        mine = [result.value() for result in results if result.trial.setting == number]
-        known = [value for value in mine if value is not None]
+        mine = [result for result in results if result.trial.setting == number]
+        values = [result.value() for result in mine if result.state in ("done", "early")]
+        known = [value for value in values if value is not None]
         found.append(sum(known) / len(known) if known and len(known) == len(mine) else None)
     return found
 
@@ -236,7 +240,8 @@ def _ended(run: SweepRun, reply: TrialReply, step: int | None) -> bool:
         return True
     if reply.ended == "paused":  # asked to stop, by the sweep or from outside
         return False
-    if run.stop() and reply.exit_code in (Stopped.exit_code, -2, -15):
+    asked = run.stop() or run.fatal is not None
+    if asked and reply.exit_code in (Stopped.exit_code, -signal.SIGTERM):  # before it could handle the signal
         return False
     rejected = reply.exit_code == UsageError.exit_code and not run.ended_well
     if rejected or reply.exit_code == StorageError.exit_code:  # every other trial would end so too

@@ -156,8 +156,10 @@ def _reply(running: _Running) -> TrialReply:
     last = running.last
     if last.get("ended") in ("done", "paused"):
         return TrialReply(running.trial, last["ended"], int(last["steps"]), exit_code=code)
+    if last.get("ended") == "error":  # whatever happened to the process while it shut down
+        return TrialReply(running.trial, "error", running.steps, redact(str(last["reason"])), int(last["exit_code"]))
     died = f"its process was killed by signal {-code}" if code < 0 else f"its process ended with exit code {code}"
-    return TrialReply(running.trial, "error", running.steps, redact(str(last.get("reason") or died)), code)
+    return TrialReply(running.trial, "error", running.steps, died, code)
 
 
 def _wait_for_the_last_attempt(folder: Path) -> None:
