@@ -137,6 +137,7 @@ def test_every_family_trains_on_the_samplers_bits(kind: str):
     everywhere = trained(model, batch, wanted=False)
     assert_same_bits(everywhere, said)
     hidden = packed_states(model.model, batch)
+    assert hidden is not None
     given = hidden, model.lm_head.weight, batch.tokens, batch.response_mask
     cap = getattr(model.config, "final_logit_softcapping", None)
     plain, _ = token_logprobs(*given, softcap=cap)
@@ -223,6 +224,7 @@ def test_gradients_are_those_of_the_packed_pass(kind: str, recompute: bool):
         model.zero_grad()
         passed = exact_states if exact else packed_states
         hidden = passed(model.model, batch, None, wanted, recompute=recompute)
+        assert hidden is not None
         by = exact_logprobs if exact else chunked_logprobs
         logprobs, entropy = token_logprobs(hidden, model.lm_head.weight, batch.tokens, batch.response_mask, by=by)
         (logprobs.sin().sum() + 0.3 * entropy.sum()).backward()
@@ -261,7 +263,7 @@ def test_a_frozen_output_layer_has_the_same_gradient():
         by(states, weight, targets, temperature=0.7)[0].sin().sum().backward()
         assert states.grad is not None
         found.append(states.grad)
-    assert torch.allclose(*found, atol=1e-5)
+    assert torch.allclose(found[0], found[1], atol=1e-5)
 
 
 def test_what_is_refused_has_a_reason():
