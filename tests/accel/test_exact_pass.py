@@ -14,10 +14,10 @@ from torch import Tensor
 
 from tether.accel.cpu_decoder import ContinuousBatch
 from tether.accel.engine import DecodeRequest, FastDecoder
-from tether.accel.exact.attention import KEYS
 from tether.accel.exact.exact_decoder import ExactDecoder
 from tether.accel.exact.exact_logprobs import LogitTile, exact_logprobs, filled
 from tether.accel.exact.exact_pass import exact_states
+from tether.accel.exact.key_blocks import KEYS
 from tether.accel.exact.products import ROWS, tiled
 from tether.accel.fused_pass.packed import packed_states
 from tether.accel.supported import exact_unsupported
