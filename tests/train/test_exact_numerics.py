@@ -70,7 +70,8 @@ def test_no_log_prob_differs_in_any_step(case: str):
             assert result.metrics["logprob_diff_max"] == 0.0
     if results[0].experience.ref_logprobs is not None:
         assert results[0].metrics["kl_ref_k1"] == 0.0 == results[0].metrics["kl_ref_k3"]
-        assert results[-1].metrics["kl_ref_k3"] > 0.0
+        warming = "--ppo.critic_warmup" in flags  # then the policy has not moved before the last step
+        assert (results[-1].metrics["kl_ref_k3"] > 0.0) is not warming
     assert float(results[-1].experience.old_logprobs.abs().max()) > 0.1
 
 

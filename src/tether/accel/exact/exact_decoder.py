@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.accel.exact.attention import KEYS, Columns, blocks_of, read_row, read_slots
 from tether.accel.exact.exact_logprobs import products
 from tether.accel.exact.exact_pass import keys_and_values, run_layer
+from tether.accel.exact.key_blocks import KEYS, Columns, blocks_of, read_row, read_slots
 from tether.accel.fused_pass.packed import norm
 from tether.accel.spec import DecoderSpec, Layer
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from tether.accel.exact.attention import attend_packed
+from tether.accel.exact.key_blocks import attend_packed
 from tether.accel.exact.products import activated, linear
 from tether.accel.fused_pass.packed import norm, plain_states, rotate
 from tether.accel.spec import Layer, Linear, Norm

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tether.accel.exact.attention import KEYS, Columns, read_row, read_slots
 from tether.accel.exact.exact_logprobs import LogitTile
+from tether.accel.exact.key_blocks import KEYS, Columns, read_row, read_slots
 from tether.accel.exact.products import ROWS, activated, tiled
 from tether.accel.spec import DecoderSpec, Layer
 
