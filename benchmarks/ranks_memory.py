@@ -63,7 +63,7 @@ def save_model(folder: Path, layers: int) -> Path:
     tokenizer = tiny_tokenizer()
     torch.manual_seed(0)
     ends: dict[str, Any] = {"eos_token_id": tokenizer.eos_token_id, "pad_token_id": tokenizer.pad_token_id}
-    shape = SHAPE | {"num_hidden_layers": layers}
+    shape: dict[str, Any] = SHAPE | {"num_hidden_layers": layers}
     LlamaForCausalLM(LlamaConfig(tie_word_embeddings=True, **ends, **shape)).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder

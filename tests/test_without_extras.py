@@ -35,6 +35,7 @@ IMPORTED_AS = {
     "reasoning-gym": {"reasoning_gym"},
     "lm-eval": {"lm_eval", "evaluate"},
     "optuna": {"optuna"},
+    "ray": {"ray"},
     "mkdocs-material": {"mkdocs"},
 }
 OF_DEVELOPERS = {"httpx", "openai", "gguf", "playwright", "schemathesis", "pandas"}
@@ -42,6 +43,7 @@ TRITON = "triton"  # comes with the builds of torch for CUDA, and with no other
 
 # Modules that cannot be imported without an extra, or packages all of whose modules may need it.
 NEED = {
+    "tether.distributed.ray_driver": "ray",
     "tether.rewards.math_verified": "math",
     "tether.server": "serve",
     "tether.store.database.patience": "postgres",

@@ -101,6 +101,8 @@ def _launched(command: str, words: list[str]) -> int | None:
         return None
     if at_least is not None and restarts is None and address is None:
         raise UsageError(f"{MIN_NPROC} says how many processes a restart needs: add {RESTARTS} M, or leave it out")
+    if at_least is not None and at_least > count:
+        raise UsageError(f"{NPROC} is {count} and {MIN_NPROC} {at_least}: the first must not be less")
     if command == "train" and address is None:  # machines of a cluster may have other files
         from tether.commands.train import recipe_of
 

@@ -91,7 +91,7 @@ def headline(run: DemoRun, judged: Judged, summary: dict[str, Any]) -> tuple[Fig
 
 def findings(run: DemoRun, judged: Judged, steps: list[dict[str, Any]]) -> tuple[ReportFinding, ...]:
     """The findings as text, over-optimization first."""
-    found = [judge_overoptimisation(points(steps, "reward/proxy"), points(steps, "reward/true"))]
+    found: list[ReportFinding] = [judge_overoptimisation(points(steps, "reward/proxy"), points(steps, "reward/true"))]
     for name in PARTS:
         before, after = (side.metrics[f"true/{name}"].value for side in (judged.before, judged.after))
         level = "good" if after > before + 0.02 else "warning" if after < before - 0.1 else "note"

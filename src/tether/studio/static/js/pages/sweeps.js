@@ -25,7 +25,8 @@ export async function open(view) {
 
 function nothingYet(view) {
   return emptyState(
-    "A sweep runs one recipe with several settings and seeds, and compares them.",
+    "A sweep runs one recipe with several settings and seeds, and compares them. There is none yet.",
+    h("a", { class: "button main", href: "#/runs" }, "Open the runs"),
     h("small", {}, "In a terminal: ", h("code", {}, `tether sweep recipes/sensitivity.yaml --run.directory ${view.me.workspace}`)),
   );
 }
