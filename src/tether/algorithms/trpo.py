@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 
 from tether.algorithms.algorithm import (
     Algorithm,
@@ -179,7 +181,7 @@ class TrustRegion:
 
             return mean_kl
 
-        with sdpa_kernel(SDPBackend.MATH):
+        with PlainAttention():
             product = fisher_vector_product(map(share, self.micro_batches), self.parameters, vector)
         return product + damping * vector
 
@@ -194,3 +196,37 @@ class TrustRegion:
             surrogate += float((ratio * micro.advantages[micro.response_mask]).double().sum())
             kl += float(old.kl(new).double().sum())
         return surrogate / self.tokens, kl / self.tokens
+
+
+class PlainAttention(TorchFunctionMode):
+    """Attention by plain operations, which can be differentiated twice, in this thread alone.
+
+    `sdpa_kernel(SDPBackend.MATH)` gives the same bits and switches the whole process: an engine that samples in another
+    thread would then round differently from one moment to the next.
+    """
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _plain_attention(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _plain_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """`F.scaled_dot_product_attention` with its own arguments: queries (..., T, D) to (..., T, D)."""
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=query.dtype).masked_fill_(~attn_mask, float("-inf"))
+    attend: Any = torch.ops.aten._scaled_dot_product_attention_math
+    return attend(
+        query, key, value, attn_mask, dropout_p, is_causal, None, scale=scale, enable_gqa=enable_gqa
+    )[0]  # fmt: skip
