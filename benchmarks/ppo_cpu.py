@@ -29,9 +29,9 @@ from smollm_shape import matrix_rate, smollm2
 from tether.config.load import load_recipe
 from tether.models.backbones import ScalarHead, own_top
 from tether.models.load import LoadedModel
-from tether.models.roles import Separate
 from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import TopBackbone
+from tether.models.sharing import Separate
 from tether.rewards.model import RewardModelReward
 from tether.train.build import build_rl
 from tether.train.rl import RLParts, rl_step

@@ -25,8 +25,8 @@ from shapes import SHAPES, forward_operations, matrix_rate, random_model
 from tether.config.load import load_recipe
 from tether.models.backbones import Backbone, ScalarHead, backbone_notices, shared_tree
 from tether.models.load import LoadedModel
-from tether.models.roles import Adapters, Separate
 from tether.models.scalar_models import ScalarModel
+from tether.models.sharing import Adapters, Separate
 from tether.rewards.model import RewardModelReward
 from tether.train.build import build_rl
 from tether.train.rl import RLParts, rl_step

@@ -42,8 +42,9 @@ from tether.hub.tiny_model import VOCABULARY, tiny_model
 from tether.models.backbones import Backbone, ScalarHead, hidden_states
 from tether.models.lora import inject_lora, lora_config
 from tether.models.precision import hold_in
-from tether.models.roles import Roles, Separate, onto
+from tether.models.roles import Roles, onto
 from tether.models.scalar_models import ScalarModel
+from tether.models.sharing import Separate
 from tether.ops.masks import Packing, last_true
 from tether.types import Sequences
 

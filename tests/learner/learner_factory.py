@@ -16,7 +16,8 @@ from tether.hub.tiny_model import tiny_model
 from tether.learner.batching import evaluate_tokens
 from tether.learner.learner import Learner, LearnerSettings
 from tether.models.backbones import ScalarHead
-from tether.models.roles import Roles, Separate
+from tether.models.roles import Roles
+from tether.models.sharing import Separate
 from tether.types import Experience, TokenBatch
 
 ROWS, WIDTH = 8, 16

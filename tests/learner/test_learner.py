@@ -10,7 +10,8 @@ from learner_factory import ROWS, WIDTH, made_up_batch, make_algorithm, make_exp
 
 from tether.algorithms.algorithm import Coefficients, MinibatchEpochs
 from tether.models.load import disable_dropout
-from tether.models.roles import Roles, Separate
+from tether.models.roles import Roles
+from tether.models.sharing import Separate
 
 NO_KL = Coefficients(0.0, 0.0)
 

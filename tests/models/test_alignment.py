@@ -7,7 +7,8 @@ import torch
 
 from tether.hub.tiny_model import tiny_model
 from tether.models.backbones import backbone_of
-from tether.models.roles import Roles, Separate
+from tether.models.roles import Roles
+from tether.models.sharing import Separate
 from tether.types import Sequences
 
 

@@ -15,9 +15,9 @@ from tether.files import FILES
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.backbones import ScalarHead
 from tether.models.load import LoadedModel, load_causal_lm
-from tether.models.roles import Separate
 from tether.models.save import save_model
 from tether.models.scalar_models import ScalarModel
+from tether.models.sharing import Separate
 from tether.protocols import Sampling
 from tether.rewards.model import load_vocabulary
 from tether.rollout.native import NativeEngine

@@ -28,10 +28,10 @@ from tether.hub.tiny_model import END_ID, PAD_ID, tiny_tokenizer
 from tether.models.backbones import OutputLayer, ScalarHead, backbone_of, hidden_states, shared_tree
 from tether.models.load import describe, load_causal_lm
 from tether.models.lora import target_names
-from tether.models.roles import Adapters, Separate, Tops
 from tether.models.save import save_model
 from tether.models.scalar_models import ScalarModel
 from tether.models.shared_backbone import check_split
+from tether.models.sharing import Adapters, Separate, Tops
 from tether.plan.workload import Shape
 from tether.rollout.native import NativeEngine
 from tether.types import Sequences

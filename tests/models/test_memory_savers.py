@@ -17,7 +17,8 @@ from tether.mask_cache import loss_size
 from tether.models import backbones
 from tether.models.backbones import Backbone, CpuOffload, OutputLayer, probe_batch, recompute_layers
 from tether.models.load import disable_dropout, quantization
-from tether.models.roles import Roles, Separate, build_sharing, onto, prefetch
+from tether.models.roles import Roles, onto, prefetch
+from tether.models.sharing import Separate, build_sharing
 from tether.ops.losses import Aggregation
 from tether.train.build import build_rl, load_policy
 from tether.train.rl import train_rl

@@ -15,9 +15,10 @@ from tether.errors import ConfigError
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.backbones import ScalarHead
 from tether.models.load import load_causal_lm
-from tether.models.roles import Roles, build_sharing
+from tether.models.roles import Roles
 from tether.models.save import save_model
 from tether.models.scalar_models import ScalarModel
+from tether.models.sharing import build_sharing
 from tether.train.build import build_rl, load_policy
 from tether.train.rl import train_rl
 from tether.types import Sequences

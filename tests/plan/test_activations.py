@@ -21,7 +21,8 @@ from transformers import (
 from tether.config.load import load_recipe
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import LoadedModel
-from tether.models.roles import Roles, build_sharing
+from tether.models.roles import Roles
+from tether.models.sharing import build_sharing
 from tether.plan.memory import Held, memory_of, micro_pass
 from tether.plan.workload import Lengths, Shape, work_of
 from tether.types import Sequences

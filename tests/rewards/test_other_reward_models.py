@@ -15,8 +15,8 @@ from tether.config.rewards import ModelPart
 from tether.errors import ConfigError
 from tether.models.backbones import ScalarHead
 from tether.models.load import LoadedModel, load_causal_lm
-from tether.models.roles import Separate
 from tether.models.scalar_models import ClassifierModel, ScalarModel
+from tether.models.sharing import Separate
 from tether.rewards.model import RewardModelReward, reading_text
 from tether.rewards.server import build_service
 from tether.types import Message, Prompt

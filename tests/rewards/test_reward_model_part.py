@@ -14,8 +14,8 @@ from tether.errors import ConfigError
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.backbones import ScalarHead
 from tether.models.load import LoadedModel, describe, load_causal_lm
-from tether.models.roles import Separate
 from tether.models.scalar_models import ScalarModel
+from tether.models.sharing import Separate
 from tether.rewards.model import RewardModelReward
 from tether.types import Sequences
 

@@ -22,8 +22,8 @@ from tether.config.rewards import RemotePart
 from tether.errors import ConfigError
 from tether.models.backbones import ScalarHead
 from tether.models.load import load_causal_lm
-from tether.models.roles import Separate
 from tether.models.scalar_models import ScalarModel
+from tether.models.sharing import Separate
 from tether.rate_limit import Rate, RateLimit
 from tether.rewards.remote import RemoteReward
 from tether.rewards.server import RewardServer, RewardService, build_service

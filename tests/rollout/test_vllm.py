@@ -18,7 +18,7 @@ from tether.errors import ConfigError, DataError, WorkersLost
 from tether.http_client import post
 from tether.hub.catalog import resolve_model_path
 from tether.models.load import LoadedModel, load_causal_lm
-from tether.models.roles import build_sharing
+from tether.models.sharing import build_sharing
 from tether.protocols import Sampling
 from tether.rollout.native import NativeEngine
 from tether.rollout.rollout_pool import RolloutPool

@@ -20,7 +20,7 @@ from tether.errors import ConfigError, DataError, WorkersLost
 from tether.http_client import PostError, post
 from tether.hub.tiny_model import tiny_tokenizer
 from tether.models.load import load_causal_lm
-from tether.models.roles import build_sharing
+from tether.models.sharing import build_sharing
 from tether.protocols import AsyncRolloutEngine, Sampling
 from tether.rollout.chunks import in_chunks
 from tether.rollout.native import NativeEngine

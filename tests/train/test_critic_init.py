@@ -12,9 +12,9 @@ from tether.config.load import load_recipe
 from tether.errors import ConfigError
 from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.backbones import ScalarHead
-from tether.models.roles import Adapters, Separate, Sharing, Tops
 from tether.models.save import save_model
 from tether.models.scalar_models import ScalarModel
+from tether.models.sharing import Adapters, Separate, Sharing, Tops
 from tether.plan.machine import Machine
 from tether.plan.plan import make_plan
 from tether.plan.workload import Lengths, shape_of

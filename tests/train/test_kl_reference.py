@@ -15,8 +15,8 @@ from tether.hub.tiny_model import tiny_model, tiny_tokenizer
 from tether.models.backbones import backbone_of, layer_list
 from tether.models.load import load_causal_lm
 from tether.models.lora import load_config
-from tether.models.roles import Adapters
 from tether.models.save import save_model
+from tether.models.sharing import Adapters
 from tether.plan.machine import Machine
 from tether.plan.plan import make_plan
 from tether.plan.workload import Lengths, shape_of

@@ -13,8 +13,8 @@ from tether.files import check_saved, same_place
 from tether.models.backbones import Backbone, OutputLayer, backbone_of, own_top, shared_tree, top_parameters
 from tether.models.load import check_not_reward_model
 from tether.models.lora import CONFIG, inject_lora, load_config, load_lora, saved_config
-from tether.models.roles import Adapters, Sharing, Tops, size_in_words
 from tether.models.shared_backbone import TopBackbone
+from tether.models.sharing import Adapters, Sharing, Tops, size_in_words
 
 
 def stands_on(folder: Path, base: str) -> bool:

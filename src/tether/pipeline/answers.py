@@ -17,7 +17,7 @@ from tether.data.prompts import PromptRule
 from tether.errors import ConfigError
 from tether.models.load import LoadedModel, load_base, load_causal_lm
 from tether.models.lora import CONFIG, saved_config
-from tether.models.roles import Adapters
+from tether.models.sharing import Adapters
 from tether.protocols import RewardFn, Sampling
 from tether.rewards.model import RewardModelReward
 from tether.rewards.parts import build_reward

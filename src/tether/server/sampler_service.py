@@ -24,7 +24,7 @@ from tether.config.sections import RolesSettings
 from tether.errors import ConfigError, DataError, TetherError, UsageError, first_line
 from tether.http_server import JSON, BadRequestError, TokenServer
 from tether.models.load import load_causal_lm, resolve_device
-from tether.models.roles import build_sharing
+from tether.models.sharing import build_sharing
 from tether.rollout.messages import ERRORS, ChunkRequest, ModelToLoad, pack_rollouts
 from tether.rollout.native import NativeEngine
 from tether.rollout.native_worker import TOKEN_VARIABLE

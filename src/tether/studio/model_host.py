@@ -176,7 +176,7 @@ def _reward_model(folder: Path) -> Any:
     from tether.config.rewards import ModelPart
     from tether.config.sections import RolesSettings
     from tether.models.load import load_causal_lm
-    from tether.models.roles import build_sharing
+    from tether.models.sharing import build_sharing
     from tether.rewards.model import RewardModelReward
     from tether.store.find import find_model, run_config
 

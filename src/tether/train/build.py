@@ -46,8 +46,9 @@ from tether.models.backbones import ScalarHead, recompute_layers
 from tether.models.load import LoadedModel, check_same_vocabulary, load_causal_lm, resolve_device
 from tether.models.lora import CONFIG
 from tether.models.own_loader import OwnLoader
-from tether.models.roles import ActorCritic, ReferencePolicy, Roles, Sharing, build_sharing
+from tether.models.roles import ActorCritic, ReferencePolicy, Roles
 from tether.models.scalar_models import ScalarModel
+from tether.models.sharing import Sharing, build_sharing
 from tether.models.tokenizer import TextModel
 from tether.protocols import Sampling
 from tether.rewards.model import load_vocabulary

@@ -15,7 +15,7 @@ import torch
 from tether.config.recipes import RLRecipe
 from tether.errors import ConfigError
 from tether.models.load import LoadedModel
-from tether.models.roles import Sharing
+from tether.models.sharing import Sharing
 from tether.protocols import RolloutEngine
 from tether.redact import remember_secret
 from tether.rollout.chunks import in_chunks

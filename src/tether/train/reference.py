@@ -13,8 +13,8 @@ from tether.models.backbones import Backbone, OutputLayer
 from tether.models.load import LoadedModel, check_same_vocabulary, load_causal_lm
 from tether.models.own_loader import OwnLoader
 from tether.models.references import adapted_reference, stands_on, whole_reference
-from tether.models.roles import Adapters, Sharing
 from tether.models.save import weights_digest
+from tether.models.sharing import Adapters, Sharing
 from tether.seeds import derive_seed
 from tether.store.find import is_start, reference_path
 
